@@ -1,0 +1,53 @@
+"""Distributed training methods plugged into the trainers that people already use.
+
+Importing dadplug is cheap: torch, numba and the trainers load when something that needs them is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_root = Path(__file__).resolve().parent.parent
+if (_root / "setup.cfg").is_file() and (_root / "hooks" / "__init__.py").is_file():
+    # A source checkout keeps hooks, runners and callbacks beside this folder; an installed package holds them.
+    __path__.append(str(_root))
+
+if TYPE_CHECKING:
+    from . import lowrank as lowrank
+    from .errors import MismatchError, NonFiniteError, SiteError
+    from .exchange import connect
+    from .reduction import GradientReduction
+
+_LAZY = {
+    "GradientReduction": "reduction",
+    "MismatchError": "errors",
+    "NonFiniteError": "errors",
+    "SiteError": "errors",
+    "connect": "exchange",
+}
+_MODULES = ("callbacks", "data", "hooks", "lowrank", "models", "runners")
+
+__all__ = [
+    "GradientReduction",
+    "MismatchError",
+    "NonFiniteError",
+    "SiteError",
+    "connect",
+    "lowrank",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module 'dadplug' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY, *_MODULES])

@@ -1,0 +1,247 @@
+"""Buckets: several units' payloads in one exchange, which starts as soon as they are all there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..share import Share, finite
+from .transport import Gather, Reduction, Transport
+
+_ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
+_SHRINK_AFTER = 16  # steps with fewer rows before a slot gives room back
+
+
+class Slot:
+    """Room for one layer's rows in a bucket.
+
+    How many rows a site sends is its own affair and may change from step to step, while the sizes of messages have to
+    be known on both ends before they start. So each slot has a capacity for each site that all sites know, from what
+    the site sent before. Rows beyond it go in a second round; a short batch sends some padding.
+
+    Args:
+        out: width of the rows of `left`.
+        width: width of the rows of `right`.
+        bias: number of elements of the bias gradient that is sent beside the rows, 0 for none.
+        world_size: number of sites.
+    """
+
+    def __init__(self, out: int, width: int, bias: int, world_size: int) -> None:
+        self.out = out
+        self.width = width
+        self.bias = bias
+        self.capacity = [0] * world_size
+        self._fewer = [(0, 0)] * world_size  # steps with fewer rows in a row, and the most rows among them
+
+    def sizes(self, rows: int) -> tuple[int, int, int]:
+        """Number of elements of the three parts for this many rows."""
+        return _aligned(rows * self.out), _aligned(rows * self.width), _aligned(self.bias)
+
+    def learn(self, rows: Sequence[int]) -> bool:
+        """Takes note of the rows that each site had; says whether a capacity changed."""
+        changed = False
+        for site, count in enumerate(rows):
+            if count > self.capacity[site]:
+                self.capacity[site], self._fewer[site], changed = count, (0, 0), True
+            elif count == self.capacity[site]:
+                self._fewer[site] = (0, 0)
+            else:
+                steps, most = self._fewer[site]
+                self._fewer[site] = (steps + 1, max(most, count))
+                if steps + 1 >= _SHRINK_AFTER:
+                    self.capacity[site], self._fewer[site], changed = max(most, count), (0, 0), True
+        return changed
+
+    def cut(self, payload: Tensor, start: int, rows: int) -> tuple[Share, int]:
+        """Cuts this slot's parts for so many rows out of a payload; returns them and where the next slot starts."""
+        left_size, right_size, bias_size = self.sizes(rows)
+        left = payload[start : start + rows * self.out].view(rows, self.out)
+        start += left_size
+        right = payload[start : start + rows * self.width].view(rows, self.width)
+        start += right_size
+        bias = payload[start : start + self.bias] if self.bias else None
+        return Share(left, right, bias), start + bias_size
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class FactorBucket:
+    """Slots of several layers that travel in one all-gather.
+
+    Args:
+        slots: the slots, in the order in which backward fills them.
+        transport: the transport.
+        dtype: type on the wire.
+
+    Attributes:
+        rows: by slot, number of this site's rows that are in the payload.
+        extra_rows: by slot, number of this site's rows that go in a second round.
+    """
+
+    def __init__(self, slots: Sequence[Slot], transport: Transport, dtype: torch.dtype) -> None:
+        self.slots = list(slots)
+        self._transport = transport
+        self._dtype = dtype
+        self._gather: Gather | None = None
+        self._own: list[Share] = []
+        self._late: dict[int, Share] = {}
+        self._filled: set[int] = set()
+        self.rows = [0] * len(self.slots)
+        self.extra_rows = [0] * len(self.slots)
+
+    def post(self) -> None:
+        """Makes ready to receive; lays payloads out anew where a capacity has changed."""
+        if self._gather is None:
+            slots = range(len(self.slots))
+            sites = range(self._transport.world_size)
+            capacities = [[self.slots[index].capacity[site] for index in slots] for site in sites]
+            self._gather = self._transport.gather([self._size(rows) for rows in capacities], self._dtype)
+            self._own = self._cut(self._gather.payload, capacities[self._transport.rank])
+        self._gather.post()
+
+    def _size(self, rows: Sequence[int]) -> int:
+        return sum(sum(slot.sizes(count)) for slot, count in zip(self.slots, rows, strict=True))
+
+    def _cut(self, payload: Tensor, rows: Sequence[int]) -> list[Share]:
+        shares, start = [], 0
+        for slot, count in zip(self.slots, rows, strict=True):
+            share, start = slot.cut(payload, start, count)
+            shares.append(share)
+        return shares
+
+    def fill(self, index: int, share: Share) -> None:
+        """Puts a layer's rows into its slot; what does not fit is kept for the second round."""
+        self.post()
+        own = self._own[index]
+        fit = min(share.rows, own.rows)
+        own.left[:fit], own.right[:fit] = share.left[:fit], share.right[:fit]
+        own.left[fit:], own.right[fit:] = 0, 0
+        if own.bias is not None:
+            own.bias.copy_(share.bias)
+        self._filled.add(index)
+        self.rows[index] = fit
+        if share.rows > fit:
+            self.add_late(index, share.part(fit, with_bias=False))
+
+    def add_late(self, index: int, share: Share) -> None:
+        """Keeps rows for the second round, since the payload is full or on its way."""
+        if index in self._late:
+            share = self._late[index].plus(share)
+        if not share.rows:  # a bias gradient may come without rows; the second round goes by rows
+            share = Share(
+                share.left.new_zeros(1, share.left.shape[1]), share.right.new_zeros(1, share.right.shape[1]), share.bias
+            )
+        self._late[index] = share
+        self.extra_rows[index] = share.rows
+
+    def launch(self) -> None:
+        """Sends the payload; a slot that nothing filled has no rows."""
+        self.post()
+        for index in set(range(len(self.slots))) - self._filled:
+            for part in self._own[index]:
+                if part is not None:
+                    part.zero_()
+        assert self._gather is not None
+        self._gather.launch()
+
+    def wait(
+        self, rows: Sequence[Sequence[int]], extra: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> list[list[Share]]:
+        """Waits for every site's rows, and for the second round where there is one.
+
+        Args:
+            rows: by slot and site, number of rows in the payload.
+            extra: by slot and site, number of rows in the second round.
+            dtype: type to return.
+
+        Returns:
+            By slot and site, what was sent.
+        """
+        assert self._gather is not None
+        payloads = [payload.to(dtype) for payload in self._gather.wait()]
+        late = self._second_round(extra, dtype) if any(map(any, extra)) else {}
+        result: list[list[Share]] = [[] for _ in self.slots]
+        for site, payload in enumerate(payloads):
+            shares = self._cut(payload, [slot.capacity[site] for slot in self.slots])
+            for index, share in enumerate(shares):
+                share = share.part(0, rows[index][site])
+                more = late.get((index, site))
+                result[index].append(share if more is None else share.plus(more))
+        return result
+
+    def _second_round(self, extra: Sequence[Sequence[int]], dtype: torch.dtype) -> dict[tuple[int, int], Share]:
+        """Exchanges the rows that the payload had no room for; only slots that have some take part."""
+        sites = range(self._transport.world_size)
+        late = [[index for index in range(len(self.slots)) if extra[index][site]] for site in sites]
+        sizes = [sum(sum(self.slots[index].sizes(extra[index][site])) for index in late[site]) for site in sites]
+        gather = self._transport.gather(sizes, self._dtype)
+
+        def cut(payload: Tensor, site: int) -> dict[tuple[int, int], Share]:
+            shares, start = {}, 0
+            for index in late[site]:
+                shares[index, site], start = self.slots[index].cut(payload, start, extra[index][site])
+            return shares
+
+        for (index, _), place in cut(gather.payload, self._transport.rank).items():
+            for part, value in zip(place, self._late[index], strict=True):
+                if part is not None and value is not None:
+                    part.copy_(value)
+        gather.launch()
+        shares: dict[tuple[int, int], Share] = {}
+        for site, payload in enumerate(gather.wait()):
+            shares |= cut(payload.to(dtype), site)
+        return shares
+
+    def end_step(self, rows: Sequence[Sequence[int]]) -> None:
+        """Learns from the rows that every site had, by slot and site, and forgets the step."""
+        changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
+        if any(changed):
+            self._gather = None
+        self._late.clear()
+        self._filled.clear()
+        self.rows = [0] * len(self.slots)
+        self.extra_rows = [0] * len(self.slots)
+
+
+class DenseBucket:
+    """Gradients of several parameters that are summed in one all-reduce.
+
+    Args:
+        sizes: number of elements of each gradient.
+        transport: the transport.
+        dtype: type on the wire.
+    """
+
+    def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> None:
+        self._transport = transport
+        self._flat = torch.zeros(sum(sizes), dtype=dtype, device=transport.device)
+        self._parts = self._flat.split(list(sizes))
+        self._reduction: Reduction | None = None
+
+    def fill(self, index: int, gradient: Tensor | None, weight: float) -> None:
+        """Puts a gradient into its place, times the site's weight; None counts as zero."""
+        part = self._parts[index]
+        if gradient is None or weight == 0.0:
+            part.zero_()
+        elif gradient.dtype == part.dtype and gradient.device == part.device:
+            torch.mul(gradient.reshape(-1), weight, out=part)
+        else:
+            part.copy_(gradient.reshape(-1) * weight)
+
+    def finite(self, index: int) -> bool:
+        """Says whether a filled part holds neither NaN nor Inf."""
+        return finite(self._parts[index])
+
+    def launch(self) -> None:
+        """Starts the sum."""
+        self._reduction = self._transport.all_reduce(self._flat)
+
+    def wait(self) -> Sequence[Tensor]:
+        """Waits for the sums, one flat tensor a gradient; they hold until the next `fill`."""
+        assert self._reduction is not None
+        self._reduction.wait()
+        return self._parts

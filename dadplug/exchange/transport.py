@@ -1,0 +1,294 @@
+"""torch.distributed behind one small interface: gather payloads, reduce buckets, talk at set-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .sites import Sites
+from .traffic import Traffic
+
+
+class Gather(Protocol):
+    """An all-gather that is used step after step, of payloads whose sizes all sites know.
+
+    Attributes:
+        payload: this site's payload, to be filled before `launch`.
+    """
+
+    payload: Tensor
+
+    def post(self) -> None:
+        """Makes ready to receive; does nothing when called again before `wait`."""
+
+    def launch(self) -> None:
+        """Sends the payload, and returns at once."""
+
+    def wait(self) -> list[Tensor]:
+        """Waits for all payloads, and returns them by rank; they hold until the next `post`."""
+
+
+class Reduction(Protocol):
+    """A sum over sites that is under way."""
+
+    def wait(self) -> None:
+        """Waits for the sum, which replaces the tensor's values."""
+
+
+class Transport:
+    """What the exchange needs of a process group.
+
+    Args:
+        group: the process group; its processes are the sites.
+        sites: the sites by name, which turn connection errors into ones that name somebody.
+        traffic: the meter.
+        device: device of the model. Buffers lie there if the group's backend can send from it, else on the CPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, device: torch.device) -> None:
+        self.group = group
+        self.sites = sites
+        self.traffic = traffic
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
+        self.device = torch.device("cpu") if self._peer_to_peer else device
+        self._tags = 0
+        sites.at_exit.append(self._close)
+
+    def _close(self) -> None:
+        """Lets go of the group, whose threads then end; they abort an interpreter that ends before them."""
+        self.group = None  # type: ignore[assignment]
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        """Prepares an all-gather; all sites must ask for theirs in the same order.
+
+        Args:
+            sizes: number of elements of each site's payload, by rank.
+            dtype: type of the elements.
+        """
+        if not self._peer_to_peer:
+            return _CollectiveGather(self, sizes, dtype)
+        self._tags += 1
+        return _PeerGather(self, sizes, dtype, self._tags)
+
+    def all_reduce(self, tensor: Tensor) -> Reduction:
+        """Starts the sum of a tensor over sites, in place; the tensor lies on `device`."""
+        ring = 2 * (self.world_size - 1) / self.world_size
+        self.traffic.add(int(ring * tensor.numel() * tensor.element_size()))
+        return _GroupReduction(self, dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replaces a tensor's values by those of rank 0."""
+        if self.rank == 0:
+            self.traffic.add((self.world_size - 1) * tensor.numel() * tensor.element_size())
+        staged = tensor.to(self.device)
+        source = dist.get_global_rank(self.group, 0)
+        self.wait(dist.broadcast(staged, source, group=self.group, async_op=True))
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Gathers one picklable object a site, by rank; for set-up and checkpoints."""
+        items: list[Any] = [None] * self.world_size
+        try:
+            with self.traffic.waiting():
+                dist.all_gather_object(items, item, group=self.group)
+        except RuntimeError as error:
+            raise self.sites.lost(error) from error
+        return items
+
+    def wait(self, work: dist.Work, peer: int | None = None) -> None:
+        """Waits for a piece of work, and names the site that is gone if it fails.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+        """
+        try:
+            with self.traffic.waiting():
+                work.wait()
+        except RuntimeError as error:
+            raise self.sites.lost(error, peer) from error
+
+
+class _GroupReduction:
+    def __init__(self, transport: Transport, work: dist.Work) -> None:
+        self._transport = transport
+        self._work = work
+
+    def wait(self) -> None:
+        self._transport.wait(self._work)
+
+
+class _PeerGather:
+    """Point to point: each payload in its exact size, with one latency for any number of sites."""
+
+    def __init__(self, transport: Transport, sizes: Sequence[int], dtype: torch.dtype, tag: int) -> None:
+        self._transport = transport
+        self._tag = tag
+        self._payloads = [torch.zeros(size, dtype=dtype, device=transport.device) for size in sizes]
+        self.payload = self._payloads[transport.rank]
+        self._global = [dist.get_global_rank(transport.group, rank) for rank in range(transport.world_size)]
+        self._receives: dict[int, dist.Work] = {}
+        self._sends: dict[int, dist.Work] = {}
+
+    def _peers(self) -> list[int]:
+        rank, size = self._transport.rank, self._transport.world_size
+        return [(rank + step) % size for step in range(1, size)]
+
+    def post(self) -> None:
+        if self._receives:
+            return
+        for peer in self._peers():
+            if self._payloads[peer].numel():
+                self._receives[peer] = self._start(dist.irecv, peer)
+
+    def launch(self) -> None:
+        self.post()
+        for peer in self._peers():
+            if self.payload.numel():
+                self._sends[peer] = self._start(dist.isend, peer)
+                self._transport.traffic.add(self.payload.numel() * self.payload.element_size())
+
+    def _start(self, start: Any, peer: int) -> dist.Work:
+        tensor = self.payload if start is dist.isend else self._payloads[peer]
+        try:
+            return start(tensor, self._global[peer], group=self._transport.group, tag=self._tag)
+        except RuntimeError as error:
+            raise self._transport.sites.lost(error, peer) from error
+
+    def wait(self) -> list[Tensor]:
+        for works in (self._receives, self._sends):
+            for peer, work in works.items():
+                self._transport.wait(work, peer)
+            works.clear()
+        return self._payloads
+
+
+class _CollectiveGather:
+    """One collective, for backends made for them: payloads padded to the largest."""
+
+    def __init__(self, transport: Transport, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        self._transport = transport
+        self._sizes = list(sizes)
+        self._padded = torch.zeros(max(sizes), dtype=dtype, device=transport.device)
+        self._gathered = torch.empty(max(sizes) * len(sizes), dtype=dtype, device=transport.device)
+        self.payload = self._padded[: sizes[transport.rank]]
+        self._work: dist.Work | None = None
+
+    def post(self) -> None:
+        pass
+
+    def launch(self) -> None:
+        if not self._padded.numel():
+            return
+        peers = self._transport.world_size - 1
+        self._transport.traffic.add(peers * self._padded.numel() * self._padded.element_size())
+        self._work = dist.all_gather_into_tensor(
+            self._gathered, self._padded, group=self._transport.group, async_op=True
+        )
+
+    def wait(self) -> list[Tensor]:
+        if self._work is not None:
+            self._transport.wait(self._work)
+            self._work = None
+        width = self._padded.numel()
+        return [self._gathered[rank * width : rank * width + size] for rank, size in enumerate(self._sizes)]
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _OwnGather:
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.payload = torch.zeros(size, dtype=dtype, device=device)
+
+    def post(self) -> None:
+        pass
+
+    def launch(self) -> None:
+        pass
+
+    def wait(self) -> list[Tensor]:
+        return [self.payload]
+
+
+class SingleSite(Transport):
+    """The transport of a site that trains alone: every exchange returns what it was given."""
+
+    def __init__(self, traffic: Traffic, device: torch.device) -> None:
+        self.sites = Sites(0, [Sites.own_name()], None, 0.0)
+        self.traffic = traffic
+        self.rank, self.world_size = 0, 1
+        self.device = device
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return _OwnGather(sizes[0], dtype, self.device)
+
+    def all_reduce(self, tensor: Tensor) -> Reduction:
+        return _Done()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return [item]
+
+
+def open_transport(
+    group: dist.ProcessGroup | None, traffic: Traffic, device: torch.device, timeout: float, sites: Sites | None = None
+) -> Transport:
+    """Opens a transport over a process group of its own, so that no other traffic comes between its messages.
+
+    Args:
+        group: the process group whose processes are the sites; the default group where None.
+        traffic: the meter.
+        device: device of the model.
+        timeout: seconds after which a silent site counts as lost.
+        sites: the sites, if another transport over the same group knows them already.
+
+    Raises:
+        RuntimeError: if the environment announces several processes and no process group exists.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        _refuse_to_train_alone()
+        return SingleSite(traffic, device)
+    parent = group if group is not None else dist.group.WORLD
+    ranks = dist.get_process_group_ranks(parent)
+    if len(ranks) == 1:
+        return SingleSite(traffic, device)
+    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=group is not None)
+    if sites is None:
+        names: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(names, Sites.own_name(), group=own)
+        sites = Sites(dist.get_rank(own), names, _board(ranks), timeout)
+    return Transport(own, sites, traffic, device)
+
+
+_boards = 0
+
+
+def _board(ranks: Sequence[int]) -> dist.Store | None:
+    """Opens a namespace for last words on the default group's store."""
+    global _boards
+    _boards += 1
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"dadplug/last-words/{'-'.join(map(str, ranks))}/{_boards}", store)
+
+
+def _refuse_to_train_alone() -> None:
+    import os
+
+    announced = os.environ.get("WORLD_SIZE", "1")
+    if announced.isdigit() and int(announced) > 1:
+        raise RuntimeError(
+            f"the environment announces {announced} sites (WORLD_SIZE), but torch.distributed is not initialised: call "
+            "dadplug.connect() or torch.distributed.init_process_group() first"
+        )

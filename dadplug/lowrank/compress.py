@@ -1,0 +1,227 @@
+"""Low-rank compression of a weight gradient that is never formed: block power iteration on its factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .dispatch import kernels_for
+
+_DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
+_SAFE_SCALE = (1e-6, 1e6)  # outside of it, the squares of products of many factors leave what fp32 can hold
+
+
+class Compressed:
+    """The factors of ``left @ right.T``, the best approximation found of ``deltas.T @ activations``.
+
+    Unpacks into ``left, right``.
+
+    Attributes:
+        left: of shape (out, k), columns orthonormal; k is the least of rank, rows, out and in.
+        right: of shape (in, k), columns orthogonal, longest first: their lengths are the singular values.
+        singular_values: of shape (k,), in double precision.
+        effective_rank: number of columns kept; the others are zero in both factors.
+    """
+
+    __slots__ = ("effective_rank", "left", "right", "singular_values")
+
+    def __init__(self, left: Tensor, right: Tensor, singular_values: Tensor, effective_rank: int) -> None:
+        self.left = left
+        self.right = right
+        self.singular_values = singular_values
+        self.effective_rank = effective_rank
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.left
+        yield self.right
+
+    def residual(self, deltas: Tensor, activations: Tensor) -> float:
+        """Measures the relative error, ``|G - left right^T| / |G|`` in Frobenius norm, from norms alone.
+
+        `left` is an orthonormal basis onto which G is projected, so that the squares of error and approximation add
+        up to that of G. Costs a product of N x N (out + in) numbers, or of N x out x in where that is less.
+
+        Args:
+            deltas: D of shape (N, out), as given to `compress`.
+            activations: A of shape (N, in), as given to `compress`.
+
+        Returns:
+            The error: 0.0 is exact, 1.0 what sending nothing would have.
+        """
+        whole = squared_norm(deltas, activations)
+        kept = float((self.singular_values[: self.effective_rank] ** 2).sum())
+        return math.sqrt(max(0.0, 1.0 - kept / whole)) if whole > 0 else 0.0
+
+
+def compress(
+    deltas: Tensor,
+    activations: Tensor,
+    rank: int,
+    *,
+    iterations: int = 2,
+    tolerance: float = 0.0,
+    warm_start: Tensor | None = None,
+    seed: int = 0,
+) -> Compressed:
+    """Finds low-rank factors of a weight gradient ``G = deltas.T @ activations`` without forming it.
+
+    Block power iteration with orthonormalisation in between: an orthonormal basis Q (out x r) is multiplied by
+    ``G G^T``, which costs O(N r (out + in)), and orthonormalised again. G is then projected onto it,
+    ``G ~ Q (Q^T G)``. A projection's error never exceeds that of sending nothing, whatever Q is. Where r reaches
+    the rank that G can have at all, Q is found directly and the result is exact.
+
+    The vectors of the published method (rank-dAD, arXiv:2102.09631, section 4) come one at a time by deflation.
+
+    Args:
+        deltas: D of shape (N, out), any strides, fp64, fp32, bf16 or fp16; the last two are computed in fp32.
+        activations: A of shape (N, in), on the same device.
+        rank: largest number of columns of a factor, at least 1.
+        iterations: number of multiplications by ``G G^T``; with a warm start one or two do.
+        tolerance: singular values up to this share of the largest are dropped; the rest is the effective rank.
+        warm_start: a basis from an earlier call, its `left`; a random one where None.
+        seed: seed of the random basis; the global random state is left alone.
+
+    Returns:
+        The factors, which unpack into ``left, right``, with their quality.
+
+    Raises:
+        ValueError: if a shape or an option is out of range.
+        FloatingPointError: if the factors hold NaN or Inf.
+
+    Example:
+        >>> left, right = compress(deltas, activations, rank=8)
+        >>> error = (left @ right.T - deltas.T @ activations).norm()
+    """
+    _check(deltas, activations, rank, iterations, tolerance)
+    dtype = torch.float64 if torch.float64 in (deltas.dtype, activations.dtype) else torch.float32
+    D, delta_scale = _within_range(deltas.detach().to(dtype))
+    A, activation_scale = _within_range(activations.detach().to(dtype))
+    (rows, out), width = D.shape, A.shape[1]
+    k = min(rank, rows, out, width)
+    if k == 0 or delta_scale == 0.0 or activation_scale == 0.0:
+        values = torch.zeros(k, dtype=torch.float64, device=D.device)
+        return Compressed(D.new_zeros(out, k), D.new_zeros(width, k), values, 0)
+    exact = k in (rows, out, width)
+    passes = 0 if exact else iterations
+    gradient = _Gradient(D, A, k, passes)
+    kernels = kernels_for(D)
+    left = _first_basis(D, A, k, warm_start, seed)
+    kernels.orthonormalise(left, _DEPENDENT[dtype])
+    for _ in range(passes):
+        left = gradient.apply(gradient.apply_transposed(left))
+        kernels.orthonormalise(left, _DEPENDENT[dtype])
+    right = gradient.apply_transposed(left)
+    values = kernels.align(left, right)
+    effective = _truncate(left, right, values, tolerance)
+    scale = delta_scale * activation_scale
+    if scale != 1.0:
+        right, values = right * scale, values * scale
+    return Compressed(left.T, right.T, values, effective)
+
+
+def squared_norm(deltas: Tensor, activations: Tensor) -> float:
+    """Computes ``|D^T A|^2`` in Frobenius norm as ``sum((D D^T) * (A A^T))``, or from the product where that is less.
+
+    Args:
+        deltas: D of shape (N, out).
+        activations: A of shape (N, in).
+    """
+    D, A = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (deltas, activations))
+    (rows, out), width = D.shape, A.shape[1]
+    if rows * (out + width) < out * width:
+        return float(((D @ D.T).double() * (A @ A.T).double()).sum())
+    return float((D.T @ A).double().square().sum())
+
+
+class _Gradient:
+    """``G = D^T A`` as an operator on blocks of k rows, by its factors or, where that takes fewer products, formed."""
+
+    def __init__(self, deltas: Tensor, activations: Tensor, k: int, passes: int) -> None:
+        self.deltas = deltas
+        self.activations = activations
+        rows, out, width = *deltas.shape, activations.shape[1]
+        applications = k * (2 * passes + 1)
+        formed_costs = rows * out * width + applications * out * width
+        self.formed = deltas.T @ activations if formed_costs < applications * rows * (out + width) else None
+
+    def apply_transposed(self, rows: Tensor) -> Tensor:
+        """Computes ``Q G`` for a block Q of shape (k, out)."""
+        if self.formed is not None:
+            return rows @ self.formed
+        return (rows @ self.deltas.T) @ self.activations
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """Computes ``Z G^T`` for a block Z of shape (k, in)."""
+        if self.formed is not None:
+            return rows @ self.formed.T
+        return (rows @ self.activations.T) @ self.deltas
+
+
+def _check(deltas: Tensor, activations: Tensor, rank: int, iterations: int, tolerance: float) -> None:
+    if deltas.dim() != 2 or activations.dim() != 2 or deltas.shape[0] != activations.shape[0]:
+        raise ValueError(
+            "deltas (rows x out) and activations (rows x in) must be matrices with the same number of rows, got "
+            f"{tuple(deltas.shape)} and {tuple(activations.shape)}"
+        )
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, got {rank}")
+    if iterations < 0:
+        raise ValueError(f"iterations must be at least 0, got {iterations}")
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must lie in 0 to 1, got {tolerance}")
+
+
+def _within_range(factor: Tensor) -> tuple[Tensor, float]:
+    """Scales a factor whose powers would overflow or vanish.
+
+    Returns:
+        The factor and what its products are to be multiplied by: 0.0 if it is zero. On CUDA the size of the numbers
+        is not asked for, since that would wait for the device.
+    """
+    if factor.is_cuda or factor.numel() == 0:
+        return factor, 1.0
+    largest = float(torch.linalg.vector_norm(factor, math.inf))
+    if not math.isfinite(largest):
+        raise FloatingPointError("the deltas or activations hold NaN or Inf")
+    if largest == 0.0 or _SAFE_SCALE[0] < largest < _SAFE_SCALE[1]:
+        return factor, float(largest > 0.0)
+    return factor / largest, largest
+
+
+def _first_basis(deltas: Tensor, activations: Tensor, k: int, warm_start: Tensor | None, seed: int) -> Tensor:
+    """Finds the block of rows (k, out) to begin with: one that spans all of G's columns, the warm start, or a sketch."""
+    rows, out, width = *deltas.shape, activations.shape[1]
+    if k == rows:
+        return deltas.clone(memory_format=torch.contiguous_format)
+    if k == out:
+        return torch.eye(out, dtype=deltas.dtype, device=deltas.device)
+    if k == width:
+        return activations.T @ deltas
+    known = 0
+    basis = deltas.new_empty(k, out)
+    if warm_start is not None:
+        if warm_start.dim() != 2 or warm_start.shape[0] != out:
+            raise ValueError(f"warm_start must be (out x columns) with out = {out}, got {tuple(warm_start.shape)}")
+        known = min(k, warm_start.shape[1])
+        basis[:known] = warm_start.T[:known]
+    if known < k:
+        generator = torch.Generator().manual_seed(seed)
+        sketch = torch.randn(k - known, rows, generator=generator, dtype=deltas.dtype)
+        basis[known:] = sketch.to(deltas.device) @ deltas
+    return basis
+
+
+def _truncate(left: Tensor, right: Tensor, values: Tensor, tolerance: float) -> int:
+    """Zeroes the rows of small singular values; returns how many are left (on CUDA all count, without a look)."""
+    kept = values > tolerance * values[0]
+    if left.is_cuda:
+        left *= kept[:, None]
+        right *= kept[:, None]
+        return left.shape[0]
+    effective = int(kept.sum())
+    left[effective:] = 0
+    right[effective:] = 0
+    return effective

@@ -1,0 +1,138 @@
+"""What a method of gradient agreement is: how a layer's factors are encoded, and how the gathered ones are decoded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..hooks import Factor
+from ..share import Share
+
+if TYPE_CHECKING:
+    from ..options import Options
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a layer's gradient was compressed at this site.
+
+    Attributes:
+        effective_rank: number of components sent.
+        residual: relative error in Frobenius norm, as last measured.
+    """
+
+    effective_rank: int
+    residual: float
+
+
+class Method(ABC):
+    """A method of gradient agreement; a new one is a subclass in a file of its own, and `register_method`.
+
+    Args:
+        options: the options of the reduction.
+    """
+
+    name: str
+    exact: bool
+    """Whether the agreed gradient is that of one process, up to rounding."""
+    sends_bias: bool = False
+    """Whether a bias gradient is sent beside the rows; otherwise it is the sum of the rows of `left`."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    @abstractmethod
+    def path(self, out: int, width: int) -> str:
+        """Chooses the path of a layer that has factors: ``"factors"``, ``"lowrank"`` or ``"allreduce"``.
+
+        Args:
+            out: width of the layer's output.
+            width: width of its input.
+        """
+
+    @abstractmethod
+    def rows_sent(self, rows: int, out: int, width: int) -> int:
+        """Predicts how many rows a layer with this many rows of input sends."""
+
+    def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
+        """Turns a layer's factors into what is sent.
+
+        Args:
+            name: the name of the weight.
+            factor: the site's factors.
+            with_bias: whether the layer has a bias that is trained.
+
+        Raises:
+            FloatingPointError: if the method finds NaN or Inf in the factors.
+        """
+        raise NotImplementedError(f"mode {self.name!r} has no factor path")
+
+    def quality(self) -> dict[str, Quality]:
+        """Tells, by name of the weight, how well the last step's gradients were compressed."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the method carries from step to step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+
+
+def decode(
+    shares: Sequence[Share], weights: Sequence[float], with_bias: bool, onto: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Forms the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s``.
+
+    Every site computes it from the same numbers in the same order, so that all get the same bits.
+
+    Args:
+        shares: what each site sent, by rank.
+        weights: each site's share in the mean.
+        with_bias: whether the layer has a bias that is trained.
+        onto: a gradient of shape (out, in) to add to, in place; None for a new one.
+
+    Returns:
+        The gradients of the weight, of shape (out, in), and of the bias, of shape (out,), or None.
+    """
+    present = [(share, weight) for share, weight in zip(shares, weights, strict=True) if share.rows]
+    left = torch.cat([share.left * weight for share, weight in present] or [shares[0].left])
+    right = torch.cat([share.right for share, _ in present] or [shares[0].right])
+    gradient = torch.mm(left.T, right) if onto is None else onto.addmm_(left.T, right)
+    if not with_bias:
+        return gradient, None
+    bias = left.sum(0)
+    if shares[0].bias is not None:
+        bias.zero_()
+        for share, weight in zip(shares, weights, strict=True):
+            bias.add_(share.bias, alpha=weight)
+    return gradient, bias
+
+
+_METHODS: dict[str, type[Method]] = {}
+
+
+def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
+    """Registers a method under the name that ``mode=`` takes; a class decorator."""
+
+    def decorate(method: type[Method]) -> type[Method]:
+        method.name = name
+        _METHODS[name] = method
+        return method
+
+    return decorate
+
+
+def method_names() -> tuple[str, ...]:
+    """Lists the modes."""
+    return tuple(_METHODS)
+
+
+def make_method(options: Options) -> Method:
+    """Builds the method that ``options.mode`` names."""
+    return _METHODS[options.mode](options)

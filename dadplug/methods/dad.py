@@ -1,0 +1,23 @@
+"""dAD: sites exchange activations and deltas, ``G = stack(D)^T stack(A)``; exact (arXiv:2102.09631, section 3)."""
+
+from __future__ import annotations
+
+from ..hooks import Factor
+from ..share import Share
+from .base import Method, register_method
+
+
+@register_method("dad")
+class DAD(Method):
+    """Sends N (m + n) numbers a layer, fewer than dSGD's m n where N < m n / (m + n)."""
+
+    exact = True
+
+    def path(self, out: int, width: int) -> str:
+        return "factors"
+
+    def rows_sent(self, rows: int, out: int, width: int) -> int:
+        return rows
+
+    def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
+        return Share(factor.deltas, factor.activations)

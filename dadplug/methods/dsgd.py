@@ -1,0 +1,18 @@
+"""dSGD: every gradient is all-reduced, ``G = sum over sites of w_s G_s``; the exact baseline."""
+
+from __future__ import annotations
+
+from .base import Method, register_method
+
+
+@register_method("dsgd")
+class DSGD(Method):
+    """Sends m n numbers a layer, in buckets that are summed while backward goes on."""
+
+    exact = True
+
+    def path(self, out: int, width: int) -> str:
+        return "allreduce"
+
+    def rows_sent(self, rows: int, out: int, width: int) -> int:
+        return 0

@@ -1,0 +1,75 @@
+"""rank-dAD: sites exchange low-rank factors of their gradients, ``G ~ sum over sites of w_s L_s R_s^T``.
+
+Source: arXiv:2102.09631, section 4. Published with deflation, one vector at a time; here block power iteration with
+orthonormalisation, which projects the gradient and so never does worse than sending nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from torch import Tensor
+
+from ..hooks import Factor
+from ..lowrank import compress
+from ..share import Share
+from .base import Method, Quality, register_method
+
+_MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
+
+
+@register_method("rankdad")
+class RankDAD(Method):
+    """Sends r (m + n) numbers a layer, whatever its rows, and a bias gradient as it is.
+
+    A layer so small that its gradient has no more numbers than that is all-reduced.
+    """
+
+    exact = False
+    sends_bias = True
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._bases: dict[str, Tensor] = {}
+        self._calls: dict[str, int] = {}
+        self._quality: dict[str, Quality] = {}
+
+    def path(self, out: int, width: int) -> str:
+        rank = min(self.options.rank, out, width)
+        return "lowrank" if rank * (out + width) < out * width else "allreduce"
+
+    def rows_sent(self, rows: int, out: int, width: int) -> int:
+        return min(self.options.rank, rows, out, width)
+
+    def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
+        compressed = compress(
+            factor.deltas,
+            factor.activations,
+            self.options.rank,
+            iterations=self.options.iterations,
+            tolerance=self.options.tolerance,
+            warm_start=self._bases.get(name) if self.options.warm_start else None,
+            seed=zlib.crc32(name.encode()),
+        )
+        kept = compressed.effective_rank
+        left, right = compressed.left[:, :kept], compressed.right[:, :kept]
+        if kept:
+            self._bases[name] = left
+        calls = self._calls[name] = self._calls.get(name, -1) + 1
+        if calls % _MEASURE_EVERY == 0 or name not in self._quality:
+            residual = compressed.residual(factor.deltas, factor.activations)
+        else:
+            residual = self._quality[name].residual
+        self._quality[name] = Quality(kept, residual)
+        return Share(left.T, right.T, factor.bias_gradient() if with_bias else None)
+
+    def quality(self) -> dict[str, Quality]:
+        return dict(self._quality)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bases": {name: basis.clone() for name, basis in self._bases.items()}, "calls": dict(self._calls)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._bases = {name: basis.clone() for name, basis in state["bases"].items()}
+        self._calls = dict(state["calls"])

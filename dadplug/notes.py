@@ -1,0 +1,124 @@
+"""The note that every site sends with each step: what the others need to know to make sense of its payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .errors import MismatchError, NonFiniteError
+from .exchange import Gather, Sites, Transport
+
+_HEAD = 6  # numbers before the counts
+_PRESENT, _DENSE = 1, 2
+
+
+@dataclass
+class Note:
+    """One site's note on one step.
+
+    Attributes:
+        step: number of the step.
+        version: version of the plan, which changes when parameters are frozen or freed.
+        samples: samples that the site's gradients stand for.
+        stop: whether the site asks all to stop after this step.
+        fault: 0 for none; else what is not finite: 1 activations, 2 deltas, 3 a gradient.
+        culprit: index of the unit at fault.
+        present: by unit, whether the site has a gradient for it.
+        dense: by unit, whether the site has a gradient for it that its bucket does not carry.
+        rows: by unit, rows in the bucket's payload; 0 for a dense unit.
+        extra_rows: by unit, rows in the second round.
+    """
+
+    step: int
+    version: int
+    samples: int
+    stop: bool = False
+    fault: int = 0
+    culprit: int = 0
+    present: list[bool] = field(default_factory=list)
+    dense: list[bool] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    extra_rows: list[int] = field(default_factory=list)
+
+    def numbers(self) -> list[int]:
+        """Packs the note."""
+        flags = [_PRESENT * here + _DENSE * dense for here, dense in zip(self.present, self.dense, strict=True)]
+        head = [self.step, self.version, self.samples, int(self.stop), self.fault, self.culprit]
+        return [*head, *flags, *self.rows, *self.extra_rows]
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[int]) -> Note:
+        """Unpacks a note."""
+        units = (len(numbers) - _HEAD) // 3
+        flags, rows, extra = (list(numbers[_HEAD + units * part : _HEAD + units * (part + 1)]) for part in range(3))
+        present, dense = [bool(flag & _PRESENT) for flag in flags], [bool(flag & _DENSE) for flag in flags]
+        step, version, samples, stop, fault, culprit = numbers[:_HEAD]
+        return cls(step, version, samples, bool(stop), fault, culprit, present, dense, rows, extra)
+
+
+class NoteExchange:
+    """Sends notes back and forth.
+
+    Args:
+        units: number of units.
+        transport: the transport.
+    """
+
+    def __init__(self, units: int, transport: Transport) -> None:
+        self._transport = transport
+        size = _HEAD + 3 * units
+        self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
+
+    def post(self) -> None:
+        """Makes ready to receive."""
+        self._gather.post()
+
+    def exchange(self, note: Note) -> list[Note]:
+        """Sends a note and waits for those of the others.
+
+        Returns:
+            The notes, by rank.
+
+        Raises:
+            MismatchError: if the sites are not at the same step of the same plan.
+        """
+        self._gather.payload.copy_(torch.tensor(note.numbers(), dtype=torch.int64))
+        self._gather.launch()
+        notes = [Note.unpack(numbers.tolist()) for numbers in self._gather.wait()]
+        sites = self._transport.sites
+        for rank, other in enumerate(notes):
+            if other.step != notes[0].step:
+                raise MismatchError(
+                    f"{sites[0]} is at step {notes[0].step} and {sites[rank]} at step {other.step}: every site must call "
+                    "synchronize() equally often; a site that has run out of data calls idle()"
+                )
+            if other.version != notes[0].version:
+                raise MismatchError(
+                    f"in step {other.step}, {sites[rank]} trains other parameters than {sites[0]}: freeze and free "
+                    "parameters on all sites in the same step"
+                )
+        return notes
+
+
+def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites) -> None:
+    """Raises the error that a note reports, the same on every site.
+
+    Raises:
+        NonFiniteError: if some site's gradients hold NaN or Inf.
+    """
+    for rank, note in enumerate(notes):
+        if note.fault:
+            name = units[note.culprit]
+            what = {
+                1: f"the input of the layer of {name!r}, the first in the forward pass: look at the data, or at a layer "
+                "before it that has no factors",
+                2: f"the loss's gradient at the output of the layer of {name!r}, the first that backward reached: the "
+                "loss itself is probably not finite",
+                3: f"the gradient of {name!r}, the first that backward reached",
+            }[note.fault]
+            raise NonFiniteError(
+                f"step {note.step}: NaN or Inf at {sites[rank]}, in {what}. No parameter has been changed by this step. "
+                "(Under a GradScaler this is normal: pass check_finite=False.)"
+            )

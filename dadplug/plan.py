@@ -1,0 +1,88 @@
+"""Which parameter takes which path, and what it will cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One parameter's row in the plan.
+
+    Attributes:
+        parameter: name of the parameter.
+        shape: its shape.
+        path: ``"allreduce"``, ``"factors"``, ``"lowrank"``, or ``"frozen"`` for one that is not trained.
+        bytes: payload that a site is predicted to hand to the transport in a step for this parameter. Where it depends
+            on the rows of a batch, it is for the last step's, and for a single row before the first step.
+        dense_bytes: what the all-reduce of its gradient would take.
+        reason: why it takes this path, where that is not what the method does with every layer.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    path: str
+    bytes: int
+    dense_bytes: int
+    reason: str = ""
+
+
+class Plan(Sequence[PlanRow]):
+    """The rows of all parameters of a model, in the model's order. Prints as a table.
+
+    Args:
+        rows: one row a parameter.
+        mode: name of the method.
+        world_size: number of sites.
+    """
+
+    def __init__(self, rows: Sequence[PlanRow], mode: str, world_size: int) -> None:
+        self._rows = tuple(rows)
+        self.mode = mode
+        self.world_size = world_size
+
+    @property
+    def bytes(self) -> int:
+        """Predicted payload of a site in one step, in bytes."""
+        return sum(row.bytes for row in self._rows)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Payload of a site in one step if every gradient were all-reduced, in bytes."""
+        return sum(row.dense_bytes for row in self._rows)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self._rows)
+
+    def __str__(self) -> str:
+        head = ("parameter", "shape", "path", "bytes a step", "dense bytes", "")
+        body = [
+            (
+                row.parameter,
+                " x ".join(map(str, row.shape)) or "scalar",
+                row.path,
+                f"{row.bytes:,}",
+                f"{row.dense_bytes:,}",
+                row.reason,
+            )
+            for row in self._rows
+        ]
+        fewer = f"{self.dense_bytes / self.bytes:.1f} times fewer" if self.bytes else ""
+        body.append(("total", "", "", f"{self.bytes:,}", f"{self.dense_bytes:,}", fewer))
+        widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
+        lines = []
+        for line in [head, *body]:
+            cells = [
+                cell.rjust(width) if column in (3, 4) else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        lines.insert(1, "-" * max(map(len, lines)))
+        return f"mode {self.mode}, {self.world_size} sites, payload a site hands to the transport\n" + "\n".join(lines)

@@ -1,0 +1,383 @@
+"""Gradient reduction: a model in, agreed gradients out."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import replicas
+from .batchnorm import SyncedBatchNorms
+from .exchange import Traffic, open_transport
+from .hooks import overridden
+from .methods import Quality, make_method
+from .options import Options
+from .pipeline import Pipeline
+from .plan import Plan, PlanRow
+from .samples import SampleCounter
+from .units import DenseUnit, FactorUnit, Unit, find_units
+
+
+class GradientReduction:
+    """Agrees on gradients between the sites of a process group, for any PyTorch training loop.
+
+    At the start all sites get rank 0's parameters and buffers. During backward the gradients' payloads leave as soon
+    as they are there; `synchronize` waits for the rest, after which every parameter's ``.grad`` is the same on every
+    site: the mean over sites that one process with all sites' rows would compute, exactly or nearly, as the mode has it.
+
+    Args:
+        model: the model, on its device, the same on all sites but for the values of its parameters.
+        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        process_group: the processes that are the sites; the default group where None. Without torch.distributed the
+            site trains alone, by the same method.
+        options: the other options, see `dadplug.options.Options`.
+
+    Attributes:
+        options: the options.
+        traffic: the meter: bytes sent and time spent waiting.
+        rank: number of this site.
+        world_size: number of sites.
+        stopped: whether some site has asked all to stop after the last step.
+
+    Raises:
+        ValueError: if a mode, an option or its value is unknown; the message lists the valid ones.
+        MismatchError: if models or options differ between sites.
+        SiteError: if a site is gone or does not answer.
+
+    Example:
+        >>> reduction = GradientReduction(model, mode="rankdad", rank=4)
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     criterion(model(inputs), targets).backward()
+        ...     reduction.synchronize()
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: str = "rankdad",
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = Options.create(mode=mode, **options)
+        _check_model(model)
+        self.model = model
+        self._parameters = list(model.parameters())
+        self.traffic = Traffic()
+        self.stopped = False
+        self._step = 0
+        self._version = 0
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._transport = open_transport(process_group, self.traffic, device, self.options.timeout)
+        self.rank, self.world_size = self._transport.rank, self._transport.world_size
+        settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
+        replicas.check_alike(model, settings, self._transport)
+        replicas.broadcast_model(model, self._transport)
+        self._counter = SampleCounter(model, self._follow_freezing)
+        self._epoch_samples = 0
+        self._norms: SyncedBatchNorms | None = None
+        if self.options.sync_batchnorm:
+            own = open_transport(process_group, self.traffic, device, self.options.timeout, self._transport.sites)
+            self._norms = SyncedBatchNorms(model, own, self._counter if self.options.weighting == "samples" else None)
+        self._method = make_method(self.options)
+        self._syncing = True
+        self._pending = False
+        self._reasons: dict[str, str] = {}
+        self._pipeline: Pipeline | None = None
+        self._build()
+        self._guard = register_optimizer_step_pre_hook(_refuse_unsynchronised(self))
+        self.traffic.start()
+
+    def _build(self) -> None:
+        """Divides the parameters into units, and watches their gradients arrive."""
+        self._capture, self._units, self._paths = find_units(self.model, self._method, set(self._reasons))
+        self._trained = self._trained_now()
+        self._order: list[Unit] = []
+        self._settled = False
+        self._formed: list[str] = []  # weights whose factors became gradients when the plan changed under them
+        for unit in self._units:
+            unit.watch(self._arrived)
+
+    def _trained_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def _arrived(self, unit: Unit) -> None:
+        """Notes that a backward pass has delivered a unit's gradient; sends it if that was all of it."""
+        unit.arrivals += 1
+        self._pending = True
+        if not self._settled:
+            if unit not in self._order:
+                self._order.append(unit)
+        elif self._syncing and not unit.sent and unit.arrivals >= unit.expected > 0:
+            assert self._pipeline is not None
+            self._pipeline.arrive(unit)
+        if not unit.sent and isinstance(unit, FactorUnit):
+            unit.keep_inputs()
+
+    def _samples(self) -> int:
+        """Tells the samples that this site's gradients stand for so far in the step."""
+        if self._counter.count == 0 and self._pending and self.options.weighting == "samples":
+            if self.world_size > 1:
+                warnings.warn(
+                    "cannot tell how many samples a step has, since the loss does not come from a call of the model; "
+                    "each site counts the same. Say it by `with reduction.samples(n):` around forward",
+                    stacklevel=3,
+                )
+            return 1
+        return self._counter.count if self.options.weighting == "samples" else int(self._pending)
+
+    def synchronize(self, *, stop: bool = False) -> None:
+        """Waits until the gradients are agreed; call it between backward and the optimizer's step.
+
+        After it, clip, unscale and step as usual. All sites must call it equally often.
+
+        Args:
+            stop: asks all sites to stop after this step; each then finds `stopped` set.
+
+        Raises:
+            NonFiniteError: on all sites, if the gradients of one hold NaN or Inf; ``zero_grad`` and go on, or stop.
+            SiteError: if a site is gone or does not answer in time.
+            MismatchError: if the sites are not at the same step.
+        """
+        self._follow_freezing()
+        if not self._settled:
+            self._settle()
+        assert self._pipeline is not None
+        try:
+            notes = self._pipeline.finish(self._step, stop)
+            self.stopped = any(note.stop for note in notes)
+        finally:
+            self._epoch_samples += self._counter.count
+            self._end_step()
+
+    def _end_step(self) -> None:
+        for unit in self._units:
+            unit.begin_step()
+        self._counter.reset()
+        if self._norms is not None:
+            self._norms.end_step()
+        self.traffic.end_step()
+        self._pending = False
+        self._step += 1
+
+    def _follow_freezing(self) -> None:
+        """Makes a new plan if parameters have been frozen or freed; gradients that have arrived are kept."""
+        if self._trained == self._trained_now():
+            return
+        formed = []
+        for unit in self._units:
+            if isinstance(unit, FactorUnit) and unit.rows:
+                unit.form_gradients()
+                formed.append(unit.name)
+            unit.release()
+        self._capture.detach()
+        self._version += 1
+        self._build()
+        self._formed = formed
+
+    def _settle(self) -> None:
+        """Agrees, in the first step of a plan, on what only a step can show: the order of units, and special cases."""
+        if self._pipeline is not None:
+            self._pipeline.check_version(self._step, self._version)
+        dense, fed = "used outside its layer too", "share_inputs=False: its layer is fed by data"
+        reasons = {unit.name: dense for unit in self._units if unit.dense and isinstance(unit, FactorUnit)}
+        if not self.options.share_inputs:
+            reasons |= {unit.name: fed for unit in self._units if isinstance(unit, FactorUnit) and unit.fed_by_data}
+        rows = {unit.name: unit.rows for unit in self._units if isinstance(unit, FactorUnit)}
+        told = self._transport.gather_objects(([unit.name for unit in self._order], reasons, rows, self._samples()))
+        for _, others, _, _ in told:
+            self._reasons = others | self._reasons
+        self._units = [new for unit in self._units for new in self._allreduce_if_told(unit)]
+        places = {name: place for place, name in enumerate(told[0][0])}
+        behind = len(places)  # what rank 0 has not seen comes last, in the reverse of the model's order
+        ordered = sorted(self._units[::-1], key=lambda unit: places.get(unit.name, behind))
+        most = {name: max(each[2].get(name, 0) for each in told) for name in rows}
+        sent = {
+            unit.name: self._method.rows_sent(most[unit.name], *unit.shape)
+            for unit in self._units
+            if isinstance(unit, FactorUnit)
+        }
+        reference = sum(samples for *_, samples in told)
+        self._pipeline = Pipeline(
+            ordered, self._method, self._transport, self.options, sent, self._samples, reference, self._version
+        )
+        self.traffic.dense_bytes = sum(self._dense_bytes(p) for p in self.model.parameters() if p.requires_grad)
+        self._rows = sent
+        self._settled = True
+        for unit in self._units:
+            unit.dense |= unit.name in self._formed
+
+    def _allreduce_if_told(self, unit: Unit) -> list[Unit]:
+        """Moves a unit to the dense path if a site has found a reason to; returns the units that it becomes."""
+        if not isinstance(unit, FactorUnit) or unit.name not in self._reasons:
+            return [unit]
+        unit.form_gradients()
+        unit.release()
+        for layer in unit.layers:
+            self._capture.release(layer.name)
+        units: list[Unit] = []
+        for name, parameter in unit.parameters.items():
+            new = DenseUnit(name, {name: parameter})
+            new.arrivals = unit.arrivals
+            new.watch(self._arrived)
+            self._paths[name] = "allreduce"
+            self._reasons[name] = self._reasons[unit.name]
+            units.append(new)
+        return units
+
+    def idle(self, *, stop: bool = False) -> None:
+        """Takes part in a step without data: contributes nothing, and gets the agreed gradients like everybody.
+
+        For a site that has run out of batches while others have not; follow it by the optimizer's step.
+
+        Args:
+            stop: as in `synchronize`.
+        """
+        if self._norms is not None:
+            self._norms.idle()
+        self.synchronize(stop=stop)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Holds gradients back, for accumulation: they go with the next `synchronize` after it."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def samples(self, count: int) -> Any:
+        """Says how many samples the forward passes inside have, where the inputs' first dimension does not tell.
+
+        Args:
+            count: number of samples.
+
+        Returns:
+            A context manager.
+        """
+        return self._counter.fixed(count)
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter takes which path, and what it costs; final after the first step."""
+        rows = []
+        by_name = {name: unit for unit in self._units for name in unit.parameters}
+        for name, parameter in self.model.named_parameters():
+            unit, dense_bytes = by_name.get(name), self._dense_bytes(parameter)
+            nbytes = dense_bytes
+            if unit is None:
+                nbytes = dense_bytes = 0
+            elif isinstance(unit, FactorUnit):
+                nbytes = self._factor_bytes(unit, name)
+            reason = self._reasons.get(name, "")
+            rows.append(PlanRow(name, tuple(parameter.shape), self._paths[name], nbytes, dense_bytes, reason))
+        return Plan(rows, self.options.mode, self.world_size)
+
+    def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
+        size = 2 if self.options.wire == "bf16" else unit.lead.element_size()
+        if name != unit.name:
+            return (self.world_size - 1) * size * unit.shape[0] * self._method.sends_bias
+        rows = self._rows[name] if self._settled else self._method.rows_sent(1, *unit.shape)
+        return (self.world_size - 1) * size * rows * sum(unit.shape)
+
+    def _dense_bytes(self, parameter: nn.Parameter) -> int:
+        return int(2 * (self.world_size - 1) / self.world_size * parameter.numel() * parameter.element_size())
+
+    @property
+    def quality(self) -> dict[str, Quality]:
+        """Effective rank and relative residual of this site's compressed gradients, by name of the weight."""
+        return self._method.quality()
+
+    @property
+    def sites(self) -> list[str]:
+        """The sites by name, for messages."""
+        return [self._transport.sites[rank] for rank in range(self.world_size)]
+
+    def average_buffers(self) -> None:
+        """Averages running statistics and other float buffers over sites, so that all evaluate one model.
+
+        All sites must call it; the runners do before evaluation and at checkpoints.
+        """
+        weight = float(self._epoch_samples) if self.options.weighting == "samples" else 1.0
+        replicas.average_buffers(self.model, self._transport, weight)
+        self._epoch_samples = 0
+
+    def first_difference(self) -> str | None:
+        """Compares the sites' parameters to the bit; all sites must call it.
+
+        Returns:
+            The name of the first parameter that differs, or None if the replicas are equal.
+        """
+        return replicas.first_difference(self.model, self._transport)
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Gathers a picklable object from every site, by rank; all sites must call it."""
+        return self._transport.gather_objects(item)
+
+    def abort(self, reason: str) -> None:
+        """Tells the other sites why this one is about to end; they read it once they miss it."""
+        self._transport.sites.announce(reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this site's state beside the model's: what the compressor carries from step to step.
+
+        It involves no other site. Each site may save its own; one that gets another's starts a little colder.
+        """
+        return {"step": self._step, "mode": self.options.mode, "method": self._method.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned.
+
+        Raises:
+            ValueError: if the state is of another mode.
+        """
+        if state["mode"] != self.options.mode:
+            raise ValueError(f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}")
+        self._step = state["step"]
+        self._method.load_state_dict(state["method"])
+
+    def detach(self) -> None:
+        """Takes everything off the model, which then trains alone. May be called twice."""
+        for unit in self._units:
+            unit.release()
+        self._capture.detach()
+        self._counter.detach()
+        if self._norms is not None:
+            self._norms.detach()
+        self._guard.remove()
+        self._transport.sites.close()
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")
+    for name, module in model.named_modules():
+        if overridden(module):
+            raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")
+
+
+def _refuse_unsynchronised(reduction: GradientReduction) -> Any:
+    """A hook on optimizers that finds a forgotten `synchronize` before it lets the replicas drift apart."""
+    reference = weakref.ref(reduction)
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = reference()
+        if found is None or not found._pending:
+            return
+        ours = {id(parameter) for parameter in found.model.parameters()}
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            raise RuntimeError(
+                "optimizer.step() before the gradients are agreed: call reduction.synchronize() after backward()"
+            )
+
+    return check

@@ -1,0 +1,51 @@
+"""A site's share of one layer's gradient, as it travels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Share(NamedTuple):
+    """Rows whose product is a site's gradient of one weight, ``left.T @ right``.
+
+    Attributes:
+        left: of shape (k, out); dAD: the deltas.
+        right: of shape (k, in); dAD: the activations.
+        bias: gradient of the bias, of shape (out,), where it is sent and not the sum of the rows of `left`.
+    """
+
+    left: Tensor
+    right: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows k."""
+        return self.left.shape[0]
+
+    def part(self, start: int, end: int | None = None, *, with_bias: bool = True) -> Share:
+        """Returns some of the rows."""
+        return Share(self.left[start:end], self.right[start:end], self.bias if with_bias else None)
+
+    def plus(self, other: Share) -> Share:
+        """Adds another share of the same layer: rows stack, bias gradients add up."""
+        bias = self.bias
+        if other.bias is not None:
+            bias = other.bias if bias is None else bias + other.bias
+        return Share(torch.cat([self.left, other.left]), torch.cat([self.right, other.right]), bias)
+
+    def to(self, device: torch.device) -> Share:
+        """Moves the share to a device."""
+        return Share(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
+
+    def finite(self) -> bool:
+        """Says whether the share holds neither NaN nor Inf."""
+        return all(finite(part) for part in self if part is not None)
+
+
+def finite(tensor: Tensor) -> bool:
+    """Says whether a tensor holds neither NaN nor Inf; its sum tells in one pass, but may overflow by itself."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -1,0 +1,171 @@
+"""Captures, layer by layer, the input activations and output deltas of a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .factor import Factor
+from .override import ForwardOverride
+from .registry import LayerFamily, capturable_layers, family_of
+
+
+def _backward_pass() -> int:
+    """Says which backward pass is running; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+class CapturedLayer:
+    """One layer under capture and the factors that its last backward passes left.
+
+    The layer's forward is replaced on the instance by one that saves what autograd would save anyway and hands
+    ``(activations, deltas)`` over in backward. A pair counts once the weight's own gradient is due in that same
+    backward pass, so that `torch.autograd.grad` for inputs alone leaves nothing behind.
+
+    Attributes:
+        name: the layer's name in the model, as `named_modules` has it.
+        module: the layer.
+        family: what knows this type of layer.
+        fed_by_data: whether some captured input needed no gradient, as the model's raw input does.
+    """
+
+    def __init__(self, name: str, module: nn.Module, family: LayerFamily, weight_gradients: bool) -> None:
+        self.name = name
+        self.module = module
+        self.family = family
+        self.weight_gradients = weight_gradients
+        self.fed_by_data = False
+        self._pending: list[tuple[int, Factor]] = []
+        self._factors: list[Factor] = []
+        self._kept = 0  # of the factors, those that nobody else can overwrite
+        self._hook = self.weight.register_post_accumulate_grad_hook(lambda _: self.commit())
+        self._forward = _CapturedForward(self)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter whose gradient has factors."""
+        return getattr(self.module, self.family.weight)
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The parameter whose gradient is the sum of the deltas, where there is one that needs a gradient."""
+        bias = getattr(self.module, self.family.bias, None)
+        return bias if bias is not None and bias.requires_grad else None
+
+    def record(self, activations: Tensor, deltas: Tensor) -> None:
+        """Takes one call's factors; called by the family during backward."""
+        now = _backward_pass()
+        if not any(backward_pass == now for backward_pass, _ in self._pending):
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._drop(now))
+        self._pending.append((now, Factor(activations, deltas)))
+
+    def commit(self) -> None:
+        """Keeps what the running backward pass recorded; called when the weight's gradient is due in it."""
+        now = _backward_pass()
+        self._factors += [factor for backward_pass, factor in self._pending if backward_pass == now]
+        self._drop(now)
+
+    def _drop(self, backward_pass: int) -> None:
+        self._pending = [entry for entry in self._pending if entry[0] != backward_pass]
+
+    def take(self) -> list[Factor]:
+        """Hands over the committed factors, one a call, and forgets them."""
+        factors, self._factors, self._kept = self._factors, [], 0
+        return factors
+
+    def peek(self) -> list[Factor]:
+        """Shows the committed factors without taking them."""
+        return list(self._factors)
+
+    def keep_inputs(self) -> None:
+        """Copies committed inputs that came from data, since a loader may reuse its buffer for the next batch."""
+        if self.fed_by_data:
+            for index in range(self._kept, len(self._factors)):
+                factor = self._factors[index]
+                self._factors[index] = Factor(factor.activations.clone(), factor.deltas)
+        self._kept = len(self._factors)
+
+    def release(self) -> None:
+        """Gives the layer its own forward back."""
+        self._hook.remove()
+        self._pending.clear()
+        self._factors.clear()
+        self._forward.restore()
+
+
+class _CapturedForward(ForwardOverride):
+    """The forward of a layer under capture."""
+
+    def __init__(self, layer: CapturedLayer) -> None:
+        super().__init__(layer.module)
+        self._layer = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        layer = self._layer
+        if not (torch.is_grad_enabled() and layer.weight.requires_grad):
+            return self.plain(*args, **kwargs)
+        inputs = (*args, *kwargs.values())
+        layer.fed_by_data |= not inputs[0].requires_grad
+        return layer.family.forward(layer.module, layer.record, layer.weight_gradients, *inputs)
+
+
+class LayerCapture:
+    """Captures the factors of a model's layers; usable by itself in any training loop.
+
+    Args:
+        model: the model; its layers with a registered family are captured, see `dadplug.hooks.register_family`.
+        names: names of the layers to capture, as `named_modules` has them; all that can be captured by default.
+        weight_gradients: whether ``.grad`` of captured weights and biases is still computed. Without it their
+            gradients are what the factors say, and the matrix product that would form them does not run.
+
+    Raises:
+        ValueError: if a name in `names` is not a layer of the model that can be captured.
+
+    Example:
+        >>> with LayerCapture(model) as capture:
+        ...     criterion(model(inputs), targets).backward()
+        ...     factor = capture.factors["fc1"]
+        >>> factor.activations.shape, factor.deltas.shape
+        (torch.Size([16, 784]), torch.Size([16, 2048]))
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str] | None = None, *, weight_gradients: bool = True) -> None:
+        capturable = capturable_layers(model)
+        wanted = list(capturable) if names is None else list(names)
+        for name in wanted:
+            if name not in capturable:
+                raise ValueError(f"no layer named {name!r} can be captured; those that can: {', '.join(capturable)}")
+        self.layers: dict[str, CapturedLayer] = {}
+        for name in wanted:
+            module = capturable[name]
+            family = family_of(module)
+            assert family is not None
+            self.layers[name] = CapturedLayer(name, module, family, weight_gradients)
+
+    @property
+    def factors(self) -> dict[str, Factor]:
+        """Factors by layer name since the last `clear`, the rows of repeated calls stacked; silent layers left out."""
+        return {name: Factor.stack(layer.peek()) for name, layer in self.layers.items() if layer.peek()}
+
+    def clear(self) -> None:
+        """Forgets the factors, as ``zero_grad`` does with gradients."""
+        for layer in self.layers.values():
+            layer.take()
+
+    def release(self, name: str) -> None:
+        """Stops capturing one layer."""
+        self.layers.pop(name).release()
+
+    def detach(self) -> None:
+        """Stops capturing: every layer has its own forward back. May be called twice."""
+        for name in list(self.layers):
+            self.release(name)
+
+    def __enter__(self) -> LayerCapture:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()

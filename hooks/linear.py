@@ -1,0 +1,50 @@
+"""Factors of `nn.Linear`: ``Y = A W^T + b`` has ``grad W = D^T A`` and ``grad b = D^T 1``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .registry import Recorder, register_family
+
+
+class _LinearWithFactors(torch.autograd.Function):
+    """`F.linear` whose backward hands over the factors, and forms the weight gradient only if asked."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, record: Recorder, weight_gradients: bool
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.record = record
+        ctx.weight_gradients = weight_gradients
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs, weight = ctx.saved_tensors
+        rows_in = inputs.detach().reshape(-1, weight.shape[1])
+        rows_out = deltas.detach().reshape(-1, weight.shape[0])
+        ctx.record(rows_in, rows_out)
+        grad_inputs = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:  # under autocast the deltas come in a narrower type than weight or input
+            grad_inputs = (deltas @ weight.to(deltas.dtype)).to(inputs.dtype)
+        if ctx.weight_gradients:
+            grad_weight = (rows_out.to(weight.dtype).T @ rows_in.to(weight.dtype)) if ctx.needs_input_grad[1] else None
+            grad_bias = rows_out.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_inputs, grad_weight, grad_bias, None, None
+
+
+@register_family(nn.Linear)
+class Linear:
+    """The family of fully connected layers; inputs may have any number of leading dimensions."""
+
+    weight = "weight"
+    bias = "bias"
+
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, *inputs: Tensor) -> Tensor:
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        return _LinearWithFactors.apply(inputs[0], weight, bias, record, weight_gradients)  # type: ignore[no-any-return]

@@ -1,0 +1,325 @@
+"""Gradient reduction between sites, held against one process with all sites' rows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+
+import dadplug
+
+EXACT = ("dsgd", "dad")
+MODES = (*EXACT, "rankdad")
+
+
+def shares(samples: int, rank: int, world_size: int, step: int) -> slice:
+    """Cuts a batch unevenly, in another way each step."""
+    cuts = sorted((17 * (step + 1) * (site + 1)) % (samples - 1) + 1 for site in range(world_size - 1))
+    bounds = [0, *cuts, samples]
+    return slice(bounds[rank], bounds[rank + 1])
+
+
+def reference_loss(name, model, inputs, targets, world_size, step):
+    """The loss on all sites' rows; batch by batch where the way through the model depends on the batch."""
+    if name != "partly":
+        return zoo.loss(model, inputs, targets)
+    pieces = [shares(len(targets), rank, world_size, step) for rank in range(world_size)]
+    return sum(
+        zoo.loss(model, inputs[piece], targets[piece]) * len(targets[piece]) / len(targets) for piece in pieces
+    )
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def matches_one_process(name: str, mode: str, steps: int, options: dict) -> int:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(7)
+    reference = zoo.build(name)
+    model = copy.deepcopy(reference)
+    if rank:  # rank 0's parameters must reach the others
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    reduction = dadplug.GradientReduction(model, mode=mode, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.2) for each in (model, reference)]
+    for step in range(steps):
+        inputs, targets = zoo.batch(name, 12 + step % 3, seed=step)
+        mine = shares(len(targets), rank, world_size, step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        zoo.loss(model, inputs[mine], targets[mine]).backward()
+        reduction.synchronize()
+        reference_loss(name, reference, inputs, targets, world_size, step).backward()
+        expected, found = gradients(reference), gradients(model)
+        for parameter, gradient in expected.items():
+            if gradient is None:
+                assert found[parameter] is None, f"step {step}: {parameter} has a gradient out of nothing"
+            else:
+                error = (found[parameter] - gradient).norm() / gradient.norm().clamp(min=1e-30)
+                assert error < 1e-10 or gradient.norm() < 1e-14, f"step {step}: {parameter} is off by {error:.1e}"
+        for optimizer in optimizers:
+            optimizer.step()
+    assert reduction.first_difference() is None
+    sent = reduction.traffic.total_bytes_sent
+    reduction.detach()
+    return sent
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("mode", EXACT)
+def test_exact_modes_match_one_process(sites, mode, name):
+    sites(2).run(matches_one_process, name, mode, 6, {})
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_exact_modes_match_one_process_at_more_sites(sites, mode):
+    sites(4).run(matches_one_process, "mixed", mode, 4, {})
+    sites(4).run(matches_one_process, "repeated", mode, 4, {})
+
+
+def replicas_stay_equal(name: str, mode: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    model = zoo.build(name, torch.float32)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(20):
+        inputs, targets = zoo.batch(name, 14, seed=step)
+        inputs = inputs.float() if inputs.is_floating_point() else inputs
+        mine = shares(14, rank, world_size, step)
+        optimizer.zero_grad()
+        zoo.loss(model, inputs[mine], targets[mine]).backward()
+        reduction.synchronize()
+        optimizer.step()
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_are_equal_to_the_bit_after_20_steps(sites, mode):
+    for name in zoo.ZOO:
+        sites(2).run(replicas_stay_equal, name, mode)
+
+
+def accumulates(mode: str, use_no_sync: bool) -> None:
+    """Micro-batches, one buffer reused for all inputs, as a loader may; an uneven last group."""
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    reference = zoo.build("mlp")
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    buffer = torch.empty(4, 6, dtype=torch.float64)
+    for step, groups in enumerate((3, 3, 2, 4, 1)):
+        model.zero_grad(), reference.zero_grad()
+        for group in range(groups):
+            inputs, targets = zoo.batch("mlp", 8, seed=10 * step + group)
+            buffer.copy_(inputs[4 * rank : 4 * rank + 4])
+            value = zoo.loss(model, buffer, targets[4 * rank : 4 * rank + 4])
+            if use_no_sync and group + 1 < groups:
+                with reduction.no_sync():
+                    value.backward()
+            else:
+                value.backward()
+            zoo.loss(reference, inputs, targets).backward()
+        reduction.synchronize()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-13), (step, name)
+    reduction.detach()
+
+
+@pytest.mark.parametrize("use_no_sync", [True, False])
+@pytest.mark.parametrize("mode", EXACT)
+def test_accumulated_gradients_add_up(sites, mode, use_no_sync):
+    sites(2).run(accumulates, mode, use_no_sync)
+
+
+def test_no_sync_sends_nothing(sites):
+    assert sites(2).run(bytes_in_no_sync) == [0, 0]
+
+
+def bytes_in_no_sync() -> int:
+    model = zoo.build("mlp")
+    reduction = dadplug.GradientReduction(model, mode="dad")
+    for step in range(3):
+        inputs, targets = zoo.batch("mlp", 4, seed=step)
+        before = reduction.traffic.total_bytes_sent
+        with reduction.no_sync():
+            zoo.loss(model, inputs, targets).backward()
+        sent = reduction.traffic.total_bytes_sent - before
+        reduction.synchronize()
+    reduction.detach()
+    return sent
+
+
+def gradients_accumulate_over_steps(mode: str, set_to_none: bool) -> None:
+    """Without zero_grad in between, `.grad` grows by each step's agreed gradient."""
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    reference = zoo.build("mixed")
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    for step in range(4):
+        if step % 2 == 0:
+            model.zero_grad(set_to_none), reference.zero_grad(set_to_none)
+        inputs, targets = zoo.batch("mixed", 8, seed=step)
+        mine = slice(0, 3) if rank == 0 else slice(3, 8)
+        zoo.loss(model, inputs[mine], targets[mine]).backward()
+        reduction.synchronize()
+        zoo.loss(reference, inputs, targets).backward()
+        for p, q in zip(model.parameters(), reference.parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13)
+    reduction.detach()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("mode", EXACT)
+def test_gradients_accumulate_between_steps(sites, mode, set_to_none):
+    sites(2).run(gradients_accumulate_over_steps, mode, set_to_none)
+
+
+def uniform_weighting(mode: str) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    reference = zoo.build("mlp")
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode, weighting="uniform")
+    for step in range(3):
+        model.zero_grad(), reference.zero_grad()
+        inputs, targets = zoo.batch("mlp", 9, seed=step)
+        parts = [slice(0, 2), slice(2, 9)]
+        zoo.loss(model, inputs[parts[rank]], targets[parts[rank]]).backward()
+        reduction.synchronize()
+        sum(0.5 * zoo.loss(reference, inputs[part], targets[part]) for part in parts).backward()
+        for p, q in zip(model.parameters(), reference.parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-13)
+    reduction.detach()
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_uniform_weighting_counts_sites_equally(sites, mode):
+    sites(2).run(uniform_weighting, mode)
+
+
+def idles(mode: str) -> None:
+    """Site 1 has no data from the third step on, nor in the first."""
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    reference = zoo.build("mixed")
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    for step in range(6):
+        model.zero_grad(), reference.zero_grad()
+        inputs, targets = zoo.batch("mixed", 6, seed=step)
+        both = step in (1, 2)
+        mine = slice(2 * rank, 2 * rank + 4) if both else slice(0, 6)
+        if rank == 0 or both:
+            mine = (slice(0, 4) if rank == 0 else slice(4, 6)) if both else slice(0, 6)
+            zoo.loss(model, inputs[mine], targets[mine]).backward()
+            reduction.synchronize()
+        else:
+            reduction.idle()
+        zoo.loss(reference, inputs, targets).backward()
+        for (name, p), q in zip(model.named_parameters(), reference.named_parameters()):
+            assert torch.allclose(p.grad, q[1].grad, rtol=1e-9, atol=1e-13), (step, name)
+    reduction.detach()
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_a_site_without_data_gets_the_others_gradient(sites, mode):
+    sites(2).run(idles, mode)
+
+
+def everybody_idles() -> None:
+    model = zoo.build("mlp")
+    reduction = dadplug.GradientReduction(model, mode="dad")
+    for _ in range(2):
+        reduction.idle()
+        assert all(p.grad is None for p in model.parameters())
+    reduction.detach()
+
+
+def test_a_step_without_any_data_leaves_no_gradient(sites):
+    sites(2).run(everybody_idles)
+
+
+def stops() -> list[bool]:
+    model = zoo.build("mlp")
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2)
+    seen = []
+    for step in range(3):
+        inputs, targets = zoo.batch("mlp", 4, seed=step)
+        zoo.loss(model, inputs, targets).backward()
+        reduction.synchronize(stop=step == 1 and dist.get_rank() == 1)
+        seen.append(reduction.stopped)
+    reduction.detach()
+    return seen
+
+
+def test_one_site_can_stop_all(sites):
+    assert sites(2).run(stops) == [[False, True, False]] * 2
+
+
+def second_derivatives(mode: str) -> None:
+    """A gradient penalty in every other step: the inner gradient must leave no factors, the outer one is dense."""
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    reference = zoo.build("mlp")
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+
+    def penalised(net, inputs, targets, step):
+        inputs = inputs.clone().requires_grad_(True)
+        value = zoo.loss(net, inputs, targets)
+        if step % 2:
+            (slope,) = torch.autograd.grad(value, inputs, create_graph=True)
+            value = value + slope.tanh().square().sum()
+        return value
+
+    for step in range(4):
+        model.zero_grad(), reference.zero_grad()
+        inputs, targets = zoo.batch("mlp", 8, seed=step)
+        halves = slice(0, 4), slice(4, 8)
+        penalised(model, inputs[halves[rank]], targets[halves[rank]], step).backward()
+        reduction.synchronize()
+        sum(penalised(reference, inputs[half], targets[half], step) / 2 for half in halves).backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), (step, name)
+    reduction.detach()
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_gradient_penalties_are_exact(sites, mode):
+    sites(2).run(second_derivatives, mode)
+
+
+def thaws(mode: str) -> None:
+    """A frozen part is freed in mid-training, and frozen again."""
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    reference = zoo.build("mlp")
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    for step in range(6):
+        for net in (model, reference):
+            net[0].requires_grad_(step in (2, 3))
+            net.zero_grad()
+        inputs, targets = zoo.batch("mlp", 8, seed=step)
+        mine = slice(0, 3) if rank == 0 else slice(3, 8)
+        zoo.loss(model, inputs[mine], targets[mine]).backward()
+        reduction.synchronize()
+        zoo.loss(reference, inputs, targets).backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert (p.grad is None) == (q.grad is None), (step, name)
+            assert q.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-13), (step, name)
+    assert {row.path for row in reduction.plan if row.parameter.startswith("0.")} == {"frozen"}
+    reduction.detach()
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_parameters_can_be_frozen_and_freed(sites, mode):
+    sites(2).run(thaws, mode)
