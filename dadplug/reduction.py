@@ -237,14 +237,17 @@ class GradientReduction:
     def idle(self, *, stop: bool = False) -> None:
         """Takes part in a step without data: contributes nothing, and gets the agreed gradients like everybody.
 
-        For a site that has run out of batches while others have not; follow it by the optimizer's step.
+        For a site that has run out of batches while others have not; follow it by the optimizer's step. Inside
+        `no_sync` it stands for one micro-batch.
 
         Args:
             stop: as in `synchronize`.
         """
         if self._norms is not None:
             self._norms.idle()
-        self.synchronize(stop=stop)
+            self._norms.end_step()
+        if self._syncing:
+            self.synchronize(stop=stop)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -254,6 +257,13 @@ class GradientReduction:
             yield
         finally:
             self._syncing = before
+            if self._norms is not None:
+                self._norms.end_step()
+
+    @property
+    def syncing(self) -> bool:
+        """Whether gradients are sent as they arrive; False inside `no_sync`."""
+        return self._syncing
 
     def samples(self, count: int) -> Any:
         """Says how many samples the forward passes inside have, where the inputs' first dimension does not tell.

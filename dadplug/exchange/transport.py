@@ -93,6 +93,16 @@ class Transport:
         if staged is not tensor:
             tensor.copy_(staged)
 
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        """Sends rank 0's bytes to all sites; what others pass is ignored."""
+        size = torch.tensor([len(content)], dtype=torch.int64, device=self.device)
+        self.broadcast(size)
+        data = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self.broadcast(data)
+        return data.cpu().numpy().tobytes()
+
     def gather_objects(self, item: Any) -> list[Any]:
         """Gathers one picklable object a site, by rank; for set-up and checkpoints."""
         items: list[Any] = [None] * self.world_size
@@ -237,6 +247,9 @@ class SingleSite(Transport):
 
     def broadcast(self, tensor: Tensor) -> None:
         pass
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        return content
 
     def gather_objects(self, item: Any) -> list[Any]:
         return [item]

@@ -1,0 +1,28 @@
+"""What plugs into a trainer. A trainer is imported when its runner is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .distributed_runner import DistributedRunner
+
+_TRAINERS = {"DistributedRunner": ("distributed_runner", "catalyst")}
+
+__all__ = ["DistributedRunner"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TRAINERS:
+        raise AttributeError(f"module 'dadplug.runners' has no attribute {name!r}")
+    module, extra = _TRAINERS[name]
+    try:
+        return getattr(importlib.import_module(f".{module}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] in ("catalyst", "accelerate"):
+            raise ImportError(
+                f"{name} needs Catalyst, which is not installed: pip install 'dadplug[{extra}]' "
+                "(with pip below 24.1, since newer ones refuse Catalyst's metadata)"
+            ) from error
+        raise

@@ -1,0 +1,293 @@
+"""Catalyst's runner for training between sites."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from catalyst.core.callback import Callback, CallbackOrder, ICheckpointCallback, IOptimizerCallback
+from catalyst.core.misc import get_original_callback
+from catalyst.engines.torch import CPUEngine, GPUEngine
+from catalyst.runners.supervised import SupervisedRunner
+
+from dadplug import GradientReduction, connect
+from dadplug.errors import MismatchError
+from dadplug.options import Options
+
+from .engine import SiteEngine
+from .loaders import SPLIT_DATA, begin_epoch
+from .mended import load_model, load_runner, mend
+from .metrics import merge_metrics
+from .patches import accept_older_names
+
+accept_older_names()
+
+
+class DistributedRunner(SupervisedRunner):
+    """A `SupervisedRunner` that trains one model between sites; a drop-in for it.
+
+    Every site runs the same script, with its place from `dadplug.connect`, torchrun's environment, or a process group
+    that exists already; alone it trains as one site. Stock callbacks, loggers and progress bars work as they do for
+    one process: metrics of a loader are those of all sites together, and only site 0 prints and writes.
+
+    Args:
+        model: the model; may be given to `train` instead.
+        criterion: the loss; may be given to `train` instead. It should take the mean over its batch.
+        optimizer: the optimizer; may be given to `train` instead.
+        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        input_key: as in `SupervisedRunner`.
+        output_key: as in `SupervisedRunner`.
+        target_key: as in `SupervisedRunner`.
+        loss_key: as in `SupervisedRunner`.
+        split_data: True: loaders hold one data set, the same at all sites, which is split; False: each site brings its
+            own; ``"auto"``: split what is the same at all sites.
+        process_group: the processes that are the sites; the default group where None.
+        options: options of the reduction, see `dadplug.options.Options`.
+
+    Attributes:
+        reduction: the `GradientReduction` of the last training, with its plan and traffic.
+
+    Raises:
+        ValueError: if a mode or an option is unknown; the message lists the valid ones.
+
+    Example:
+        >>> runner = DistributedRunner(mode="rankdad", rank=4)
+        >>> runner.train(model=model, criterion=criterion, optimizer=optimizer, loaders=loaders, num_epochs=5)
+    """
+
+    engine: SiteEngine
+    reduction: GradientReduction
+
+    def __init__(
+        self,
+        model: Any = None,
+        criterion: Any = None,
+        optimizer: Any = None,
+        mode: str = "rankdad",
+        *,
+        input_key: Any = "features",
+        output_key: Any = "logits",
+        target_key: str = "targets",
+        loss_key: str = "loss",
+        split_data: bool | str = "auto",
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model=model, input_key=input_key, output_key=output_key, target_key=target_key, loss_key=loss_key
+        )
+        if split_data not in SPLIT_DATA:
+            raise ValueError(f"unknown split_data {split_data!r}; valid ones are {', '.join(map(repr, SPLIT_DATA))}")
+        self.options = Options.create(mode=mode, **options)
+        self._given = {"model": model, "criterion": criterion, "optimizer": optimizer}
+        self._split_data = split_data
+        self._process_group = process_group
+        self._states: tuple[int, list[Any]] | None = None
+        self._loader_samples = 0
+        self._steps = 0
+        self._micro_step = 0
+        self._own_steps = 0
+        self._accumulation = 1
+
+    # What the user calls
+
+    def train(self, *, loaders: Any, cpu: bool = False, fp16: bool = False, **settings: Any) -> None:
+        """Trains as `SupervisedRunner.train` does; all sites call it with the same settings.
+
+        Model, criterion and optimizer are those of the constructor where they are not given. ``resume`` is the path of
+        a checkpoint, of a whole training or of a model; ``engine`` chooses device and precision.
+        """
+        connect(timeout=self.options.timeout)
+        for name, value in self._given.items():
+            if settings.get(name) is None:
+                settings[name] = value
+        if settings["model"] is None:
+            raise ValueError("there is no model: give one to DistributedRunner or to train()")
+        settings["engine"] = self._site_engine(settings.get("engine"), cpu, fp16)
+        try:
+            super().train(loaders=loaders, **settings)
+        finally:
+            settings["engine"].cleanup()
+
+    def predict_loader(self, *, loader: Any, engine: Any = None, cpu: bool = False, fp16: bool = False, **rest: Any) -> Any:
+        """Predicts as `SupervisedRunner.predict_loader` does, at this site and for all of its loader."""
+        return super().predict_loader(
+            loader=loader, engine=engine or self._site_engine(None, cpu, fp16, split_data=False), **rest
+        )
+
+    def _site_engine(self, engine: Any, cpu: bool, fp16: bool, split_data: bool | str | None = None) -> SiteEngine:
+        precision = "fp16" if fp16 else "no"
+        if isinstance(engine, (CPUEngine, GPUEngine, SiteEngine)):
+            cpu, precision = engine.device.type == "cpu", str(engine.mixed_precision)
+        elif engine is not None:
+            raise ValueError(
+                f"DistributedRunner speaks with the other sites itself and cannot use {type(engine).__name__}; leave "
+                "engine out, or pass a CPUEngine or GPUEngine"
+            )
+        return SiteEngine(
+            cpu=cpu,
+            mixed_precision=precision,
+            timeout=self.options.timeout,
+            split_data=self._split_data if split_data is None else split_data,
+            process_group=self._process_group,
+        )
+
+    # Setting up
+
+    def get_callbacks(self) -> OrderedDict[str, Callback]:
+        """Returns the callbacks, with the stock ones mended."""
+        callbacks = super().get_callbacks()
+        for callback in callbacks.values():
+            mend(callback)
+        steps = {
+            callback.accumulation_steps
+            for callback in map(get_original_callback, callbacks.values())
+            if isinstance(callback, IOptimizerCallback) and hasattr(callback, "accumulation_steps")
+        }
+        if len(steps) > 1:
+            raise ValueError(f"optimizer callbacks with different accumulation_steps, {sorted(steps)}, cannot go together")
+        self._accumulation = steps.pop() if steps else 1
+        return callbacks
+
+    def _setup_loaders(self) -> None:
+        self.engine.seed = self.seed
+        self.engine.loader_samples = lambda: self._loader_samples
+        loaders = self.get_loaders()
+        names = self.engine.transport.gather_objects(list(loaders))
+        if any(other != names[0] for other in names):
+            raise MismatchError(f"the sites do not have the same loaders: {'; '.join(map(str, names))}")
+        self.loaders = {name: self.engine.prepare_data_loader(loader, name=name) for name, loader in loaders.items()}
+
+    def _setup_components(self) -> None:
+        super()._setup_components()
+        model = self.model if isinstance(self.model, torch.nn.Module) else torch.nn.ModuleDict(self.model)
+        if any(name.startswith("train") for name in self.loaders) and self.optimizer is not None:
+            scaled = getattr(self.engine, "scaler", None) is not None
+            settings = {name: getattr(self.options, name) for name in Options.names()}
+            settings["check_finite"] &= not scaled
+            self.reduction = GradientReduction(model, process_group=self._process_group, **settings)
+            self.engine.reduction = self.reduction
+        if self._resume is not None:
+            checkpoint = self.load_shared(self._resume)
+            (load_runner if "epoch_step" in checkpoint else load_model)(self, checkpoint)
+
+    # The loop
+
+    def on_loader_start(self, runner: Any) -> None:
+        """Agrees on the number of steps, and tells samplers the epoch."""
+        super().on_loader_start(runner)
+        self._loader_samples = 0
+        self._micro_step = 0
+        self._own_steps = len(self.loader)
+        self._steps = begin_epoch(self.loader, self.loader_key, self.epoch_step, self.engine.transport)
+
+    def on_batch_start(self, runner: Any) -> None:
+        """Counts the samples of this site."""
+        super().on_batch_start(runner)
+        self._loader_samples += self.batch_size
+
+    def _run_loader(self) -> None:
+        """Runs a loader; in training all sites take as many steps as the one with the most batches."""
+        if not self.is_train_loader or self.engine.reduction is None:
+            super()._run_loader()
+            return
+        with torch.set_grad_enabled(True):
+            batches = iter(self.loader)
+            for self._micro_step in range(self._steps):
+                if self.need_early_stop:
+                    self.need_early_stop = False
+                    self._idle(stop=True)
+                    break
+                if (batch := next(batches, None)) is None:
+                    self._idle()
+                else:
+                    self.batch = batch
+                    self._run_event("on_batch_start")
+                    self.handle_batch(batch=self.batch)
+                    self._run_event("on_batch_end")
+                if self.reduction.stopped:
+                    break
+
+    def _idle(self, stop: bool = False) -> None:
+        """Takes part in a step without data; only what follows backward and changes the model is called."""
+        if stop or self.update_due:
+            self.reduction.idle(stop=stop)
+        else:
+            with self.reduction.no_sync():
+                self.reduction.idle()
+        for callback in self.callbacks.values():
+            changes_model = CallbackOrder.Backward < callback.order <= CallbackOrder.Scheduler
+            if changes_model and not isinstance(get_original_callback(callback), ICheckpointCallback):
+                callback.on_batch_end(self)
+
+    @property
+    def update_due(self) -> bool:
+        """Whether the gradients of this batch complete an update: the end of an accumulation, or of the epoch."""
+        return (self._micro_step + 1) % self._accumulation == 0 or self._micro_step + 1 >= self._steps
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of batches of this site that the update of this batch accumulates."""
+        first = self._micro_step - self._micro_step % self._accumulation
+        return max(1, min(first + self._accumulation, self._own_steps) - first)
+
+    def on_loader_end(self, runner: Any) -> None:
+        """Merges the metrics of all sites, and averages running statistics before anybody evaluates with them."""
+        told = self.engine.transport.gather_objects(
+            ({name: float(value) for name, value in self.loader_metrics.items()}, self._loader_samples)
+        )
+        self.loader_metrics.update(merge_metrics(told))
+        if self.is_train_loader and self.engine.reduction is not None and self.options.average_buffers:
+            self.reduction.average_buffers()
+        super().on_loader_end(runner)
+
+    def on_epoch_end(self, runner: Any) -> None:
+        """Stops all sites if one is to stop."""
+        super().on_epoch_end(runner)
+        self.need_early_stop = any(self.engine.transport.gather_objects(self.need_early_stop))
+
+    def on_experiment_end(self, runner: Any) -> None:
+        """Takes the reduction off the model."""
+        super().on_experiment_end(runner)
+        self.engine.transport.sites.close()
+
+    def on_exception(self, runner: Any) -> None:
+        """Tells the other sites why this one ends."""
+        if isinstance(getattr(self, "engine", None), SiteEngine):
+            reason = f"{type(self.exception).__name__}: {self.exception}"
+            self.engine.transport.sites.announce(reason)
+            if self.engine.reduction is not None:
+                self.engine.reduction.abort(reason)
+        super().on_exception(runner)
+
+    # Checkpoints
+
+    def reduction_states(self) -> list[Any]:
+        """Gathers every site's compressor state, once an epoch; all sites must call it."""
+        if self._states is None or self._states[0] != self.epoch_step:
+            self._states = (self.epoch_step, self.engine.transport.gather_objects(self.reduction.state_dict()))
+        return self._states[1]
+
+    def load_shared(self, path: str | Path) -> dict[str, Any]:
+        """Loads a checkpoint that site 0 has, on all sites.
+
+        Raises:
+            FileNotFoundError: on all sites, if site 0 does not have it.
+            ValueError: on all sites, if it is damaged.
+        """
+        transport = self.engine.transport
+        content = Path(path).read_bytes() if Path(path).is_file() else None
+        digests = transport.gather_objects(None if content is None else hashlib.sha256(content).hexdigest())
+        if digests[0] is None:
+            raise FileNotFoundError(f"checkpoint {path} is not at {transport.sites[0]}, from which all sites load it")
+        if any(digest != digests[0] for digest in digests):
+            content = transport.broadcast_bytes(content or b"")
+        try:
+            return torch.load(io.BytesIO(content or b""), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"checkpoint {path} is damaged, or no checkpoint: {error}") from error

@@ -1,0 +1,206 @@
+"""Splits one data set over the sites, where it is one."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from dadplug.errors import MismatchError
+from dadplug.exchange import Transport
+
+SPLIT_DATA = ("auto", True, False)
+_PROBES = 8  # samples that a fingerprint looks at
+
+
+class SiteSampler(Sampler):
+    """Deals the order of another sampler out to the sites, each sample to one of them.
+
+    The order is drawn under a seed that all sites share, so that they deal out the same one. Nothing is repeated or
+    dropped: sites may differ by one.
+
+    Args:
+        base: the sampler, of samples or of batches.
+        rank: this site.
+        world_size: number of sites.
+        seed: seed of the order; the epoch is added to it.
+    """
+
+    def __init__(self, base: Sampler, rank: int, world_size: int, seed: int) -> None:
+        self.base = base
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.epoch = 0
+        self._order: list[Any] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws another order for another epoch."""
+        self.epoch = epoch
+        self._order = None
+
+    @property
+    def order(self) -> list[Any]:
+        """The order of all sites' samples in this epoch."""
+        if self._order is None:
+            with seeded(self.seed + self.epoch):
+                self._order = list(self.base)
+        return self._order
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order[self.rank :: self.world_size])
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.base), self.world_size))  # type: ignore[arg-type]
+
+
+def site_loader(loader: Any, split: bool | str, name: str, seed: int, transport: Transport) -> Any:
+    """Gives each site its share of a loader's data, or leaves the loader as it is; all sites must call it together.
+
+    Args:
+        loader: the loader.
+        split: True: the sites have the same data set, split it; False: each brings its own; ``"auto"``: compare.
+        name: name of the loader, for messages.
+        seed: seed of the order of samples.
+        transport: the transport.
+
+    Raises:
+        MismatchError: if data is to be split that is not the same on all sites.
+    """
+    if transport.world_size == 1:
+        return loader
+    own = _fingerprint(loader) if split is not False else None
+    told = transport.gather_objects((split, own))
+    if any(other[0] != split for other in told):
+        raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in told)}")
+    alike = own is not None and all(other[1] == own for other in told)
+    if split is True and not alike:
+        raise MismatchError(
+            f"loader {name!r} is to be split over the sites, but they do not have the same data set in it; pass "
+            "split_data=False where every site brings its own"
+        )
+    return _split(loader, transport.rank, transport.world_size, seed) if split is not False and alike else loader
+
+
+def _fingerprint(loader: Any) -> str | None:
+    """Says briefly what a loader's data set is; None for what cannot be split, or is already."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if isinstance(loader.sampler, (DistributedSampler, SiteSampler)):
+        return None
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    digest = hashlib.sha256(f"{type(loader.dataset).__name__} {size} {loader.batch_size}".encode())
+    for place in sorted({probe * (size - 1) // (_PROBES - 1) for probe in range(_PROBES)} if size else ()):
+        with seeded(place):  # random augmentations come out the same
+            _feed(digest, loader.dataset[place])
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, item: Any) -> None:
+    if isinstance(item, torch.Tensor):
+        digest.update(str((item.dtype, item.shape)).encode())
+        digest.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(item, np.ndarray):
+        digest.update(np.ascontiguousarray(item).tobytes())
+    elif isinstance(item, dict):
+        for key in sorted(item, key=str):
+            digest.update(str(key).encode())
+            _feed(digest, item[key])
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            _feed(digest, part)
+    else:
+        digest.update(repr(item).encode())
+
+
+def _split(loader: DataLoader, rank: int, world_size: int, seed: int) -> DataLoader:
+    settings: dict[str, Any] = {
+        name: getattr(loader, name)
+        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
+    }
+    settings["multiprocessing_context"] = loader.multiprocessing_context
+    if loader.num_workers:
+        settings |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        if loader.batch_sampler is None:
+            sampler = SiteSampler(loader.sampler, rank, world_size, seed)  # type: ignore[arg-type]
+            return DataLoader(loader.dataset, batch_size=None, sampler=sampler, **settings)
+        sampler = SiteSampler(loader.batch_sampler, rank, world_size, seed)  # type: ignore[arg-type]
+        return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
+    sampler = SiteSampler(loader.sampler, rank, world_size, seed)  # type: ignore[arg-type]
+    return DataLoader(
+        loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last, **settings
+    )
+
+
+def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int:
+    """Tells a loader's sampler the epoch, and agrees on the number of steps; all sites must call it together.
+
+    Returns:
+        The number of batches of the site that has most.
+
+    Raises:
+        MismatchError: if the sites would deal out different orders.
+    """
+    sampler = next((each for each in _samplers(loader) if isinstance(each, SiteSampler)), None)
+    if sampler is not None:
+        sampler.set_epoch(epoch)
+    digest = None if sampler is None else hashlib.sha256(repr(sampler.order).encode()).hexdigest()
+    told = transport.gather_objects((len(loader), digest))
+    if len({order for _, order in told}) > 1:
+        raise MismatchError(
+            f"the sampler of loader {name!r} gives every site another order, so that the data cannot be split: let it "
+            "depend on the seeds of torch, numpy or random, or split the data beforehand and pass split_data=False"
+        )
+    return max(batches for batches, _ in told)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds all random states inside, and leaves them as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+class DeviceLoader:
+    """A loader whose batches are moved to a device; everything else is the loader's own.
+
+    Args:
+        loader: the loader.
+        device: the device.
+    """
+
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self._loader = loader
+        self._device = device
+
+    def __iter__(self) -> Iterator[Any]:
+        from catalyst.utils.torch import any2device
+
+        for batch in self._loader:
+            yield any2device(batch, self._device)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

@@ -1,0 +1,134 @@
+"""Stock Catalyst callbacks, mended in place: clipping clips, accumulation accumulates, one site writes checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from catalyst.callbacks.backward import BackwardCallback
+from catalyst.callbacks.checkpoint import Checkpoint, CheckpointCallback
+from catalyst.callbacks.optimizer import OptimizerCallback
+from catalyst.core.callback import Callback
+from catalyst.core.misc import get_original_callback
+from catalyst.utils.torch import pack_checkpoint, unpack_checkpoint
+
+from .engine import save_whole
+
+if TYPE_CHECKING:
+    from .distributed_runner import DistributedRunner
+
+
+def mend(callback: Callback) -> None:
+    """Puts the mended methods before those of a stock callback, in place; others are left alone."""
+    callback = get_original_callback(callback)
+    for stock, mended in _MENDED.items():
+        if isinstance(callback, stock) and not isinstance(callback, mended):
+            callback.__class__ = type(type(callback).__name__, (mended, type(callback)), {})
+
+
+class MendedBackward(BackwardCallback):
+    """Accumulates without traffic until an update is due, and clips the agreed gradients (upstream raises)."""
+
+    def on_batch_end(self, runner: DistributedRunner) -> None:
+        if not runner.is_train_loader:
+            return
+        loss = runner.batch_metrics[self.metric_key] / runner.micro_batches
+        if not runner.update_due:
+            with runner.reduction.no_sync():
+                runner.engine.backward(loss)
+            return
+        runner.engine.backward(loss)
+        norm = _clip(self.grad_clip_fn, runner)
+        if norm is not None and self._log_gradient:
+            runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm
+
+
+class MendedOptimizer(OptimizerCallback):
+    """Steps when an update is due, the last group of an epoch included, and clips before it (upstream never does)."""
+
+    def on_batch_end(self, runner: DistributedRunner) -> None:
+        if runner.is_train_loader and runner.update_due:
+            norm = _clip(self.grad_clip_fn, runner)
+            if norm is not None:
+                runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        runner.batch_metrics.update(self._get_lr_momentum_stats())
+
+
+def _clip(clip: Any, runner: DistributedRunner) -> Any:
+    if clip is None:
+        return None
+    runner.engine.unscale_gradients()
+    return clip(runner.reduction.model.parameters())
+
+
+class MendedCheckpoint(CheckpointCallback):
+    """Site 0 writes, whole files, with every site's compressor state; all sites load what site 0 has."""
+
+    def _save(self, runner: DistributedRunner, obj: Any, logprefix: str) -> str:
+        logpath = f"{logprefix}.pth"
+        states = runner.reduction_states() if self.mode == "runner" else None
+        if not runner.engine.is_main_process:
+            return logpath
+        if self.mode == "runner":
+            save_whole(pack_checkpoint(**obj, dadplug=states), logpath)
+        elif isinstance(obj, dict):
+            save_whole(pack_checkpoint(model=obj), logpath)
+        else:
+            save_whole(runner.engine.unwrap_model(obj).state_dict(), logpath)
+        return logpath
+
+    def _handle_epoch(self, runner: DistributedRunner, score: float) -> None:
+        if runner.engine.is_main_process:
+            super()._handle_epoch(runner, score)
+            return
+        if self.mode == "runner":
+            runner.reduction_states()  # site 0 writes them
+        logpath = f"{self.logdir}/{self.mode}.{runner.epoch_step:04d}.pth"
+        self._storage.append(Checkpoint(obj=runner.model, logpath=logpath, metric=score))
+        self._storage.sort(key=lambda saved: saved.metric, reverse=not self._minimize)
+        del self._storage[self.topk :]
+
+    def _load(
+        self,
+        runner: DistributedRunner,
+        resume_logpath: Any = None,
+        resume_model: str | None = None,
+        resume_runner: str | None = None,
+    ) -> None:
+        if resume_logpath is not None or resume_model is not None:
+            load_model(runner, runner.load_shared(resume_logpath or resume_model))
+        if resume_runner is not None:
+            load_runner(runner, runner.load_shared(resume_runner))
+
+
+def load_model(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
+    """Loads a model from a checkpoint of either mode."""
+    if any(str(key).startswith("model") and str(key).endswith("state_dict") for key in checkpoint):
+        unpack_checkpoint(checkpoint=checkpoint, model=runner.model)
+    else:
+        runner.engine.unwrap_model(runner.model).load_state_dict(checkpoint)
+
+
+def load_runner(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
+    """Loads everything that a checkpoint of mode ``"runner"`` holds: training goes on where it was."""
+    if "epoch_step" not in checkpoint:
+        raise ValueError(
+            'this checkpoint holds a model only, no training to go on with: write it with CheckpointCallback(mode="runner")'
+        )
+    unpack_checkpoint(
+        checkpoint=checkpoint,
+        model=runner.model,
+        criterion=runner.criterion,
+        optimizer=runner.optimizer,
+        scheduler=runner.scheduler,
+    )
+    for counter in ("epoch_step", "batch_step", "sample_step"):
+        setattr(runner, counter, checkpoint[counter])
+    states = checkpoint.get("dadplug")
+    if states is not None and runner.engine.process_index < len(states):
+        runner.reduction.load_state_dict(states[runner.engine.process_index])
+
+
+_MENDED = {BackwardCallback: MendedBackward, OptimizerCallback: MendedOptimizer, CheckpointCallback: MendedCheckpoint}
+
