@@ -86,7 +86,7 @@ class GradientReduction:
         self._epoch_samples = 0
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
-            own = open_transport(process_group, self.traffic, device, self.options.timeout, self._transport.sites)
+            own = open_transport(process_group, self.traffic, device, self.options.timeout)
             self._norms = SyncedBatchNorms(model, own, self._counter if self.options.weighting == "samples" else None)
         self._method = make_method(self.options)
         self._syncing = True
@@ -364,7 +364,6 @@ class GradientReduction:
         if self._norms is not None:
             self._norms.detach()
         self._guard.remove()
-        self._transport.sites.close()
 
 
 def _check_model(model: nn.Module) -> None:

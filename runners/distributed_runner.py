@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import io
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from catalyst.core.callback import Callback, CallbackOrder, ICheckpointCallback, IOptimizerCallback
+from catalyst.callbacks.scheduler import SchedulerCallback
+from catalyst.core.callback import (
+    Callback,
+    CallbackOrder,
+    ICheckpointCallback,
+    IOptimizerCallback,
+    ISchedulerCallback,
+)
 from catalyst.core.misc import get_original_callback
 from catalyst.engines.torch import CPUEngine, GPUEngine
 from catalyst.runners.supervised import SupervisedRunner
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dadplug import GradientReduction, connect
 from dadplug.errors import MismatchError
@@ -110,11 +119,16 @@ class DistributedRunner(SupervisedRunner):
             raise ValueError("there is no model: give one to DistributedRunner or to train()")
         settings["engine"] = self._site_engine(settings.get("engine"), cpu, fp16)
         try:
-            super().train(loaders=loaders, **settings)
+            with warnings.catch_warnings():
+                # Catalyst's metrics read the loss while it still has its graph.
+                warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad=True to a scalar")
+                super().train(loaders=loaders, **settings)
         finally:
             settings["engine"].cleanup()
 
-    def predict_loader(self, *, loader: Any, engine: Any = None, cpu: bool = False, fp16: bool = False, **rest: Any) -> Any:
+    def predict_loader(
+        self, *, loader: Any, engine: Any = None, cpu: bool = False, fp16: bool = False, **rest: Any
+    ) -> Any:
         """Predicts as `SupervisedRunner.predict_loader` does, at this site and for all of its loader."""
         return super().predict_loader(
             loader=loader, engine=engine or self._site_engine(None, cpu, fp16, split_data=False), **rest
@@ -142,15 +156,28 @@ class DistributedRunner(SupervisedRunner):
     def get_callbacks(self) -> OrderedDict[str, Callback]:
         """Returns the callbacks, with the stock ones mended."""
         callbacks = super().get_callbacks()
+        found = [get_original_callback(callback) for callback in callbacks.values()]
+        # Catalyst asks for a base class that torch's schedulers have not had since 2.0, and never steps them.
+        if isinstance(self._scheduler, (LRScheduler, ReduceLROnPlateau)) and not any(
+            isinstance(callback, ISchedulerCallback) for callback in found
+        ):
+            keys = {"loader_key": self._valid_loader, "metric_key": self._valid_metric}
+            callbacks["_scheduler"] = SchedulerCallback(**(keys if None not in keys.values() else {}))
+        # Of the same order as schedulers, a checkpoint would hold the learning rate of the epoch before.
+        last = [name for name, callback in callbacks.items() if isinstance(callback, ICheckpointCallback)]
+        for name in last:
+            callbacks.move_to_end(name)
         for callback in callbacks.values():
             mend(callback)
         steps = {
             callback.accumulation_steps
-            for callback in map(get_original_callback, callbacks.values())
+            for callback in found
             if isinstance(callback, IOptimizerCallback) and hasattr(callback, "accumulation_steps")
         }
         if len(steps) > 1:
-            raise ValueError(f"optimizer callbacks with different accumulation_steps, {sorted(steps)}, cannot go together")
+            raise ValueError(
+                f"optimizer callbacks with different accumulation_steps, {sorted(steps)}, cannot go together"
+            )
         self._accumulation = steps.pop() if steps else 1
         return callbacks
 
@@ -251,18 +278,10 @@ class DistributedRunner(SupervisedRunner):
         super().on_epoch_end(runner)
         self.need_early_stop = any(self.engine.transport.gather_objects(self.need_early_stop))
 
-    def on_experiment_end(self, runner: Any) -> None:
-        """Takes the reduction off the model."""
-        super().on_experiment_end(runner)
-        self.engine.transport.sites.close()
-
     def on_exception(self, runner: Any) -> None:
         """Tells the other sites why this one ends."""
         if isinstance(getattr(self, "engine", None), SiteEngine):
-            reason = f"{type(self.exception).__name__}: {self.exception}"
-            self.engine.transport.sites.announce(reason)
-            if self.engine.reduction is not None:
-                self.engine.reduction.abort(reason)
+            self.engine.transport.sites.announce(f"{type(self.exception).__name__}: {self.exception}")
         super().on_exception(runner)
 
     # Checkpoints

@@ -131,4 +131,3 @@ def load_runner(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
 
 
 _MENDED = {BackwardCallback: MendedBackward, OptimizerCallback: MendedOptimizer, CheckpointCallback: MendedCheckpoint}
-

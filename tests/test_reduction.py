@@ -27,9 +27,7 @@ def reference_loss(name, model, inputs, targets, world_size, step):
     if name != "partly":
         return zoo.loss(model, inputs, targets)
     pieces = [shares(len(targets), rank, world_size, step) for rank in range(world_size)]
-    return sum(
-        zoo.loss(model, inputs[piece], targets[piece]) * len(targets[piece]) / len(targets) for piece in pieces
-    )
+    return sum(zoo.loss(model, inputs[piece], targets[piece]) * len(targets[piece]) / len(targets) for piece in pieces)
 
 
 def gradients(model):

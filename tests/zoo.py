@@ -174,7 +174,10 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator], T
     "conv": (Convolutional, floats),
     "transformer": (Transformer, floats),
     "dictionary": (Dictionary, floats),
-    "gru": (lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.GRU(3, 5, batch_first=True), Last(), nn.Linear(5, 4)), floats),
+    "gru": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.GRU(3, 5, batch_first=True), Last(), nn.Linear(5, 4)),
+        floats,
+    ),
     "bilinear": (lambda: nn.Sequential(nn.Linear(6, 5), Twice(nn.Bilinear(5, 5, 4))), floats),
     "weightnorm": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), nn.Linear(5, 4)),

@@ -14,7 +14,7 @@ from ..registry import Registry
 
 
 class DataError(RuntimeError):
-    """A data set cannot be had: a file is missing, damaged or of another kind; the message says which and what to do."""
+    """A data set cannot be had: a file is missing, damaged or of another kind; the message says what to do."""
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):

@@ -47,7 +47,9 @@ def download(urls: Sequence[str], path: Path, md5: str) -> None:
         finally:
             Path(partial).unlink(missing_ok=True)
     raise DataError(
-        f"{path.name} could not be downloaded:\n  " + "\n  ".join(problems) + f"\nWithout a connection, put the file into "
+        f"{path.name} could not be downloaded:\n  "
+        + "\n  ".join(problems)
+        + f"\nWithout a connection, put the file into "
         f"{path.parent} by hand, or use a data set that is embedded (digits)."
     )
 
@@ -56,7 +58,7 @@ def _fetch(url: str, file: object, name: str) -> str:
     from tqdm import tqdm
 
     digest = hashlib.md5(usedforsecurity=False)
-    with urllib.request.urlopen(url, timeout=_TIMEOUT) as response:  # noqa: S310  (addresses are ours)
+    with urllib.request.urlopen(url, timeout=_TIMEOUT) as response:
         size = int(response.headers.get("Content-Length", 0)) or None
         with tqdm(total=size, unit="B", unit_scale=True, desc=name, disable=not sys.stderr.isatty()) as bar:
             while chunk := response.read(_CHUNK):

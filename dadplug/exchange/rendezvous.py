@@ -13,9 +13,8 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from dadplug.errors import SiteError
-
-from .sites import Sites
+from ..errors import SiteError
+from .sites import Sites, introduce
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 
@@ -51,6 +50,7 @@ def connect(
             return
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun hosts the store itself
             dist.init_process_group(_backend(backend), timeout=timedelta(seconds=timeout))
+            introduce(_world(), timeout)
             return
         rank, num_nodes = _from_environment("RANK"), _from_environment("WORLD_SIZE")
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _from_environment("MASTER_PORT")
@@ -73,6 +73,13 @@ def connect(
         world_size=num_nodes,
         timeout=timedelta(seconds=timeout),
     )
+    introduce(_world(), timeout)
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _backend(backend: str | None) -> str:

@@ -8,12 +8,13 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from dadplug.errors import SiteError
+from ..errors import SiteError
 
 _GRACE = 1.5  # seconds that a site waits for the others' last words before it says who is gone
 _LOST = "lost:"
@@ -28,20 +29,15 @@ class Sites:
     Args:
         rank: this site.
         names: one name a site, by rank.
-        store: the store of the process group; None keeps no board.
-        timeout: seconds after which a silent site counts as lost.
-
-    Attributes:
-        at_exit: what to call when the process ends.
+        store: where the board is; None keeps none.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], store: dist.Store | None, timeout: float) -> None:
+    def __init__(self, rank: int, names: Sequence[str], store: dist.Store | None) -> None:
         self.rank = rank
         self.names = list(names)
-        self.timeout = timeout
         self._store = store
         self._announced = False
-        self.at_exit: list[Callable[[], None]] = []
+        self._transports: weakref.WeakSet[Any] = weakref.WeakSet()
         if store is not None:
             _watch_exit(self)
 
@@ -53,33 +49,49 @@ class Sites:
     def __getitem__(self, rank: int) -> str:
         return f"site {rank} ({self.names[rank]})"
 
-    def announce(self, words: str) -> None:
-        """Writes this site's last words; the first ones stand."""
-        if self._store is None or self._announced:
+    def announce(self, words: str, *, unless_announced: bool = False) -> None:
+        """Writes this site's last words.
+
+        Args:
+            words: why this site ends.
+            unless_announced: keep what has been announced before.
+        """
+        if self._store is None or (unless_announced and self._announced):
             return
         self._announced = True
-        try:
+        with suppress(Exception):  # the store's host may be the one that is gone
             self._store.set(str(self.rank), words)
-        except Exception:
-            pass
 
-    def close(self) -> None:
-        """Ends the watch: what happens to this process from now on concerns no other site."""
-        self._announced = True
+    def watch(self, transport: Any) -> None:
+        """Has a transport closed when the process ends: its threads abort an interpreter that ends before them."""
+        self._transports.add(transport)
 
-    def lost(self, error: BaseException, peer: int | None = None) -> SiteError:
+    def close_transports(self) -> None:
+        """Closes what is still open."""
+        for transport in list(self._transports):
+            transport.close()
+
+    def withdraw(self) -> None:
+        """Takes words back that were not the last: this site begins something new."""
+        if self._store is not None and self._announced:
+            self._announced = False
+            with suppress(Exception):
+                self._store.delete_key(str(self.rank))
+
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
         """Turns a transport's error into one that names the site that is gone, and says why if it said so.
 
         Args:
             error: what the transport raised.
+            timeout: seconds after which a silent site counts as lost.
             peer: the site on the other end of the connection, where it is known.
         """
         others = [rank for rank in range(len(self.names)) if rank != self.rank]
         if "imed out" in str(error):
-            self.announce(f"{_LOST}{-1 if peer is None else peer}")
+            self.announce(f"{_LOST}{-1 if peer is None else peer}", unless_announced=True)
             who = self[peer] if peer is not None else self[others[0]] if len(others) == 1 else "one of the other sites"
             return SiteError(
-                f"{who} has not answered for {self.timeout:g} s. Is it stuck, or is the network between the sites down? "
+                f"{who} has not answered for {timeout:g} s. Is it stuck, or is the network between the sites down? "
                 "A site that may be this slow needs a larger timeout=."
             )
         words = self._last_words(others, peer)
@@ -92,14 +104,14 @@ class Sites:
                 return self._blame(culprit, None)
         silent = [rank for rank in others if rank not in words]
         culprit = peer if peer in silent else silent[0] if len(silent) == 1 else None
-        self.announce(f"{_LOST}{-1 if culprit is None else culprit}")
+        self.announce(f"{_LOST}{-1 if culprit is None else culprit}", unless_announced=True)
         if culprit is None:
             names = ", ".join(self[rank] for rank in silent or others)
             return SiteError(f"the connection to another site is gone; one of these ended: {names}")
         return self._blame(culprit, None)
 
     def _blame(self, rank: int, reason: str | None) -> SiteError:
-        self.announce(f"{_LOST}{rank}")
+        self.announce(f"{_LOST}{rank}", unless_announced=True)
         if reason is None:
             reason = "the connection closed without a word: it was killed, or its machine or link went down"
         return SiteError(f"{self[rank]} is gone: {reason}")
@@ -130,7 +142,7 @@ def _watch_exit(sites: Sites) -> None:
         previous = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-            _announce_all(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
+            announce(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
             previous(kind, error, traceback)
 
         sys.excepthook = excepthook
@@ -139,14 +151,47 @@ def _watch_exit(sites: Sites) -> None:
 
 
 def _at_exit() -> None:
-    _announce_all("its program ended while this site was still training")
+    announce("its program ended, while others were still at work", unless_announced=True)
     for sites in list(_watched):
-        for close in sites.at_exit:
-            close()
+        sites.close_transports()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _announce_all(words: str) -> None:
+def announce(words: str, unless_announced: bool = False) -> None:
+    """Writes this process's last words to all sites that it knows."""
     for sites in list(_watched):
-        sites.announce(words)
+        sites.announce(words, unless_announced=unless_announced)
+
+
+_of_default_group: tuple[object, Sites] | None = None
+
+
+def introduce(group: dist.ProcessGroup, timeout: float) -> Sites:
+    """Learns the names of the sites of a process group; all of them must call it together.
+
+    Args:
+        group: the process group.
+        timeout: seconds after which a silent site counts as lost.
+
+    Raises:
+        SiteError: if a site ends or does not answer.
+    """
+    global _of_default_group
+    is_default = group is dist.group.WORLD
+    if is_default and _of_default_group is not None and _of_default_group[0] is group:
+        _of_default_group[1].withdraw()
+        return _of_default_group[1]
+    ranks = dist.get_process_group_ranks(group)
+    store = dist.distributed_c10d._get_default_store()
+    board = dist.PrefixStore(f"dadplug/last-words/{'-'.join(map(str, ranks))}", store)
+    unknown = [f"rank {rank} of the process group" for rank in ranks]
+    names: list[Any] = [None] * len(ranks)
+    try:
+        dist.all_gather_object(names, Sites.own_name(), group=group)
+    except RuntimeError as error:
+        raise Sites(dist.get_rank(group), unknown, board).lost(error, timeout) from error
+    sites = Sites(dist.get_rank(group), names, board)
+    if is_default:
+        _of_default_group = group, sites
+    return sites

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .sites import Sites
+from ..errors import SiteError
+from .sites import Sites, introduce
 from .traffic import Traffic
 
 
@@ -48,22 +49,32 @@ class Transport:
         sites: the sites by name, which turn connection errors into ones that name somebody.
         traffic: the meter.
         device: device of the model. Buffers lie there if the group's backend can send from it, else on the CPU.
+        timeout: seconds after which a silent site counts as lost.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, device: torch.device) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, device: torch.device, timeout: float
+    ) -> None:
+        self.group: dist.ProcessGroup | None = group
         self.sites = sites
         self.traffic = traffic
+        self.timeout = timeout
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
         self.device = torch.device("cpu") if self._peer_to_peer else device
         self._tags = 0
-        sites.at_exit.append(self._close)
+        sites.watch(self)
 
-    def _close(self) -> None:
-        """Lets go of the group, whose threads then end; they abort an interpreter that ends before them."""
-        self.group = None  # type: ignore[assignment]
+    def close(self) -> None:
+        """Ends the process group; nothing can be exchanged afterwards. May be called twice."""
+        group, self.group = self.group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def __del__(self) -> None:
+        if "group" in vars(self):
+            self.close()
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         """Prepares an all-gather; all sites must ask for theirs in the same order.
@@ -110,8 +121,12 @@ class Transport:
             with self.traffic.waiting():
                 dist.all_gather_object(items, item, group=self.group)
         except RuntimeError as error:
-            raise self.sites.lost(error) from error
+            raise self.lost(error) from error
         return items
+
+    def lost(self, error: BaseException, peer: int | None = None) -> SiteError:
+        """Turns an error of the process group into one that names the site that is gone."""
+        return self.sites.lost(error, self.timeout, peer)
 
     def wait(self, work: dist.Work, peer: int | None = None) -> None:
         """Waits for a piece of work, and names the site that is gone if it fails.
@@ -123,7 +138,7 @@ class Transport:
             with self.traffic.waiting():
                 work.wait()
         except RuntimeError as error:
-            raise self.sites.lost(error, peer) from error
+            raise self.lost(error, peer) from error
 
 
 class _GroupReduction:
@@ -170,7 +185,7 @@ class _PeerGather:
         try:
             return start(tensor, self._global[peer], group=self._transport.group, tag=self._tag)
         except RuntimeError as error:
-            raise self._transport.sites.lost(error, peer) from error
+            raise self._transport.lost(error, peer) from error
 
     def wait(self) -> list[Tensor]:
         for works in (self._receives, self._sends):
@@ -234,7 +249,7 @@ class SingleSite(Transport):
     """The transport of a site that trains alone: every exchange returns what it was given."""
 
     def __init__(self, traffic: Traffic, device: torch.device) -> None:
-        self.sites = Sites(0, [Sites.own_name()], None, 0.0)
+        self.sites = Sites(0, [Sites.own_name()], None)
         self.traffic = traffic
         self.rank, self.world_size = 0, 1
         self.device = device
@@ -256,7 +271,7 @@ class SingleSite(Transport):
 
 
 def open_transport(
-    group: dist.ProcessGroup | None, traffic: Traffic, device: torch.device, timeout: float, sites: Sites | None = None
+    group: dist.ProcessGroup | None, traffic: Traffic, device: torch.device, timeout: float
 ) -> Transport:
     """Opens a transport over a process group of its own, so that no other traffic comes between its messages.
 
@@ -265,9 +280,9 @@ def open_transport(
         traffic: the meter.
         device: device of the model.
         timeout: seconds after which a silent site counts as lost.
-        sites: the sites, if another transport over the same group knows them already.
 
     Raises:
+        SiteError: if a site ends or does not answer.
         RuntimeError: if the environment announces several processes and no process group exists.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -277,23 +292,9 @@ def open_transport(
     ranks = dist.get_process_group_ranks(parent)
     if len(ranks) == 1:
         return SingleSite(traffic, device)
+    sites = introduce(parent, timeout)
     own = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=group is not None)
-    if sites is None:
-        names: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(names, Sites.own_name(), group=own)
-        sites = Sites(dist.get_rank(own), names, _board(ranks), timeout)
-    return Transport(own, sites, traffic, device)
-
-
-_boards = 0
-
-
-def _board(ranks: Sequence[int]) -> dist.Store | None:
-    """Opens a namespace for last words on the default group's store."""
-    global _boards
-    _boards += 1
-    store = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"dadplug/last-words/{'-'.join(map(str, ranks))}/{_boards}", store)
+    return Transport(own, sites, traffic, device, timeout)
 
 
 def _refuse_to_train_alone() -> None:

@@ -28,5 +28,3 @@ def build_model(name: str, *args: Any, **kwargs: Any) -> nn.Module:
         return model(*args, **kwargs)
     except TypeError as error:
         raise ValueError(f"model {name!r} does not take these arguments: {error}") from error
-
-

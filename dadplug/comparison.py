@@ -1,0 +1,96 @@
+"""Compares runs of several methods: a table, and a picture of loss against steps and against bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run left behind.
+
+    Attributes:
+        mode: name of the method.
+        losses: training loss by step, the mean over all sites.
+        bytes_sent: payload bytes that a site had sent after each step, all in all.
+        accuracy: accuracy on held-out samples after the last epoch, from 0 to 1.
+        bytes_a_step: payload bytes that a site sends in a step.
+        dense_bytes: the same if every gradient were all-reduced.
+        step_seconds: median time of a step.
+        replicas_equal: whether the sites' parameters were equal to the bit at the end.
+    """
+
+    mode: str
+    losses: Sequence[float]
+    bytes_sent: Sequence[int]
+    accuracy: float
+    bytes_a_step: int
+    dense_bytes: int
+    step_seconds: float
+    replicas_equal: bool
+
+
+def table(runs: Sequence[RunRecord]) -> str:
+    """Lays out runs as a table, one a line."""
+    head = ("mode", "accuracy", "loss", "bytes a step", "fewer than dense", "ms a step", "replicas")
+    lines = [head]
+    for run in runs:
+        lines.append(
+            (
+                run.mode,
+                f"{run.accuracy:.4f}",
+                f"{_smooth(run.losses)[-1]:.4f}",
+                f"{run.bytes_a_step:,}",
+                f"{run.dense_bytes / max(run.bytes_a_step, 1):.1f} x",
+                f"{1e3 * run.step_seconds:.1f}",
+                "equal" if run.replicas_equal else "DIFFERENT",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    rows = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
+
+
+def picture(runs: Sequence[RunRecord], path: str | Path, title: str) -> None:
+    """Draws the loss against steps, and against megabytes sent, as a PNG.
+
+    Args:
+        runs: the runs.
+        path: where to put the picture.
+        title: its title.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+    styles = ("-", "--", ":", "-.")
+    for place, run in enumerate(runs):
+        style = {"linestyle": styles[place % len(styles)], "linewidth": 2.2 - 0.3 * (place % 4), "label": run.mode}
+        losses = _smooth(run.losses)
+        by_step.plot(range(1, len(losses) + 1), losses, **style)
+        by_bytes.plot([sent / 1e6 for sent in run.bytes_sent], losses, **style)
+    by_step.set(xlabel="step", ylabel="training loss (mean over sites, smoothed)", yscale="log")
+    by_bytes.set(xlabel="megabytes sent by a site", xscale="log")
+    for axes in (by_step, by_bytes):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def _smooth(losses: Sequence[float], memory: float = 0.9) -> list[float]:
+    """An exponential mean, without the pull of its start."""
+    smoothed, mean, weight = [], 0.0, 0.0
+    for loss in losses:
+        mean, weight = memory * mean + (1 - memory) * loss, memory * weight + (1 - memory)
+        smoothed.append(mean / weight)
+    return smoothed

@@ -1,0 +1,231 @@
+"""The command line of the experiments: ``python -m dadplug.experiment --rank 0 --num-nodes 2 …``, once for each site."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+from .cli import add_option_arguments, options_of, place_of, plain_errors
+from .data import DATASETS, fold_indices, load_dataset, site_indices
+from .data.splits import SPLITS
+from .exchange import connect
+from .models import MODELS, build_model
+from .options import Options
+from .registry import Registry
+
+CRITERIA: Registry[type[nn.Module]] = Registry("criterion")
+CRITERIA.register("crossentropyloss", "crossentropy")(nn.CrossEntropyLoss)
+CRITERIA.register("nllloss", "nll")(nn.NLLLoss)
+CRITERIA.register("multimarginloss")(nn.MultiMarginLoss)
+
+OPTIMIZERS: Registry[Any] = Registry("optimizer")
+OPTIMIZERS.register("adam")(torch.optim.Adam)
+OPTIMIZERS.register("adamw")(torch.optim.AdamW)
+OPTIMIZERS.register("sgd")(torch.optim.SGD)
+OPTIMIZERS.register("rmsprop")(torch.optim.RMSprop)
+
+# Each takes the optimizer, the number of epochs, and the user's own settings.
+SCHEDULERS: Registry[Any] = Registry("scheduler")
+SCHEDULERS.register("none")(lambda optimizer, epochs: None)
+SCHEDULERS.register("step", "steplr")(
+    lambda optimizer, epochs, **own: lr_scheduler.StepLR(optimizer, **{"step_size": max(1, epochs // 3)} | own)
+)
+SCHEDULERS.register("exponential", "exponentiallr")(
+    lambda optimizer, epochs, **own: lr_scheduler.ExponentialLR(optimizer, **{"gamma": 0.95} | own)
+)
+SCHEDULERS.register("cosine", "cosineannealinglr")(
+    lambda optimizer, epochs, **own: lr_scheduler.CosineAnnealingLR(optimizer, **{"T_max": epochs} | own)
+)
+SCHEDULERS.register("plateau", "reducelronplateau")(
+    lambda optimizer, epochs, **own: lr_scheduler.ReduceLROnPlateau(optimizer, **{"patience": 2} | own)
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="dadplug.experiment", description=__doc__.split(":")[0])
+    site = parser.add_argument_group("this site (under torchrun its environment says it)")
+    site.add_argument("--rank", type=int, default=0, help="number of this site, from 0 (default: 0)")
+    site.add_argument("--num-nodes", type=int, default=1, help="number of sites (default: 1)")
+    site.add_argument("--backend", default=None, help="gloo or nccl (default: by device)")
+    site.add_argument("--dist-url", default=None, help="meeting point, tcp://HOST:PORT, an address of site 0")
+    site.add_argument("--master-addr", default="127.0.0.1", help="address of site 0, where --dist-url is not given")
+    site.add_argument("--master-port", type=int, default=8998, help="port of site 0, where --dist-url is not given")
+    run = parser.add_argument_group("the experiment")
+    run.add_argument("--name", default="experiment", help="name of the experiment, and of its folder of results")
+    run.add_argument("--log-dir", default="logs", help="folder of all results (default: logs)")
+    run.add_argument("--epochs", type=int, default=10, help="number of epochs (default: 10)")
+    run.add_argument("--batch-size", type=int, default=16, help="samples in a batch of one site (default: 16)")
+    run.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)")
+    run.add_argument("--criterion", default="crossentropyloss", help=f"loss: {', '.join(CRITERIA)}")
+    run.add_argument("--optimizer", default="adam", help=f"optimizer: {', '.join(OPTIMIZERS)}")
+    run.add_argument("--scheduler", default="none", help=f"learning rate schedule: {', '.join(SCHEDULERS)}")
+    run.add_argument("--scheduler-kwargs", default="{}", help="settings of the schedule, a JSON object")
+    run.add_argument("--seed", type=int, default=0, help="seed of model, folds and batches (default: 0)")
+    run.add_argument("--resume", default=None, help="a runner checkpoint to go on from, as site 0 has it")
+    model = parser.add_argument_group("model and data")
+    model.add_argument("--model", default="MNISTNet", help=f"model: {', '.join(MODELS)}")
+    model.add_argument("--model-args", default="[]", help="positional arguments of the model, a JSON list")
+    model.add_argument("--model-kwargs", default="{}", help="keyword arguments of the model, a JSON object")
+    model.add_argument("--dataset", default="digits", help=f"data set: {', '.join(DATASETS)}")
+    model.add_argument("--data-dir", default="data", help="folder of the data set's files (default: data)")
+    model.add_argument("--split", default="iid", help=f"how training data is dealt to sites: {', '.join(SPLITS)}")
+    model.add_argument("--num-folds", type=int, default=5, help="number of folds of cross-validation (default: 5)")
+    model.add_argument("--k", type=int, default=0, help="fold to validate on, from 0 (default: 0)")
+    model.add_argument("--N", type=int, default=-1, help="samples to use, the first N; -1: all (default: -1)")
+    add_option_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one site of an experiment.
+
+    Args:
+        argv: the arguments; those of the program where None.
+    """
+    arguments = build_parser().parse_args(argv)
+    with plain_errors(ValueError, ImportError):
+        experiment = Experiment(arguments)
+    with plain_errors(FileNotFoundError):
+        experiment.run()
+
+
+class Experiment:
+    """One site of an experiment.
+
+    Args:
+        arguments: what `build_parser` parses.
+
+    Raises:
+        ValueError: if an argument is unknown or out of range; the message lists the valid ones.
+        DataError: if the data cannot be had.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.rank, self.num_nodes, self.url = place_of(arguments)
+        self.options = Options.create(**options_of(arguments))
+        _check_counts(arguments)
+        model_args = _json(arguments.model_args, "model-args", list)
+        model_kwargs = _json(arguments.model_kwargs, "model-kwargs", dict)
+        scheduler_kwargs = _json(arguments.scheduler_kwargs, "scheduler-kwargs", dict)
+        torch.manual_seed(arguments.seed)
+        self.model = build_model(arguments.model, *model_args, **model_kwargs)
+        self.criterion = CRITERIA[arguments.criterion]()
+        self.optimizer = OPTIMIZERS[arguments.optimizer](self.model.parameters(), lr=arguments.lr)
+        try:
+            self.scheduler = SCHEDULERS[arguments.scheduler](self.optimizer, arguments.epochs, **scheduler_kwargs)
+        except TypeError as error:
+            raise ValueError(f"scheduler {arguments.scheduler!r} does not take scheduler-kwargs: {error}") from error
+        self.loaders, self.classes = _loaders(arguments, self.rank, self.num_nodes)
+        self.folder = Path(arguments.log_dir) / arguments.name / f"site_{self.rank}"
+
+    def run(self) -> dict[str, Any]:
+        """Trains with the other sites.
+
+        Returns:
+            What ``results.json`` holds: the last epoch's metrics by loader, traffic, and whether replicas are equal.
+
+        Raises:
+            SiteError: if another site is missing or gone.
+            FileNotFoundError: if there is no checkpoint to go on from.
+        """
+        if self.num_nodes > 1:
+            place = (None, None, None) if self.url is None else (self.rank, self.num_nodes, self.url)
+            connect(*place, backend=self.arguments.backend, timeout=self.options.timeout)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        options = options_of(self.arguments)
+        parameters = {name: value for name, value in vars(self.arguments).items() if not name.startswith("option_")}
+        parameters |= {"rank": self.rank, "num_nodes": self.num_nodes, "options": options}
+        (self.folder / "parameters.json").write_text(json.dumps(parameters, indent=2) + "\n")
+        results = self._train()
+        (self.folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        return results
+
+    def _train(self) -> dict[str, Any]:
+        from catalyst import dl
+
+        from .callbacks import BatchTimerCallback, TrafficMonitorCallback
+        from .runners import DistributedRunner
+
+        keys = {"input_key": "logits", "target_key": "targets"}
+        runner = DistributedRunner(self.model, self.criterion, self.optimizer, **options_of(self.arguments))
+        runner.train(
+            loaders=self.loaders,
+            scheduler=self.scheduler,
+            num_epochs=self.arguments.epochs,
+            logdir=str(self.folder),
+            valid_loader="valid",
+            valid_metric="loss",
+            minimize_valid_metric=True,
+            verbose=sys.stderr.isatty(),
+            seed=self.arguments.seed,
+            resume=self.arguments.resume,
+            callbacks=[
+                dl.AccuracyCallback(**keys, topk=(1, min(3, self.classes))),
+                dl.PrecisionRecallF1SupportCallback(**keys, num_classes=self.classes),
+                dl.AUCCallback(**keys),
+                BatchTimerCallback(),
+                TrafficMonitorCallback(),
+                dl.CheckpointCallback(
+                    logdir=str(self.folder / "checkpoints"),
+                    mode="runner",
+                    loader_key="valid",
+                    metric_key="loss",
+                    minimize=True,
+                ),
+            ],
+        )
+        traffic = runner.reduction.traffic
+        return {
+            "metrics": {name: values for name, values in runner.epoch_metrics.items() if values},
+            "traffic": {"bytes_a_step": traffic.bytes_sent, "dense_bytes": traffic.dense_bytes},
+            "replicas_equal": runner.reduction.first_difference() is None,
+        }
+
+
+def _check_counts(arguments: argparse.Namespace) -> None:
+    for name in ("epochs", "batch_size"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.N == 0 or arguments.N < -1:
+        raise ValueError(f"N must be a number of samples, or -1 for all, got {arguments.N}")
+
+
+def _json(text: str, flag: str, kind: type) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{flag} is not JSON: {error} in {text!r}") from error
+    if not isinstance(value, kind):
+        wanted = "a JSON list, such as [784, 10]" if kind is list else 'a JSON object, such as {"classes": 10}'
+        raise ValueError(f"{flag} must be {wanted}, got {text!r}")
+    return value
+
+
+def _loaders(arguments: argparse.Namespace, rank: int, num_nodes: int) -> tuple[dict[str, DataLoader], int]:
+    """Builds the loaders, a site's share of the folds to train on and the fold to validate on; counts the classes."""
+    every = load_dataset(arguments.dataset, arguments.data_dir)
+    samples = every.train
+    if arguments.N > 0:
+        samples = samples.subset(torch.arange(min(arguments.N, len(samples))))
+    train, valid = fold_indices(len(samples), arguments.num_folds, arguments.k, arguments.seed)
+    mine = train[site_indices(samples.labels[train], rank, num_nodes, arguments.split, arguments.seed)]
+    loaders = {
+        "train": DataLoader(samples.subset(mine), batch_size=arguments.batch_size, shuffle=True),
+        "valid": DataLoader(samples.subset(valid), batch_size=max(arguments.batch_size, 64)),
+    }
+    return loaders, every.classes
+
+
+if __name__ == "__main__":
+    main()
