@@ -118,7 +118,9 @@ class _SyncedForward(ForwardOverride):
             return
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
-        momentum = layer.momentum if layer.momentum is not None else 1.0 / float(layer.num_batches_tracked)
+        momentum = layer.momentum
+        if momentum is None:  # a plain mean over batches
+            momentum = 1.0 if layer.num_batches_tracked is None else 1.0 / float(layer.num_batches_tracked)
         layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
         layer.running_var.lerp_((var * (count / (count - 1))).to(layer.running_var.dtype), momentum)
 

@@ -83,9 +83,10 @@ def plain_errors(*further: type[Exception]) -> Iterator[None]:
     """
     from .data import DataError
 
+    expected: tuple[type[Exception], ...] = (DataError, SiteError, MismatchError, NonFiniteError, *further)
     try:
         yield
-    except (DataError, SiteError, MismatchError, NonFiniteError, *further) as error:
+    except expected as error:
         announce(f"{type(error).__name__}: {error}")
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""The command line of the experiments: ``python -m dadplug.experiment --rank 0 --num-nodes 2 …``, once for each site."""
+"""The command line of the experiments: ``python -m dadplug.experiment --rank 0 --num-nodes 2``, once for each site."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ class NoteExchange:
         for rank, other in enumerate(notes):
             if other.step != notes[0].step:
                 raise MismatchError(
-                    f"{sites[0]} is at step {notes[0].step} and {sites[rank]} at step {other.step}: every site must call "
-                    "synchronize() equally often; a site that has run out of data calls idle()"
+                    f"{sites[0]} is at step {notes[0].step} and {sites[rank]} at step {other.step}: every site must "
+                    "call synchronize() equally often; a site that has run out of data calls idle()"
                 )
             if other.version != notes[0].version:
                 raise MismatchError(
@@ -112,13 +112,13 @@ def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites) -> No
         if note.fault:
             name = units[note.culprit]
             what = {
-                1: f"the input of the layer of {name!r}, the first in the forward pass: look at the data, or at a layer "
-                "before it that has no factors",
-                2: f"the loss's gradient at the output of the layer of {name!r}, the first that backward reached: the "
-                "loss itself is probably not finite",
+                1: f"the input of the layer of {name!r}, the first in the forward pass: look at the data, or at a "
+                "layer before it that has no factors",
+                2: f"the loss's gradient at the output of the layer of {name!r}, the first that backward reached: "
+                "the loss itself is probably not finite",
                 3: f"the gradient of {name!r}, the first that backward reached",
             }[note.fault]
             raise NonFiniteError(
-                f"step {note.step}: NaN or Inf at {sites[rank]}, in {what}. No parameter has been changed by this step. "
-                "(Under a GradScaler this is normal: pass check_finite=False.)"
+                f"step {note.step}: NaN or Inf at {sites[rank]}, in {what}. No parameter has been changed by this "
+                "step. (Under a GradScaler this is normal: pass check_finite=False.)"
             )

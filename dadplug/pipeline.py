@@ -13,7 +13,7 @@ from .exchange.buckets import DenseBucket, FactorBucket, Slot
 from .methods import Method, decode
 from .notes import Note, NoteExchange, raise_fault
 from .options import Options
-from .share import Share
+from .share import Share, finite
 from .units import FactorUnit, Unit, add_gradient
 
 _FACTOR_MB = 0.03  # small, since a slow link should not wait for the next layer
@@ -246,7 +246,7 @@ class _FactorStage(_Stage):
                 return share
         except FloatingPointError:
             pass
-        kind = 2 if bool(torch.isfinite(factor.activations).all()) else 1
+        kind = 2 if finite(factor.activations) else 1
         if self.pipeline.options.check_finite:
             self.pipeline.faults.append((kind, unit.name))
         left, right = factor.deltas.new_full((1, unit.shape[0]), math.nan), factor.deltas.new_zeros(1, unit.shape[1])
@@ -310,9 +310,9 @@ class _DenseStage(_Stage):
         samples = self.pipeline.samples()
         for unit in self.units:
             unit.dense |= unit.arrivals != self._arrivals[unit.name] or self._samples != samples
-            if unit.dense and self.pipeline.options.check_finite:
-                if unit.lead.grad is not None and not bool(torch.isfinite(unit.lead.grad).all()):
-                    self.pipeline.faults.append((3, unit.name))
+            gradient = unit.lead.grad if unit.dense and self.pipeline.options.check_finite else None
+            if gradient is not None and not finite(gradient):
+                self.pipeline.faults.append((3, unit.name))
 
     def counts(self, unit: Unit) -> tuple[int, int, bool]:
         return 0, 0, unit.lead.grad is not None

@@ -30,7 +30,7 @@ class GradientReduction:
 
     At the start all sites get rank 0's parameters and buffers. During backward the gradients' payloads leave as soon
     as they are there; `synchronize` waits for the rest, after which every parameter's ``.grad`` is the same on every
-    site: the mean over sites that one process with all sites' rows would compute, exactly or nearly, as the mode has it.
+    site: the mean over sites that one process with all sites' rows would compute, exactly or nearly.
 
     Args:
         model: the model, on its device, the same on all sites but for the values of its parameters.
@@ -199,7 +199,8 @@ class GradientReduction:
         self._units = [new for unit in self._units for new in self._allreduce_if_told(unit)]
         places = {name: place for place, name in enumerate(told[0][0])}
         behind = len(places)  # what rank 0 has not seen comes last, in the reverse of the model's order
-        ordered = sorted(self._units[::-1], key=lambda unit: places.get(unit.name, behind))
+        backwards = self._units[::-1]
+        ordered = sorted(backwards, key=lambda unit: places.get(unit.name, behind))
         most = {name: max(each[2].get(name, 0) for each in told) for name in rows}
         sent = {
             unit.name: self._method.rows_sent(most[unit.name], *unit.shape)

@@ -61,15 +61,18 @@ class History(dl.Callback):
     def __init__(self) -> None:
         super().__init__(order=dl.CallbackOrder.External)
         self.losses, self.samples, self.bytes_sent, self.seconds = [], [], [], []
+        self._set_up = None
 
     def on_batch_start(self, runner) -> None:
         self._start = time.perf_counter()
+        if self._set_up is None:
+            self._set_up = runner.reduction.traffic.total_bytes_sent
 
     def on_batch_end(self, runner) -> None:
         if runner.is_train_loader:
             self.losses.append(float(runner.batch_metrics["loss"]))
             self.samples.append(runner.batch_size)
-            self.bytes_sent.append(runner.reduction.traffic.total_bytes_sent)
+            self.bytes_sent.append(runner.reduction.traffic.total_bytes_sent - self._set_up)
             self.seconds.append(time.perf_counter() - self._start)
 
 

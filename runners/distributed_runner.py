@@ -71,6 +71,7 @@ class DistributedRunner(SupervisedRunner):
 
     engine: SiteEngine
     reduction: GradientReduction
+    need_early_stop: bool
 
     def __init__(
         self,
@@ -225,7 +226,8 @@ class DistributedRunner(SupervisedRunner):
             return
         with torch.set_grad_enabled(True):
             batches = iter(self.loader)
-            for self._micro_step in range(self._steps):
+            for step in range(self._steps):
+                self._micro_step = step
                 if self.need_early_stop:
                     self.need_early_stop = False
                     self._idle(stop=True)

@@ -96,8 +96,9 @@ class MendedCheckpoint(CheckpointCallback):
         resume_model: str | None = None,
         resume_runner: str | None = None,
     ) -> None:
-        if resume_logpath is not None or resume_model is not None:
-            load_model(runner, runner.load_shared(resume_logpath or resume_model))
+        for path in (resume_logpath, resume_model):
+            if path is not None:
+                load_model(runner, runner.load_shared(path))
         if resume_runner is not None:
             load_runner(runner, runner.load_shared(resume_runner))
 
@@ -114,7 +115,7 @@ def load_runner(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
     """Loads everything that a checkpoint of mode ``"runner"`` holds: training goes on where it was."""
     if "epoch_step" not in checkpoint:
         raise ValueError(
-            'this checkpoint holds a model only, no training to go on with: write it with CheckpointCallback(mode="runner")'
+            'this checkpoint holds a model, no training: CheckpointCallback(mode="runner") writes one to go on from'
         )
     unpack_checkpoint(
         checkpoint=checkpoint,

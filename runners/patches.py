@@ -21,7 +21,7 @@ def patched_metrics(transport: Transport) -> Iterator[None]:
     def all_gather(data: Any) -> list[Any]:
         return transport.gather_objects(data)
 
-    modules = [importlib.import_module(f"catalyst.metrics.{name}") for name in _GATHERING]
+    modules: list[Any] = [importlib.import_module(f"catalyst.metrics.{name}") for name in _GATHERING]
     before = [module.all_gather for module in modules]
     for module in modules:
         module.all_gather = all_gather
@@ -33,7 +33,7 @@ def patched_metrics(transport: Transport) -> Iterator[None]:
 
 
 def accept_older_names() -> None:
-    """Lets scripts written for Catalyst before 22 go on as they are: ``AccuracyCallback(topk_args=)`` is ``topk=`` now."""
+    """Lets scripts for Catalyst before 22 go on as they are: ``AccuracyCallback(topk_args=)`` is ``topk=`` now."""
     from catalyst.callbacks.metrics.accuracy import AccuracyCallback
 
     newer = AccuracyCallback.__init__

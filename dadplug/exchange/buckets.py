@@ -120,7 +120,7 @@ class FactorBucket:
         fit = min(share.rows, own.rows)
         own.left[:fit], own.right[:fit] = share.left[:fit], share.right[:fit]
         own.left[fit:], own.right[fit:] = 0, 0
-        if own.bias is not None:
+        if own.bias is not None and share.bias is not None:
             own.bias.copy_(share.bias)
         self._filled.add(index)
         self.rows[index] = fit

@@ -126,8 +126,8 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> dist.Store:
                 f"and reachable from the other sites ({_first_line(error)})"
             ) from error
         raise SiteError(
-            f"site {rank} did not reach site 0 at {host}:{port} within {timeout:g} s: is site 0 running, is the address "
-            "right, and does a firewall let the port through?"
+            f"site {rank} did not reach site 0 at {host}:{port} within {timeout:g} s: is site 0 running, is the "
+            "address right, and does a firewall let the port through?"
         ) from error
 
 
@@ -149,8 +149,8 @@ def _roll_call(store: dist.Store, rank: int, num_nodes: int, timeout: float, dea
         names = ", ".join(map(str, missing))
         if time.monotonic() > deadline:
             raise SiteError(
-                f"waited {timeout:g} s for {num_nodes} sites: {'sites' if len(missing) > 1 else 'site'} {names} did not "
-                "come. Start every site with the same meeting point, or give a larger timeout"
+                f"waited {timeout:g} s for {num_nodes} sites: {'sites' if len(missing) > 1 else 'site'} {names} did "
+                "not come. Start every site with the same meeting point, or give a larger timeout"
             )
         if not said_so and time.monotonic() - start > 5:
             said_so = True

@@ -103,12 +103,12 @@ class Sites:
             if culprit not in (-1, self.rank):
                 return self._blame(culprit, None)
         silent = [rank for rank in others if rank not in words]
-        culprit = peer if peer in silent else silent[0] if len(silent) == 1 else None
-        self.announce(f"{_LOST}{-1 if culprit is None else culprit}", unless_announced=True)
-        if culprit is None:
+        suspect = peer if peer in silent else silent[0] if len(silent) == 1 else None
+        if suspect is None:
+            self.announce(f"{_LOST}-1", unless_announced=True)
             names = ", ".join(self[rank] for rank in silent or others)
             return SiteError(f"the connection to another site is gone; one of these ended: {names}")
-        return self._blame(culprit, None)
+        return self._blame(suspect, None)
 
     def _blame(self, rank: int, reason: str | None) -> SiteError:
         self.announce(f"{_LOST}{rank}", unless_announced=True)

@@ -55,7 +55,7 @@ class Transport:
     def __init__(
         self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, device: torch.device, timeout: float
     ) -> None:
-        self.group: dist.ProcessGroup | None = group
+        self._group: dist.ProcessGroup | None = group
         self.sites = sites
         self.traffic = traffic
         self.timeout = timeout
@@ -68,13 +68,24 @@ class Transport:
 
     def close(self) -> None:
         """Ends the process group; nothing can be exchanged afterwards. May be called twice."""
-        group, self.group = self.group, None
+        group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def __del__(self) -> None:
-        if "group" in vars(self):
+        if "_group" in vars(self):
             self.close()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RuntimeError: if it has been closed.
+        """
+        if self._group is None:
+            raise RuntimeError("this process has left the other sites: its process group has been closed")
+        return self._group
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         """Prepares an all-gather; all sites must ask for theirs in the same order.
@@ -289,6 +300,7 @@ def open_transport(
         _refuse_to_train_alone()
         return SingleSite(traffic, device)
     parent = group if group is not None else dist.group.WORLD
+    assert parent is not None
     ranks = dist.get_process_group_ranks(parent)
     if len(ranks) == 1:
         return SingleSite(traffic, device)

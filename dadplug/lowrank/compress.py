@@ -192,7 +192,7 @@ def _within_range(factor: Tensor) -> tuple[Tensor, float]:
 
 
 def _first_basis(deltas: Tensor, activations: Tensor, k: int, warm_start: Tensor | None, seed: int) -> Tensor:
-    """Finds the block of rows (k, out) to begin with: one that spans all of G's columns, the warm start, or a sketch."""
+    """Finds the rows (k, out) to begin with: a block that spans all of G's columns, the warm start, or a sketch."""
     rows, out, width = *deltas.shape, activations.shape[1]
     if k == rows:
         return deltas.clone(memory_format=torch.contiguous_format)

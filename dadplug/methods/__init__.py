@@ -1,6 +1,5 @@
 """The methods of gradient agreement, one a file."""
 
-from ..share import Share
 from . import dad, dsgd, rankdad  # noqa: F401  (each registers itself)
 from .base import Method, Quality, decode, make_method, method_names, register_method
 

@@ -80,7 +80,7 @@ class Method(ABC):
         """Returns what the method carries from step to step."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  (most methods carry nothing)
         """Restores what `state_dict` returned."""
 
 
@@ -110,6 +110,7 @@ def decode(
     if shares[0].bias is not None:
         bias.zero_()
         for share, weight in zip(shares, weights, strict=True):
+            assert share.bias is not None
             bias.add_(share.bias, alpha=weight)
     return gradient, bias
 
