@@ -53,7 +53,13 @@ class SyncedBatchNorms:
         return torch.stack(gather.wait()).to(values.device)
 
     def idle(self) -> None:
-        """Joins in the exchanges of a step without data; they are taken to be those of the last step."""
+        """Joins in the exchanges of a step without data; they are taken to be those of the last step.
+
+        Raises:
+            RuntimeError: if there has been no step yet.
+        """
+        if not self._last and self._forwards:
+            raise RuntimeError("with sync_batchnorm a site cannot be idle in the first step: give it a batch there")
         for size, dtype in self._last:
             self.gather(torch.zeros(size, dtype=dtype))
 

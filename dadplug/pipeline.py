@@ -139,6 +139,12 @@ class Pipeline:
         raise_fault(notes, [unit.name for unit in self.units], self.transport.sites)
         return notes
 
+    def room(self, unit: FactorUnit) -> int:
+        """Tells how many rows of a unit this site sends in a step."""
+        stage = self._stage_of[unit.name]
+        assert isinstance(stage, _FactorStage)
+        return stage.room(unit)
+
     def check_version(self, step: int, version: int) -> None:
         """Tells the other sites that this one has a new plan, in a note that says nothing else.
 
@@ -251,6 +257,10 @@ class _FactorStage(_Stage):
             self.pipeline.faults.append((kind, unit.name))
         left, right = factor.deltas.new_full((1, unit.shape[0]), math.nan), factor.deltas.new_zeros(1, unit.shape[1])
         return Share(left, right, left[0] if self.bucket.slots[self._slots[unit.name]].bias else None)
+
+    def room(self, unit: Unit) -> int:
+        """Tells how many rows of a unit this site sends in a step."""
+        return self.bucket.slots[self._slots[unit.name]].capacity[self.pipeline.transport.rank]
 
     def launch(self) -> None:
         self.bucket.launch()

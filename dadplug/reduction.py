@@ -212,7 +212,6 @@ class GradientReduction:
             ordered, self._method, self._transport, self.options, sent, self._samples, reference, self._version
         )
         self.traffic.dense_bytes = sum(self._dense_bytes(p) for p in self.model.parameters() if p.requires_grad)
-        self._rows = sent
         self._settled = True
         for unit in self._units:
             unit.dense |= unit.name in self._formed
@@ -297,7 +296,10 @@ class GradientReduction:
         size = 2 if self.options.wire == "bf16" else unit.lead.element_size()
         if name != unit.name:
             return (self.world_size - 1) * size * unit.shape[0] * self._method.sends_bias
-        rows = self._rows[name] if self._settled else self._method.rows_sent(1, *unit.shape)
+        if self._pipeline is not None and self._settled:
+            rows = self._pipeline.room(unit)
+        else:
+            rows = self._method.rows_sent(1, *unit.shape)
         return (self.world_size - 1) * size * rows * sum(unit.shape)
 
     def _dense_bytes(self, parameter: nn.Parameter) -> int:

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dadplug import GradientReduction, connect
 from dadplug.errors import MismatchError
 from dadplug.options import Options
+from dadplug.turns import batches_before, has_turn
 
 from .engine import SiteEngine
 from .loaders import SPLIT_DATA, begin_epoch
@@ -220,7 +221,10 @@ class DistributedRunner(SupervisedRunner):
         self._loader_samples += self.batch_size
 
     def _run_loader(self) -> None:
-        """Runs a loader; in training all sites take as many steps as the one with the most batches."""
+        """Runs a loader; in training all sites take as many steps as the one with the most batches.
+
+        A site with fewer has no data in some steps, which are spread over the epoch.
+        """
         if not self.is_train_loader or self.engine.reduction is None:
             super()._run_loader()
             return
@@ -232,7 +236,8 @@ class DistributedRunner(SupervisedRunner):
                     self.need_early_stop = False
                     self._idle(stop=True)
                     break
-                if (batch := next(batches, None)) is None:
+                batch = next(batches, None) if has_turn(step, self._own_steps, self._steps) else None
+                if batch is None:
                     self._idle()
                 else:
                     self.batch = batch
@@ -263,7 +268,9 @@ class DistributedRunner(SupervisedRunner):
     def micro_batches(self) -> int:
         """Number of batches of this site that the update of this batch accumulates."""
         first = self._micro_step - self._micro_step % self._accumulation
-        return max(1, min(first + self._accumulation, self._own_steps) - first)
+        after = min(first + self._accumulation, self._steps)
+        own, steps = self._own_steps, self._steps
+        return max(1, batches_before(after, own, steps) - batches_before(first, own, steps))
 
     def on_loader_end(self, runner: Any) -> None:
         """Merges the metrics of all sites, and averages running statistics before anybody evaluates with them."""

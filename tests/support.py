@@ -13,10 +13,14 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import signal
 import socket
+import subprocess
 import sys
+import textwrap
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -134,3 +138,55 @@ def close_all() -> None:
     """Ends all groups."""
     while _groups:
         _groups.popitem()[1].close()
+
+
+class Finished:
+    """A program that has ended."""
+
+    def __init__(self, process: subprocess.Popen[str], output: str, errors: str) -> None:
+        self.status = process.returncode
+        self.output = output
+        self.errors = errors
+
+
+def run_programs(
+    commands: Sequence[Sequence[str]], timeout: float = 120.0, env: dict[str, str] | None = None
+) -> list[Finished]:
+    """Runs programs side by side and waits for all; those that take too long are killed, and the test fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (env or {})
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for command in commands
+    ]
+    deadline = time.monotonic() + timeout
+    finished, late = [], []
+    for number, process in enumerate(processes):
+        try:
+            output, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, errors = process.communicate()
+            late.append(f"program {number} did not end within {timeout:g} s:\n{output}\n{errors}")
+        finished.append(Finished(process, output, errors))
+    if late:
+        pytest.fail("\n".join(late), pytrace=False)
+    return finished
+
+
+def site_scripts(code: str, tmp_path: Path, world_size: int = 2, port: int | None = None) -> list[list[str]]:
+    """Writes a script that joins the sites as RANK before `code` runs; returns a command for each site."""
+    port = free_port() if port is None else port
+    script = tmp_path / "site.py"
+    head = (
+        "import sys, torch, dadplug\nfrom torch import nn\nrank = int(sys.argv[1])\ntorch.set_num_threads(1)\n"
+        f"dadplug.connect(rank, {world_size}, 'tcp://127.0.0.1:{port}', timeout=60)\n"
+    )
+    script.write_text(head + textwrap.dedent(code))
+    return [[str(script), str(rank)] for rank in range(world_size)]

@@ -1,0 +1,249 @@
+"""What goes wrong between sites ends in an error that names the site, on every site, within seconds."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+import support
+
+TRAIN = """
+model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+reduction = dadplug.GradientReduction(model, mode=MODE, rank=2, timeout=TIMEOUT)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step(inputs):
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    reduction.synchronize()
+    optimizer.step()
+for _ in range(3):
+    step(torch.randn(8, 6))
+"""
+
+
+def run(code: str, tmp_path, mode: str = "dad", timeout: float = 30, world_size: int = 2):
+    code = TRAIN.replace("MODE", repr(mode)).replace("TIMEOUT", repr(timeout)) + code
+    start = time.monotonic()
+    finished = support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=90)
+    return finished, time.monotonic() - start
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_site_is_named(tmp_path, mode, killed):
+    code = f"""
+import os, signal
+for number in range(10):
+    if rank == {killed} and number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(torch.randn(8, 6))
+"""
+    finished, seconds = run(code, tmp_path, mode)
+    survivor = finished[1 - killed]
+    assert survivor.status == 1
+    assert f"SiteError: site {killed} (" in survivor.errors
+    assert "is gone" in survivor.errors
+    assert seconds < 30
+
+
+def test_among_more_sites_the_killed_one_is_named_by_all(tmp_path):
+    code = """
+import os, signal
+for number in range(10):
+    if rank == 2 and number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(torch.randn(8, 6))
+"""
+    finished, _ = run(code, tmp_path, world_size=4)
+    for rank in (0, 1, 3):
+        assert "SiteError: site 2 (" in finished[rank].errors, finished[rank].errors
+
+
+def test_a_site_that_raises_tells_the_others_why(tmp_path):
+    finished, _ = run("if rank == 1: raise OSError('the disk is full')\nstep(torch.randn(8, 6))", tmp_path)
+    assert "site 1 (" in finished[0].errors
+    assert "is gone: OSError: the disk is full" in finished[0].errors
+
+
+def test_a_site_that_ends_early_is_named(tmp_path):
+    finished, _ = run("if rank == 0: step(torch.randn(8, 6))", tmp_path)
+    assert finished[1].status == 0
+    assert "its program ended, while others were still at work" in finished[0].errors
+
+
+def test_a_silent_site_is_named_after_the_timeout(tmp_path):
+    code = "import time\nif rank == 1: time.sleep(12)\nstep(torch.randn(8, 6))"
+    finished, _ = run(code, tmp_path, timeout=3)
+    assert "site 1 (" in finished[0].errors
+    assert "has not answered for 3 s" in finished[0].errors
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+@pytest.mark.parametrize("what", ["data", "loss"])
+def test_nan_names_step_site_and_layer_on_every_site(tmp_path, mode, what):
+    spoil = "inputs[0] = torch.nan" if what == "data" else "value = value * torch.nan"
+    code = f"""
+optimizer.zero_grad()
+before = [p.detach().clone() for p in model.parameters()]
+inputs = torch.randn(8, 6)
+if rank == 1 and {what == "data"}: {spoil if what == "data" else "pass"}
+value = model(inputs).square().mean()
+if rank == 1 and {what == "loss"}: {spoil if what == "loss" else "pass"}
+value.backward()
+try:
+    reduction.synchronize()
+except dadplug.NonFiniteError as error:
+    print("caught", error)
+assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+step(torch.randn(8, 6))  # and on it goes
+assert reduction.first_difference() is None
+"""
+    finished, _ = run(code, tmp_path, mode)
+    for each in finished:
+        assert each.status == 0, each.errors
+        assert "caught step 3: NaN or Inf at site 1 (" in each.output
+        if mode == "dsgd":
+            assert "the gradient of '1." in each.output
+        else:
+            layer = "input of the layer of '0.weight'" if what == "data" else "output of the layer of '1.weight'"
+            assert layer in each.output
+
+
+def test_nan_passes_where_a_scaler_deals_with_it(tmp_path):
+    code = """
+reduction.detach()
+for mode in ("dsgd", "dad", "rankdad"):
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, check_finite=False)
+    for number in range(3):
+        model.zero_grad()
+        (model(torch.randn(8, 6)).square().mean() * (torch.inf if number == 1 and rank == 1 else 1)).backward()
+        reduction.synchronize()
+        finite = [bool(torch.isfinite(p.grad).all()) for p in model.parameters()]
+        assert not any(finite) if number == 1 else all(finite), (mode, number, finite)
+    reduction.detach()
+"""
+    for each in run(code, tmp_path)[0]:
+        assert each.status == 0, each.errors
+
+
+def test_models_that_differ_are_told_apart(tmp_path):
+    code = """
+for model in (nn.Linear(6, 4 + rank), nn.Sequential(nn.Linear(6, 4)) if rank else nn.Linear(6, 4)):
+    try:
+        dadplug.GradientReduction(model)
+    except dadplug.MismatchError as error:
+        print(error)
+try:
+    dadplug.GradientReduction(nn.Linear(6, 4), mode="dad" if rank else "dsgd")
+except dadplug.MismatchError as error:
+    print(error)
+"""
+    for each in support.run_programs(support.site_scripts(code, tmp_path)):
+        shape, name, mode = each.output.splitlines()
+        assert "tensor weight is float32[4, 6], trained at site 0" in shape
+        assert "and float32[5, 6], trained at site 1" in shape
+        assert "tensor weight is float32[4, 6], trained at site 0" in name
+        assert "and absent at site 1" in name
+        assert "option mode is 'dsgd' at site 0" in mode
+
+
+def test_steps_out_of_step_are_told(tmp_path):
+    code = """
+if rank == 0:
+    reduction._step += 1  # as if it had called synchronize() once more
+try:
+    step(torch.randn(8, 6))
+except dadplug.MismatchError as error:
+    print(error)
+"""
+    for each in run(code, tmp_path)[0]:
+        assert "is at step 4 and" in each.output
+        assert "every site must call synchronize() equally often" in each.output
+
+
+def test_freezing_on_one_site_only_is_told(tmp_path):
+    code = """
+if rank == 0:
+    model[0].requires_grad_(False)
+try:
+    step(torch.randn(8, 6))
+except dadplug.MismatchError as error:
+    print(error)
+"""
+    for each in run(code, tmp_path)[0]:
+        assert "trains other parameters than" in each.output
+
+
+def test_a_site_that_never_comes_is_named(tmp_path):
+    port = support.free_port()
+    script = tmp_path / "site.py"
+    script.write_text(f"import sys, dadplug\ndadplug.connect(int(sys.argv[1]), 3, 'tcp://127.0.0.1:{port}', timeout=3)")
+    first, second = support.run_programs([[str(script), "0"], [str(script), "1"]], timeout=60)
+    for each in (first, second):
+        assert each.status == 1
+        assert "waited 3 s for 3 sites: site 2 did not come" in each.errors or (
+            each is second and "site 0, which hosts the meeting point, ended" in each.errors
+        )
+
+
+def test_a_meeting_point_without_site_0_is_told(tmp_path):
+    script = tmp_path / "site.py"
+    script.write_text(f"import dadplug\ndadplug.connect(1, 2, 'tcp://127.0.0.1:{support.free_port()}', timeout=2)")
+    (only,) = support.run_programs([[str(script)]], timeout=60)
+    assert "site 1 did not reach site 0 at 127.0.0.1" in only.errors
+
+
+def test_a_port_in_use_is_told(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        script = tmp_path / "site.py"
+        script.write_text(f"import dadplug\ndadplug.connect(0, 2, 'tcp://127.0.0.1:{port}', timeout=5)")
+        (only,) = support.run_programs([[str(script)]], timeout=60)
+    assert f"port {port} is in use on this machine" in only.errors
+
+
+def test_two_sites_of_one_rank_are_told(tmp_path):
+    port = support.free_port()
+    script = tmp_path / "site.py"
+    script.write_text(f"import sys, dadplug\ndadplug.connect(int(sys.argv[1]), 3, 'tcp://127.0.0.1:{port}', timeout=4)")
+    finished = support.run_programs([[str(script), rank] for rank in "011"], timeout=60)
+    assert any("another process already claims rank 1" in each.errors for each in finished)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 2, "tcp://127.0.0.1:1"), "rank must lie in 0 to 1 for 2 sites, got 2"),
+        ((-1, 2, "tcp://127.0.0.1:1"), "rank must lie in 0 to 1"),
+        ((0, 0, "tcp://127.0.0.1:1"), "num_nodes must be at least 1"),
+        ((0, 2, "http://127.0.0.1:1"), "should read tcp://HOST:PORT"),
+        ((0, 2, "tcp://127.0.0.1"), "should read tcp://HOST:PORT"),
+        ((0, 2, "tcp://127.0.0.1:port"), "should read tcp://HOST:PORT"),
+        ((0, 2, None), "go together"),
+    ],
+)
+def test_wrong_places_are_told(arguments, message):
+    from dadplug import connect
+
+    with pytest.raises(ValueError, match=message):
+        connect(*arguments)
+
+
+def test_an_unknown_backend_is_told(monkeypatch):
+    from dadplug.exchange import rendezvous
+
+    with pytest.raises(ValueError, match="unknown backend 'smoke'; valid ones are gloo, nccl and mpi"):
+        rendezvous._backend("smoke")
+
+
+def test_announced_sites_without_a_group_are_an_error(monkeypatch):
+    from torch import nn
+
+    import dadplug
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"announces 2 sites .* call dadplug.connect\(\)"):
+        dadplug.GradientReduction(nn.Linear(2, 2))

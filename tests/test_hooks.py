@@ -1,0 +1,155 @@
+"""Capture of activations and deltas, by itself."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import zoo
+from dadplug.hooks import Factor, LayerCapture, capturable_layers, overridden
+from torch import nn
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(6, 9), nn.ReLU(inplace=True), nn.LayerNorm(9), nn.Linear(9, 4)).double()
+
+
+def backward(model, samples=5, seed=0):
+    inputs = torch.randn(samples, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    model(inputs).square().mean().backward()
+
+
+def test_factors_form_the_gradients_that_autograd_computes(model):
+    with LayerCapture(model) as capture:
+        backward(model)
+        assert list(capture.factors) == ["0", "3"]
+        for name, factor in capture.factors.items():
+            layer = model.get_submodule(name)
+            torch.testing.assert_close(factor.gradient(), layer.weight.grad)
+            torch.testing.assert_close(factor.bias_gradient(), layer.bias.grad)
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in ("functional", "mixed")])
+def test_factors_match_autograd_over_the_zoo(name):
+    model = zoo.build(name)
+    inputs, targets = zoo.batch(name, 7, seed=1)
+    with LayerCapture(model) as capture:
+        zoo.loss(model, inputs, targets).backward()
+        gradients = {}
+        for layer, factor in capture.factors.items():
+            weight = model.get_submodule(layer).weight
+            gradients[weight] = gradients.get(weight, 0) + factor.gradient()
+        for weight, gradient in gradients.items():
+            torch.testing.assert_close(gradient, weight.grad)
+    assert gradients or not capturable_layers(model)
+
+
+def test_rows_of_leading_dimensions_and_of_repeated_calls_stack(model):
+    with LayerCapture(model, ["0"]) as capture:
+        (model[0](torch.randn(2, 3, 6).double()).sum() + model[0](torch.randn(6).double()).sum()).backward()
+        assert capture.factors["0"].activations.shape == (7, 6)
+        assert capture.factors["0"].deltas.shape == (7, 9)
+
+
+def test_factors_add_up_until_cleared(model):
+    with LayerCapture(model) as capture:
+        backward(model, seed=0)
+        backward(model, seed=1)
+        torch.testing.assert_close(capture.factors["0"].gradient(), model[0].weight.grad)
+        capture.clear()
+        assert capture.factors == {}
+
+
+def test_without_weight_gradients_their_product_does_not_run(model):
+    with LayerCapture(model, weight_gradients=False) as capture:
+        backward(model)
+        assert model[0].weight.grad is None
+        assert model[0].bias.grad is None
+        assert model[2].weight.grad is not None
+        factors = capture.factors
+    model.zero_grad()
+    backward(model)
+    torch.testing.assert_close(factors["0"].gradient(), model[0].weight.grad)
+
+
+def test_gradients_of_inputs_alone_leave_no_factors(model):
+    inputs = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    with LayerCapture(model) as capture:
+        torch.autograd.grad(model(inputs).sum(), inputs)
+        assert capture.factors == {}
+        assert all(not layer._pending for layer in capture.layers.values())
+
+
+def test_no_capture_without_gradients(model):
+    with LayerCapture(model) as capture, torch.no_grad():
+        model(torch.randn(3, 6).double())
+        assert capture.factors == {}
+
+
+def test_autocast_keeps_deltas_and_gradients_in_their_types():
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4))
+    inputs = torch.randn(5, 6, requires_grad=True)
+    with LayerCapture(model) as capture:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(inputs).float().square().mean()
+        loss.backward()
+        assert inputs.grad is not None
+        assert inputs.grad.dtype == torch.float32
+        assert model[0].weight.grad.dtype == torch.float32
+        deltas = capture.factors["0"].deltas.float()
+        torch.testing.assert_close(deltas.T @ inputs, model[0].weight.grad, rtol=0.05, atol=0.01)
+
+
+def test_detach_gives_layers_their_forward_back(model):
+    capture = LayerCapture(model)
+    assert overridden(model[0])
+    capture.detach()
+    capture.detach()
+    assert not overridden(model[0])
+    assert "forward" not in vars(model[0])
+
+
+def test_copies_and_pickles_of_the_model_are_free_of_the_capture(model):
+    with LayerCapture(model) as capture:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+            assert not overridden(other[0])
+            backward(other)
+            assert capture.factors == {}
+            with LayerCapture(other) as again:  # and can be captured in turn
+                backward(other)
+                assert set(again.factors) == {"0", "3"}
+
+
+def test_an_overridden_forward_or_a_parametrized_weight_is_not_captured():
+    class Scaled(nn.Linear):
+        def forward(self, inputs):
+            return 2 * super().forward(inputs)
+
+    class Named(nn.Linear):
+        pass
+
+    model = nn.Sequential(Scaled(3, 3), Named(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    assert list(capturable_layers(model)) == ["1"]
+
+
+def test_layers_inside_packed_attention_are_not_captured():
+    model = nn.TransformerEncoderLayer(6, 2, 12)
+    assert list(capturable_layers(model)) == ["linear1", "linear2"]
+
+
+def test_an_unknown_layer_is_an_error_that_lists_the_known(model):
+    with pytest.raises(ValueError, match=r"no layer named 'fc' can be captured; those that can: 0, 3"):
+        LayerCapture(model, ["fc"])
+
+
+def test_stacked_factors_add_their_gradients():
+    parts = [Factor(torch.randn(n, 3), torch.randn(n, 2)) for n in (2, 1, 4)]
+    stacked = Factor.stack(parts)
+    assert stacked.rows == 7
+    torch.testing.assert_close(stacked.gradient(), sum(part.gradient() for part in parts))
