@@ -59,6 +59,11 @@ class SiteSampler(Sampler):
     def __len__(self) -> int:
         return len(range(self.rank, len(self.base), self.world_size))  # type: ignore[arg-type]
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "base":  # not yet there while the sampler is unpickled
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
 
 def site_loader(loader: Any, split: bool | str, name: str, seed: int, transport: Transport) -> Any:
     """Gives each site its share of a loader's data, or leaves the loader as it is; all sites must call it together.
@@ -127,16 +132,16 @@ def _split(loader: DataLoader, rank: int, world_size: int, seed: int) -> DataLoa
     settings["multiprocessing_context"] = loader.multiprocessing_context
     if loader.num_workers:
         settings |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        if loader.batch_sampler is None:
-            sampler = SiteSampler(loader.sampler, rank, world_size, seed)  # type: ignore[arg-type]
-            return DataLoader(loader.dataset, batch_size=None, sampler=sampler, **settings)
-        sampler = SiteSampler(loader.batch_sampler, rank, world_size, seed)  # type: ignore[arg-type]
-        return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
-    sampler = SiteSampler(loader.sampler, rank, world_size, seed)  # type: ignore[arg-type]
-    return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last, **settings
-    )
+    batches: Any = loader.batch_sampler
+    if type(batches) is BatchSampler:
+        samples = SiteSampler(batches.sampler, rank, world_size, seed)  # type: ignore[arg-type]
+        batches = BatchSampler(samples, batches.batch_size, batches.drop_last)
+    elif batches is not None:  # a sampler of whole batches knows why it puts samples together
+        batches = SiteSampler(batches, rank, world_size, seed)
+    else:
+        samples = SiteSampler(loader.sampler, rank, world_size, seed)  # type: ignore[arg-type]
+        return DataLoader(loader.dataset, batch_size=None, sampler=samples, **settings)
+    return DataLoader(loader.dataset, batch_sampler=batches, **settings)
 
 
 def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int:

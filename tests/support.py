@@ -10,6 +10,7 @@ A test hands over a function of its module; every site runs it and returns its r
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import multiprocessing
 import os
@@ -80,7 +81,7 @@ class Sites:
         self._processes, self._pipes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_site, args=(theirs, rank, world_size, port), daemon=True)
+            process = context.Process(target=_site, args=(theirs, rank, world_size, port))
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -125,6 +126,7 @@ class Sites:
 
 
 _groups: dict[int, Sites] = {}
+atexit.register(lambda: close_all())
 
 
 def sites(world_size: int) -> Sites:
