@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from .errors import MismatchError, NonFiniteError, SiteError
     from .exchange import connect
     from .reduction import GradientReduction
+    from .runners import DistributedRunner
 
 _LAZY = {
+    "DistributedRunner": "runners",
     "GradientReduction": "reduction",
     "MismatchError": "errors",
     "NonFiniteError": "errors",
@@ -32,6 +34,7 @@ _LAZY = {
 _MODULES = ("callbacks", "data", "hooks", "lowrank", "models", "runners")
 
 __all__ = [
+    "DistributedRunner",
     "GradientReduction",
     "MismatchError",
     "NonFiniteError",

@@ -1,10 +1,17 @@
-"""MNIST from its IDX files, which are downloaded where they are not there."""
+"""MNIST from its IDX files, which are downloaded where they are not there.
+
+The environment variable DADPLUG_MNIST_URL names another address to fetch them from.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from .base import DATASETS, DataError, DataPair, Images
 from .download import download
@@ -23,6 +30,39 @@ FILES = {
 _MEAN, _STD = 0.1307, 0.3081  # of the training pixels, as usual
 
 
+class MNIST(Dataset[tuple[Any, int]]):
+    """MNIST image by image, with torchvision's arguments, for scripts that were written for its MNIST.
+
+    Args:
+        root: folder of the IDX files.
+        train: whether to take the training images, or those for testing.
+        transform: what to apply to each image, an array of bytes (28 x 28); see `dadplug.data.transforms`.
+        download: whether to fetch files that are missing.
+
+    Raises:
+        DataError: if a file is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        train: bool = True,
+        transform: Callable[[Any], Any] | None = None,
+        download: bool = False,
+    ) -> None:
+        part = "train" if train else "t10k"
+        image_file, label_file = (_find(Path(root), name, download) for name in FILES if name.startswith(part))
+        self.data, self.targets = _read(image_file, label_file)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image: Any = self.data[index].numpy()
+        return image if self.transform is None else self.transform(image), int(self.targets[index])
+
+
 @DATASETS.register("mnist")
 def mnist(data_dir: Path) -> DataPair:
     """Loads MNIST from a folder with its four IDX files, compressed or not; files that are missing are downloaded.
@@ -37,20 +77,24 @@ def mnist(data_dir: Path) -> DataPair:
     return DataPair(_images(train_images, train_labels), _images(test_images, test_labels), classes=10)
 
 
-def _find(data_dir: Path, name: str) -> Path:
-    for candidate in (data_dir / name, data_dir / name.removesuffix(".gz")):
+def _find(folder: Path, name: str, fetch: bool = True) -> Path:
+    for candidate in (folder / name, folder / name.removesuffix(".gz")):
         if candidate.exists():
             return candidate
-    download([mirror + name for mirror in MIRRORS], data_dir / name, FILES[name])
-    return data_dir / name
+    if not fetch:
+        raise DataError(f"{folder / name} is missing; pass download=True to fetch it")
+    mirrors = (os.environ["DADPLUG_MNIST_URL"],) if "DADPLUG_MNIST_URL" in os.environ else MIRRORS
+    download([f"{mirror.rstrip('/')}/{name}" for mirror in mirrors], folder / name, FILES[name])
+    return folder / name
 
 
-def _images(image_file: Path, label_file: Path) -> Images:
+def _read(image_file: Path, label_file: Path) -> tuple[Tensor, Tensor]:
     pixels, labels = read_idx(image_file, 3), read_idx(label_file, 1)
     if len(pixels) != len(labels):
         raise DataError(f"{image_file} holds {len(pixels):,} images, {label_file} {len(labels):,} labels")
-    return Images(_normalised(pixels), labels.long())
+    return pixels, labels.long()
 
 
-def _normalised(pixels: Tensor) -> Tensor:
-    return ((pixels.float() / 255 - _MEAN) / _STD)[:, None]
+def _images(image_file: Path, label_file: Path) -> Images:
+    pixels, labels = _read(image_file, label_file)
+    return Images(((pixels.float() / 255 - _MEAN) / _STD)[:, None], labels)

@@ -1,0 +1,147 @@
+"""The examples, as a user runs them, and a script in the form of the seeds'."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import support
+from test_data import write_mnist
+
+pytest.importorskip("catalyst")
+ROOT = Path(__file__).resolve().parent.parent
+MNIST = str(ROOT / "examples" / "two_site_mnist.py")
+
+
+def test_both_sites_start_on_this_machine_and_compare_methods(tmp_path):
+    flags = ["--compare", "--epochs", "2", "--log-dir", str(tmp_path / "logs"), "--split", "by-class"]
+    (only,) = support.run_programs([[MNIST, *flags]], timeout=200)
+    assert only.status == 0, only.errors
+    for mode in ("dsgd", "dad", "rankdad"):
+        line = next(line for line in only.output.splitlines() if re.match(rf"{mode} +0\.", line))
+        assert line.endswith("equal")
+        assert float(line.split()[1]) > 0.85
+    picture = (tmp_path / "logs" / "comparison.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000
+
+
+def test_one_site_each_on_two_machines_with_mnists_files(tmp_path):
+    write_mnist(tmp_path / "mnist", samples=40)
+    url = f"tcp://127.0.0.1:{support.free_port()}"
+    flags = ["--dist-url", url, "--dataset", "mnist", "--data-dir", str(tmp_path / "mnist"), "--epochs", "1"]
+    first, second = support.run_programs([[MNIST, "--rank", rank, *flags] for rank in "01"], timeout=120)
+    assert first.status == second.status == 0, first.errors + second.errors
+    assert "rankdad" in first.output
+    assert second.output == ""
+
+
+def test_wrong_arguments_end_before_any_site_starts():
+    (only,) = support.run_programs([[MNIST, "--distributed-mode", "foo"]])
+    assert only.status == 1
+    assert only.errors.strip() == "error: unknown mode 'foo'; valid ones are 'dad', 'dsgd', 'rankdad'"
+
+
+def children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the sites' processes in /proc")
+def test_a_site_killed_in_mid_epoch_ends_the_example_with_its_name():
+    program = subprocess.Popen(
+        [sys.executable, "-u", MNIST, "--epochs", "200"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        for line in program.stdout:
+            if "epoch  1/200" in line or "epoch 1/200" in line.replace("  ", " "):
+                break
+        sites = children(program.pid)
+        assert len(sites) == 2
+        start = time.monotonic()
+        signalled = sites[1]
+        import os
+
+        os.kill(signalled, signal.SIGKILL)
+        _, errors = program.communicate(timeout=60)
+        assert time.monotonic() - start < 30
+        assert program.returncode != 0
+        assert "error: site 1 (" in errors
+        assert f"pid {signalled}) is gone" in errors
+        assert "Traceback" not in errors
+        assert not any(Path(f"/proc/{site}").exists() for site in sites)
+    finally:
+        program.kill()
+
+
+SEED_SCRIPT = """
+import sys
+import torch
+from torch import nn, optim
+from catalyst import dl
+from dadplug.data import MNIST, transforms
+from dadplug.runners import DistributedRunner
+
+model = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))
+criterion = nn.CrossEntropyLoss()
+optimizer = optim.Adam(model.parameters(), lr=0.02)
+
+transform = transforms.Compose([
+        transforms.ToTensor(),
+        transforms.Normalize((0.1307,), (0.3081,))
+])
+train_data = MNIST(sys.argv[1], train=True, download=True,
+                        transform=transform)
+valid_data = MNIST(sys.argv[1], train=False, download=True,
+                        transform=transform)
+num_classes = 10
+
+# Create dataloaders
+loaders = {
+    "train": torch.utils.data.DataLoader(train_data, batch_size=8, shuffle=True, drop_last=True),
+    "valid": torch.utils.data.DataLoader(valid_data, batch_size=8, shuffle=True, drop_last=True),
+}
+
+# Create catalyst runner
+rankdad_runner = DistributedRunner(model,criterion, optimizer, mode="rankdad")
+
+# run the catalyst experiment
+rankdad_runner.train(
+    model=model,
+    loaders=loaders,
+    criterion=criterion,
+    optimizer=optimizer,
+    num_epochs=1,
+    logdir="logs",
+    valid_loader="valid",
+    valid_metric="loss",
+    minimize_valid_metric=True,
+    verbose=True,
+    callbacks=[
+        dl.AccuracyCallback(input_key="logits", target_key="targets", topk_args=(1, 3, 5)),
+        dl.PrecisionRecallF1SupportCallback(
+            input_key="logits", target_key="targets", num_classes=10
+        ),
+    ],
+)
+assert rankdad_runner.reduction.first_difference() is None
+"""
+
+
+def test_the_seeds_example_runs_with_its_imports_changed(tmp_path):
+    """The example of "Creating Additional Experiments"; only the imports, the folder and the batch size are ours."""
+    write_mnist(tmp_path / "data", samples=48)
+    script = tmp_path / "script.py"
+    script.write_text(SEED_SCRIPT)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
+    command = [*launch, str(script), str(tmp_path / "data")]
+    program = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert program.returncode == 0, program.stderr
+    assert "valid (1/1) accuracy01" in program.stdout
+    assert program.stdout.count("train (1/1)") == 1
+    assert (tmp_path / "logs" / "checkpoints" / "model.best.pth").exists()
