@@ -27,8 +27,7 @@ class Note:
         culprit: index of the unit at fault.
         present: by unit, whether the site has a gradient for it.
         dense: by unit, whether the site has a gradient for it that its bucket does not carry.
-        rows: by unit, rows in the bucket's payload; 0 for a dense unit.
-        extra_rows: by unit, rows in the second round.
+        extra_rows: by unit, rows that its bucket had no room for, or that came late; 0 for a dense unit.
     """
 
     step: int
@@ -39,23 +38,22 @@ class Note:
     culprit: int = 0
     present: list[bool] = field(default_factory=list)
     dense: list[bool] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
     extra_rows: list[int] = field(default_factory=list)
 
     def numbers(self) -> list[int]:
         """Packs the note."""
         flags = [_PRESENT * here + _DENSE * dense for here, dense in zip(self.present, self.dense, strict=True)]
         head = [self.step, self.version, self.samples, int(self.stop), self.fault, self.culprit]
-        return [*head, *flags, *self.rows, *self.extra_rows]
+        return [*head, *flags, *self.extra_rows]
 
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> Note:
         """Unpacks a note."""
-        units = (len(numbers) - _HEAD) // 3
-        flags, rows, extra = (list(numbers[_HEAD + units * part : _HEAD + units * (part + 1)]) for part in range(3))
+        units = (len(numbers) - _HEAD) // 2
+        flags, extra = numbers[_HEAD : _HEAD + units], list(numbers[_HEAD + units :])
         present, dense = [bool(flag & _PRESENT) for flag in flags], [bool(flag & _DENSE) for flag in flags]
         step, version, samples, stop, fault, culprit = numbers[:_HEAD]
-        return cls(step, version, samples, bool(stop), fault, culprit, present, dense, rows, extra)
+        return cls(step, version, samples, bool(stop), fault, culprit, present, dense, extra)
 
 
 class NoteExchange:
@@ -68,15 +66,20 @@ class NoteExchange:
 
     def __init__(self, units: int, transport: Transport) -> None:
         self._transport = transport
-        size = _HEAD + 3 * units
+        size = _HEAD + 2 * units
         self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
 
     def post(self) -> None:
         """Makes ready to receive."""
         self._gather.post()
 
-    def exchange(self, note: Note) -> list[Note]:
-        """Sends a note and waits for those of the others.
+    def send(self, note: Note) -> None:
+        """Sends this site's note."""
+        self._gather.payload.copy_(torch.tensor(note.numbers(), dtype=torch.int64))
+        self._gather.launch()
+
+    def receive(self) -> list[Note]:
+        """Waits for the notes of all sites.
 
         Returns:
             The notes, by rank.
@@ -84,8 +87,6 @@ class NoteExchange:
         Raises:
             MismatchError: if the sites are not at the same step of the same plan.
         """
-        self._gather.payload.copy_(torch.tensor(note.numbers(), dtype=torch.int64))
-        self._gather.launch()
         notes = [Note.unpack(numbers.tolist()) for numbers in self._gather.wait()]
         sites = self._transport.sites
         for rank, other in enumerate(notes):

@@ -125,14 +125,16 @@ class Pipeline:
             self._launch_next()
         for stage in self._stages:
             stage.settle_late()
-        notes = self._notes.exchange(self._note(step, stop))
-        faulty = any(note.fault for note in notes)
+        self._notes.send(self._note(step, stop))
+        for stage in self._stages:  # the first are worked on while the last are still on their way
+            stage.receive()
+        notes = self._notes.receive()
         total = sum(note.samples for note in notes)
-        weights = [note.samples / total if total else 0.0 for note in notes]
-        if not faulty and total:
-            self._reduce_dense(notes, weights)
+        write = total > 0 and not any(note.fault for note in notes)
+        if write:
+            self._reduce_dense(notes, [note.samples / total for note in notes])
         for stage in self._stages:
-            stage.finish(notes, weights, write=not faulty and total > 0)
+            stage.finish(notes, write)
             stage.missing = len(stage.units)
         self._launched = 0
         self.faults.clear()
@@ -145,15 +147,15 @@ class Pipeline:
         assert isinstance(stage, _FactorStage)
         return stage.room(unit)
 
-    def check_version(self, step: int, version: int) -> None:
-        """Tells the other sites that this one has a new plan, in a note that says nothing else.
+    def retire(self, step: int, version: int) -> None:
+        """Takes an empty step under the number of the next plan, to learn whether the other sites have one too.
 
         Raises:
             MismatchError: if they have not.
         """
-        nothing = [0] * len(self.units)
-        nobody = [False] * len(self.units)
-        self._notes.exchange(Note(step, version, 0, False, 0, 0, nobody, nobody, nothing, nothing))
+        self.version = version
+        self.samples = lambda: 0
+        self.finish(step, False)
 
     def _note(self, step: int, stop: bool) -> Note:
         note = Note(step, self.version, self.samples(), stop)
@@ -163,11 +165,10 @@ class Pipeline:
             note.fault, name = (1, activations[-1]) if activations else self.faults[0]
             note.culprit = self._index[name]
         for unit in self.units:
-            rows, extra, present = self._stage_of[unit.name].counts(unit)
-            note.rows.append(rows)
-            note.extra_rows.append(extra)
-            note.present.append(present)
+            stage = self._stage_of[unit.name]
+            note.present.append(stage.present(unit))
             note.dense.append(unit.dense)
+            note.extra_rows.append(stage.extra_rows(unit))
         return note
 
     def _reduce_dense(self, notes: Sequence[Note], weights: Sequence[float]) -> None:
@@ -208,12 +209,20 @@ class _Stage:
         """Deals with gradients that arrived after their unit had been sent."""
         raise NotImplementedError
 
-    def counts(self, unit: Unit) -> tuple[int, int, bool]:
-        """Rows in the payload, rows in the second round, and whether there is a gradient at all."""
+    def present(self, unit: Unit) -> bool:
+        """Says whether this site has a gradient for a unit at all."""
         raise NotImplementedError
 
-    def finish(self, notes: Sequence[Note], weights: Sequence[float], write: bool) -> None:
-        """Waits for the bucket, and writes agreed gradients."""
+    def extra_rows(self, unit: Unit) -> int:
+        """Tells how many of this site's rows go in a second round."""
+        return 0
+
+    def receive(self) -> None:
+        """Waits for the bucket."""
+        raise NotImplementedError
+
+    def finish(self, notes: Sequence[Note], write: bool) -> None:
+        """Writes the agreed gradients, or throws them away."""
         raise NotImplementedError
 
     def _indices(self) -> list[int]:
@@ -228,15 +237,20 @@ class _FactorStage(_Stage):
             assert isinstance(unit, FactorUnit)
             bias = unit.shape[0] if unit.bias is not None and pipeline.method.sends_bias else 0
             slots.append(Slot(*unit.shape, bias, pipeline.transport.world_size))
-        self.bucket = FactorBucket(slots, pipeline.transport, pipeline.wire(self.dtype))
+        self.bucket = FactorBucket(slots, pipeline.transport, self.dtype, pipeline.wire(self.dtype))
         self._present: set[str] = set()
+        self._samples: list[int] = []
+        self._shares: list[list[Share]] = []
+        self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def post(self) -> None:
         self.bucket.post()
 
     def fill(self, unit: Unit) -> None:
         share = self._encode(unit)
-        if share is not None:
+        if share is None:
+            self.bucket.clear(self._slots[unit.name])
+        else:
             self.bucket.fill(self._slots[unit.name], share)
 
     def _encode(self, unit: Unit) -> Share | None:
@@ -263,7 +277,7 @@ class _FactorStage(_Stage):
         return self.bucket.slots[self._slots[unit.name]].capacity[self.pipeline.transport.rank]
 
     def launch(self) -> None:
-        self.bucket.launch()
+        self.bucket.launch(self.pipeline.samples())
 
     def settle_late(self) -> None:
         for unit in self.units:
@@ -271,27 +285,47 @@ class _FactorStage(_Stage):
             if share is not None:
                 self.bucket.add_late(self._slots[unit.name], share)
 
-    def counts(self, unit: Unit) -> tuple[int, int, bool]:
-        slot = self._slots[unit.name]
-        return self.bucket.rows[slot], self.bucket.extra_rows[slot], unit.name in self._present
+    def present(self, unit: Unit) -> bool:
+        return unit.name in self._present
 
-    def finish(self, notes: Sequence[Note], weights: Sequence[float], write: bool) -> None:
-        rows = [[note.rows[index] for note in notes] for index in self._indices()]
+    def extra_rows(self, unit: Unit) -> int:
+        return self.bucket.extra_rows[self._slots[unit.name]]
+
+    def receive(self) -> None:
+        self._samples, self._shares = self.bucket.receive()
+        self._decode(self._samples)
+
+    def _decode(self, samples: Sequence[int]) -> None:
+        """Forms the gradients of what has arrived, with each site's share in the samples."""
+        self._gradients.clear()
+        if any(samples):
+            for unit, shares in zip(self.units, self._shares, strict=True):
+                self._gradients[unit.name] = self._decode_unit(unit, shares, samples)
+
+    def _decode_unit(self, unit: Unit, shares: Sequence[Share], samples: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(unit, FactorUnit)
+        local = [share.to(unit.lead.device) for share in shares]
+        return decode(local, [count / sum(samples) for count in samples], unit.bias is not None)
+
+    def finish(self, notes: Sequence[Note], write: bool) -> None:
+        samples = [note.samples for note in notes]
+        if write and samples != self._samples:  # a backward pass came after the bucket had left
+            self._decode(samples)
         extra = [[note.extra_rows[index] for note in notes] for index in self._indices()]
-        shares = self.bucket.wait(rows, extra, self.dtype)
-        for unit, index, by_site in zip(self.units, self._indices(), shares, strict=True):
-            assert isinstance(unit, FactorUnit)
+        for (slot, site), share in self.bucket.second_round(extra).items():
+            self._shares[slot][site] = self._shares[slot][site].plus(share)
+        for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
             if write and any(note.present[index] for note in notes):
-                self._write_gradients(unit, by_site, weights)
-        self.bucket.end_step(
-            [[a + b for a, b in zip(*counts, strict=True)] for counts in zip(rows, extra, strict=True)]
-        )
+                if any(extra[slot]):
+                    self._gradients[unit.name] = self._decode_unit(unit, self._shares[slot], samples)
+                self._write_gradients(unit, *self._gradients[unit.name])
+        self.bucket.end_step([[share.rows for share in shares] for shares in self._shares])
         self._present.clear()
+        self._gradients.clear()
 
-    def _write_gradients(self, unit: FactorUnit, shares: Sequence[Share], weights: Sequence[float]) -> None:
-        device = unit.lead.device
-        local = [share.to(device) for share in shares]
-        unit.lead.grad, bias = decode(local, weights, unit.bias is not None, onto=unit.lead.grad)
+    def _write_gradients(self, unit: Unit, weight: Tensor, bias: Tensor | None) -> None:
+        assert isinstance(unit, FactorUnit)
+        add_gradient(unit.lead, weight)
         if unit.bias is not None and bias is not None:
             add_gradient(unit.parameters[unit.bias], bias)
 
@@ -303,6 +337,7 @@ class _DenseStage(_Stage):
         self.bucket = DenseBucket(sizes, pipeline.transport, pipeline.wire(self.dtype))
         self._samples = 0
         self._arrivals: dict[str, int] = {}
+        self._sums: Sequence[Tensor] = ()
 
     def fill(self, unit: Unit) -> None:
         if not self._arrivals:
@@ -324,13 +359,15 @@ class _DenseStage(_Stage):
             if gradient is not None and not finite(gradient):
                 self.pipeline.faults.append((3, unit.name))
 
-    def counts(self, unit: Unit) -> tuple[int, int, bool]:
-        return 0, 0, unit.lead.grad is not None
+    def present(self, unit: Unit) -> bool:
+        return unit.lead.grad is not None
 
-    def finish(self, notes: Sequence[Note], weights: Sequence[float], write: bool) -> None:
-        sums = self.bucket.wait()
+    def receive(self) -> None:
+        self._sums = self.bucket.wait()
+
+    def finish(self, notes: Sequence[Note], write: bool) -> None:
         scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
-        for unit, index, value in zip(self.units, self._indices(), sums, strict=True):
+        for unit, index, value in zip(self.units, self._indices(), self._sums, strict=True):
             reduced_already = any(note.dense[index] for note in notes)
             if write and not reduced_already and any(note.present[index] for note in notes):
                 _write(unit.lead, value, scale)

@@ -187,7 +187,7 @@ class GradientReduction:
     def _settle(self) -> None:
         """Agrees, in the first step of a plan, on what only a step can show: the order of units, and special cases."""
         if self._pipeline is not None:
-            self._pipeline.check_version(self._step, self._version)
+            self._pipeline.retire(self._step, self._version)
         dense, fed = "used outside its layer too", "share_inputs=False: its layer is fed by data"
         reasons = {unit.name: dense for unit in self._units if unit.dense and isinstance(unit, FactorUnit)}
         if not self.options.share_inputs:

@@ -30,16 +30,6 @@ def test_dad_decodes_to_the_weighted_mean(rows):
     torch.testing.assert_close(bias, sum(w * each.bias_gradient() for w, each in zip(weights, factors)))
 
 
-def test_decoding_adds_to_a_gradient_in_place():
-    share = method("dad").encode("w", factor(4), with_bias=False)
-    before = torch.randn(9, 7).double()
-    expected = before + share.left.T @ share.right
-    gradient, bias = decode([share], [1.0], with_bias=False, onto=before)
-    assert gradient is before
-    assert bias is None
-    torch.testing.assert_close(gradient, expected)
-
-
 def test_rankdad_sends_rank_rows_and_the_bias_as_it_is():
     rankdad, each = method("rankdad", rank=2), factor(6)
     share = rankdad.encode("w", each, with_bias=True)

@@ -72,46 +72,50 @@ def _aligned(size: int) -> int:
 class FactorBucket:
     """Slots of several layers that travel in one all-gather.
 
+    A payload begins with a head of integers: the samples that the site's gradients stand for, and the rows in each
+    slot. So what has arrived can be worked on while later buckets are still on their way.
+
     Args:
         slots: the slots, in the order in which backward fills them.
         transport: the transport.
-        dtype: type on the wire.
+        dtype: type of the gradients.
+        wire: type on the wire.
 
     Attributes:
-        rows: by slot, number of this site's rows that are in the payload.
         extra_rows: by slot, number of this site's rows that go in a second round.
     """
 
-    def __init__(self, slots: Sequence[Slot], transport: Transport, dtype: torch.dtype) -> None:
+    def __init__(self, slots: Sequence[Slot], transport: Transport, dtype: torch.dtype, wire: torch.dtype) -> None:
         self.slots = list(slots)
         self._transport = transport
         self._dtype = dtype
+        self._wire = wire
+        self._head = _aligned(-(-4 * (1 + len(self.slots)) // wire.itemsize))
         self._gather: Gather | None = None
         self._own: list[Share] = []
+        self._rows = [0] * len(self.slots)
         self._late: dict[int, Share] = {}
-        self._filled: set[int] = set()
-        self.rows = [0] * len(self.slots)
         self.extra_rows = [0] * len(self.slots)
 
     def post(self) -> None:
         """Makes ready to receive; lays payloads out anew where a capacity has changed."""
         if self._gather is None:
-            slots = range(len(self.slots))
             sites = range(self._transport.world_size)
-            capacities = [[self.slots[index].capacity[site] for index in slots] for site in sites]
-            self._gather = self._transport.gather([self._size(rows) for rows in capacities], self._dtype)
-            self._own = self._cut(self._gather.payload, capacities[self._transport.rank])
+            sizes = [self._head + sum(sum(slot.sizes(slot.capacity[site])) for slot in self.slots) for site in sites]
+            self._gather = self._transport.gather(sizes, self._wire)
+            self._own = self._cut(self._gather.payload, self._transport.rank)
         self._gather.post()
 
-    def _size(self, rows: Sequence[int]) -> int:
-        return sum(sum(slot.sizes(count)) for slot, count in zip(self.slots, rows, strict=True))
-
-    def _cut(self, payload: Tensor, rows: Sequence[int]) -> list[Share]:
-        shares, start = [], 0
-        for slot, count in zip(self.slots, rows, strict=True):
-            share, start = slot.cut(payload, start, count)
+    def _cut(self, payload: Tensor, site: int) -> list[Share]:
+        shares, start = [], self._head
+        for slot in self.slots:
+            share, start = slot.cut(payload, start, slot.capacity[site])
             shares.append(share)
         return shares
+
+    def _integers(self, payload: Tensor) -> Tensor:
+        """The head of a payload: samples, then rows by slot."""
+        return payload[: self._head].view(torch.uint8)[: 4 * (1 + len(self.slots))].view(torch.int32)
 
     def fill(self, index: int, share: Share) -> None:
         """Puts a layer's rows into its slot; what does not fit is kept for the second round."""
@@ -122,63 +126,70 @@ class FactorBucket:
         own.left[fit:], own.right[fit:] = 0, 0
         if own.bias is not None and share.bias is not None:
             own.bias.copy_(share.bias)
-        self._filled.add(index)
-        self.rows[index] = fit
+        self._rows[index] = fit
         if share.rows > fit:
             self.add_late(index, share.part(fit, with_bias=False))
+
+    def clear(self, index: int) -> None:
+        """Leaves a slot without rows."""
+        self.post()
+        self._rows[index] = 0
+        for part in self._own[index]:
+            if part is not None:
+                part.zero_()
 
     def add_late(self, index: int, share: Share) -> None:
         """Keeps rows for the second round, since the payload is full or on its way."""
         if index in self._late:
             share = self._late[index].plus(share)
         if not share.rows:  # a bias gradient may come without rows; the second round goes by rows
-            share = Share(
-                share.left.new_zeros(1, share.left.shape[1]), share.right.new_zeros(1, share.right.shape[1]), share.bias
-            )
+            left, right = share.left, share.right
+            share = Share(left.new_zeros(1, left.shape[1]), right.new_zeros(1, right.shape[1]), share.bias)
         self._late[index] = share
         self.extra_rows[index] = share.rows
 
-    def launch(self) -> None:
-        """Sends the payload; a slot that nothing filled has no rows."""
-        self.post()
-        for index in set(range(len(self.slots))) - self._filled:
-            for part in self._own[index]:
-                if part is not None:
-                    part.zero_()
-        assert self._gather is not None
-        self._gather.launch()
-
-    def wait(
-        self, rows: Sequence[Sequence[int]], extra: Sequence[Sequence[int]], dtype: torch.dtype
-    ) -> list[list[Share]]:
-        """Waits for every site's rows, and for the second round where there is one.
+    def launch(self, samples: int) -> None:
+        """Sends the payload.
 
         Args:
-            rows: by slot and site, number of rows in the payload.
-            extra: by slot and site, number of rows in the second round.
-            dtype: type to return.
+            samples: samples that this site's gradients stand for.
+        """
+        self.post()
+        assert self._gather is not None
+        self._integers(self._gather.payload).copy_(torch.tensor([samples, *self._rows], dtype=torch.int32))
+        self._gather.launch()
+
+    def receive(self) -> tuple[list[int], list[list[Share]]]:
+        """Waits for every site's payload.
 
         Returns:
-            By slot and site, what was sent.
+            The samples of each site, and by slot and site what was sent; valid until the next step's `post`.
         """
         assert self._gather is not None
-        payloads = [payload.to(dtype) for payload in self._gather.wait()]
-        late = self._second_round(extra, dtype) if any(map(any, extra)) else {}
-        result: list[list[Share]] = [[] for _ in self.slots]
-        for site, payload in enumerate(payloads):
-            shares = self._cut(payload, [slot.capacity[site] for slot in self.slots])
-            for index, share in enumerate(shares):
-                share = share.part(0, rows[index][site])
-                more = late.get((index, site))
-                result[index].append(share if more is None else share.plus(more))
-        return result
+        samples: list[int] = []
+        shares: list[list[Share]] = [[] for _ in self.slots]
+        for site, payload in enumerate(self._gather.wait()):
+            count, *rows = self._integers(payload).tolist()
+            samples.append(count)
+            for index, share in enumerate(self._cut(payload.to(self._dtype), site)):
+                shares[index].append(share.part(0, rows[index]))
+        return samples, shares
 
-    def _second_round(self, extra: Sequence[Sequence[int]], dtype: torch.dtype) -> dict[tuple[int, int], Share]:
-        """Exchanges the rows that the payload had no room for; only slots that have some take part."""
+    def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], Share]:
+        """Exchanges the rows that the payloads had no room for, or that came late.
+
+        Args:
+            extra: by slot and site, number of such rows.
+
+        Returns:
+            What was sent, by slot and site; nothing where there were none.
+        """
+        if not any(map(any, extra)):
+            return {}
         sites = range(self._transport.world_size)
         late = [[index for index in range(len(self.slots)) if extra[index][site]] for site in sites]
         sizes = [sum(sum(self.slots[index].sizes(extra[index][site])) for index in late[site]) for site in sites]
-        gather = self._transport.gather(sizes, self._dtype)
+        gather = self._transport.gather(sizes, self._wire)
 
         def cut(payload: Tensor, site: int) -> dict[tuple[int, int], Share]:
             shares, start = {}, 0
@@ -193,7 +204,7 @@ class FactorBucket:
         gather.launch()
         shares: dict[tuple[int, int], Share] = {}
         for site, payload in enumerate(gather.wait()):
-            shares |= cut(payload.to(dtype), site)
+            shares |= cut(payload.to(self._dtype), site)
         return shares
 
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:
@@ -202,8 +213,7 @@ class FactorBucket:
         if any(changed):
             self._gather = None
         self._late.clear()
-        self._filled.clear()
-        self.rows = [0] * len(self.slots)
+        self._rows = [0] * len(self.slots)
         self.extra_rows = [0] * len(self.slots)
 
 

@@ -84,9 +84,7 @@ class Method(ABC):
         """Restores what `state_dict` returned."""
 
 
-def decode(
-    shares: Sequence[Share], weights: Sequence[float], with_bias: bool, onto: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def decode(shares: Sequence[Share], weights: Sequence[float], with_bias: bool) -> tuple[Tensor, Tensor | None]:
     """Forms the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s``.
 
     Every site computes it from the same numbers in the same order, so that all get the same bits.
@@ -95,7 +93,6 @@ def decode(
         shares: what each site sent, by rank.
         weights: each site's share in the mean.
         with_bias: whether the layer has a bias that is trained.
-        onto: a gradient of shape (out, in) to add to, in place; None for a new one.
 
     Returns:
         The gradients of the weight, of shape (out, in), and of the bias, of shape (out,), or None.
@@ -103,7 +100,7 @@ def decode(
     present = [(share, weight) for share, weight in zip(shares, weights, strict=True) if share.rows]
     left = torch.cat([share.left * weight for share, weight in present] or [shares[0].left])
     right = torch.cat([share.right for share, _ in present] or [shares[0].right])
-    gradient = torch.mm(left.T, right) if onto is None else onto.addmm_(left.T, right)
+    gradient = left.T @ right
     if not with_bias:
         return gradient, None
     bias = left.sum(0)

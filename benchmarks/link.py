@@ -1,0 +1,100 @@
+"""Runs a program on two sites joined by a link of a given rate and latency, each site a network namespace of its own.
+
+    sudo python benchmarks/link.py RATE PROGRAM [ARGUMENT…]
+    sudo python benchmarks/link.py 100mbit python benchmarks/step_time.py
+
+RATE is as tc writes it (10mbit, 1gbit), or none for an unshaped link. Linux only; needs root, iproute2, and the
+kernel's tbf. The program starts once for each site with torchrun's variables and GLOO_SOCKET_IFNAME set, so that the
+interface's counters in /sys/class/net tell what was sent. Site 0's standard output is passed on; of a site that fails,
+the end of its messages is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+class Link:
+    """Two namespaces and the link between them, which go when the block ends."""
+
+    def __init__(self, rate: str) -> None:
+        self.spaces = [f"site{rank}-{os.getpid()}" for rank in range(2)]
+        self.interfaces = [f"dp{rank}-{os.getpid()}" for rank in range(2)]
+        self.rate = rate
+
+    def __enter__(self) -> Link:
+        for space in self.spaces:
+            run("ip", "netns", "add", space)
+        run("ip", "link", "add", self.interfaces[0], "type", "veth", "peer", "name", self.interfaces[1])
+        for space, interface, address in zip(self.spaces, self.interfaces, ADDRESSES, strict=True):
+            run("ip", "link", "set", interface, "netns", space)
+            inside = ("ip", "netns", "exec", space)
+            run(*inside, "ip", "addr", "add", f"{address}/24", "dev", interface)
+            run(*inside, "ip", "link", "set", "lo", "up")
+            run(*inside, "ip", "link", "set", interface, "up")
+            if self.rate != "none":
+                # A bucket of about a millisecond: a small payload is held to the rate like a large one.
+                shape = ("tbf", "rate", self.rate, "burst", str(burst(self.rate)), "latency", "400ms")
+                run(*inside, "tc", "qdisc", "add", "dev", interface, "root", *shape)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for space in self.spaces:
+            subprocess.run(["ip", "netns", "del", space], check=False)
+
+    def start(self, rank: int, program: list[str], port: int, **streams) -> subprocess.Popen:
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": self.interfaces[rank],
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        return subprocess.Popen(["ip", "netns", "exec", self.spaces[rank], *program], env=environment, **streams)
+
+
+def burst(rate: str) -> int:
+    """Bytes that a link of this rate carries in a millisecond, at least 16 kB."""
+    number, unit = re.fullmatch(r"([\d.]+)(k|m|g)bit", rate).groups()
+    return max(16_000, int(float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit] / 8 / 1000))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rate")
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    if arguments.rate != "none" and not re.fullmatch(r"[\d.]+[kmg]bit", arguments.rate):
+        parser.error(f"a rate reads like 100mbit, or none, got {arguments.rate!r}")
+    if os.geteuid() != 0:
+        parser.error("network namespaces need root")
+    with (
+        Link(arguments.rate) as link,
+        tempfile.TemporaryFile() as errors,
+        tempfile.TemporaryFile() as other,
+    ):
+        second = link.start(1, arguments.program, 29500, stdout=other, stderr=other)
+        first = link.start(0, arguments.program, 29500, stderr=errors)
+        status = first.wait() or second.wait()
+        if status:
+            for rank, stream in enumerate((errors, other)):
+                stream.seek(0)
+                print(f"-- site {rank}", *stream.read().decode().splitlines()[-15:], sep="\n", file=sys.stderr)
+        return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
