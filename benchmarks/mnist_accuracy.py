@@ -60,7 +60,7 @@ def train(arguments, data, mode: str, split: str, seed: int, rank: int):
         torch.optim.Adam(model.parameters(), lr=arguments.lr),
         mode=mode,
         rank=arguments.max_rank,
-        sync_batchnorm=True,
+        sync_batchnorm=not arguments.local_batchnorm,
     )
     before = sent_by_interface()
     runner.train(
@@ -128,6 +128,7 @@ def main() -> int:
     parser.add_argument("--max-rank", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--modes", default="dsgd,dad,rankdad")
+    parser.add_argument("--local-batchnorm", action="store_true", help="do not normalise over all sites' rows")
     parser.add_argument("--splits", default="iid,by-class")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:

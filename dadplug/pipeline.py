@@ -305,7 +305,8 @@ class _FactorStage(_Stage):
     def _decode_unit(self, unit: Unit, shares: Sequence[Share], samples: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         assert isinstance(unit, FactorUnit)
         local = [share.to(unit.lead.device) for share in shares]
-        return decode(local, [count / sum(samples) for count in samples], unit.bias is not None)
+        weights, exact = [count / sum(samples) for count in samples], self.pipeline.method.exact
+        return decode(local, weights, unit.bias is not None, site_by_site=exact)
 
     def finish(self, notes: Sequence[Note], write: bool) -> None:
         samples = [note.samples for note in notes]

@@ -84,7 +84,9 @@ class Method(ABC):
         """Restores what `state_dict` returned."""
 
 
-def decode(shares: Sequence[Share], weights: Sequence[float], with_bias: bool) -> tuple[Tensor, Tensor | None]:
+def decode(
+    shares: Sequence[Share], weights: Sequence[float], with_bias: bool, *, site_by_site: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Forms the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s``.
 
     Every site computes it from the same numbers in the same order, so that all get the same bits.
@@ -93,22 +95,29 @@ def decode(shares: Sequence[Share], weights: Sequence[float], with_bias: bool) -
         shares: what each site sent, by rank.
         weights: each site's share in the mean.
         with_bias: whether the layer has a bias that is trained.
+        site_by_site: adds up one product a site, each rounded as that site would have rounded its own gradient, so
+            that two sites with equal batches get the bits of an all-reduce; costs nothing where sites have as many
+            rows as a batch. Otherwise the sites' rows are stacked and multiplied at once, which is faster for few.
 
     Returns:
         The gradients of the weight, of shape (out, in), and of the bias, of shape (out,), or None.
     """
-    present = [(share, weight) for share, weight in zip(shares, weights, strict=True) if share.rows]
-    left = torch.cat([share.left * weight for share, weight in present] or [shares[0].left])
-    right = torch.cat([share.right for share, _ in present] or [shares[0].right])
-    gradient = left.T @ right
+    rows = [Share(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
+    rows = [share for share in rows if share.rows] or rows[:1]
+    if not site_by_site and len(rows) > 1:
+        rows = [Share(torch.cat([share.left for share in rows]), torch.cat([share.right for share in rows]))]
+    gradient = rows[0].left.T @ rows[0].right
+    for share in rows[1:]:
+        gradient.addmm_(share.left.T, share.right)
     if not with_bias:
         return gradient, None
-    bias = left.sum(0)
-    if shares[0].bias is not None:
-        bias.zero_()
-        for share, weight in zip(shares, weights, strict=True):
-            assert share.bias is not None
-            bias.add_(share.bias, alpha=weight)
+    if shares[0].bias is None:
+        sums = [share.left.sum(0) for share in rows]
+        return gradient, sum(sums[1:], sums[0])
+    bias = torch.zeros_like(shares[0].bias)
+    for share, weight in zip(shares, weights, strict=True):
+        assert share.bias is not None
+        bias.add_(share.bias, alpha=weight)
     return gradient, bias
 
 
