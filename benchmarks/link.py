@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,6 +82,7 @@ def main() -> int:
         parser.error(f"a rate reads like 100mbit, or none, got {arguments.rate!r}")
     if os.geteuid() != 0:
         parser.error("network namespaces need root")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go, too
     with (
         Link(arguments.rate) as link,
         tempfile.TemporaryFile() as errors,
@@ -88,7 +90,12 @@ def main() -> int:
     ):
         second = link.start(1, arguments.program, 29500, stdout=other, stderr=other)
         first = link.start(0, arguments.program, 29500, stderr=errors)
-        status = first.wait() or second.wait()
+        try:
+            status = first.wait() or second.wait()
+        except BaseException:
+            first.kill()
+            second.kill()
+            raise
         if status:
             for rank, stream in enumerate((errors, other)):
                 stream.seek(0)

@@ -24,13 +24,9 @@ from dadplug.data.splits import SPLITS
 from dadplug.launch import launch_sites
 from dadplug.models import MNISTNet
 
-METHODS = ("one process", "one process, rows reordered", "dsgd", "dad")
-PAIRS = (
-    ("one process, rows reordered", "one process"),
-    ("dsgd", "one process"),
-    ("dad", "one process"),
-    ("dad", "dsgd"),
-)
+ALONE = "one process"
+METHODS = (ALONE, f"{ALONE}, rows reordered", "dsgd", "dad")
+PAIRS = ((METHODS[1], ALONE), ("dsgd", ALONE), ("dad", ALONE), ("dad", "dsgd"))
 
 
 def batches(arguments, data, dtype):

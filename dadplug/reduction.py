@@ -125,15 +125,21 @@ class GradientReduction:
 
     def _samples(self) -> int:
         """Tells the samples that this site's gradients stand for so far in the step."""
-        if self._counter.count == 0 and self._pending and self.options.weighting == "samples":
-            if self.world_size > 1:
-                warnings.warn(
-                    "cannot tell how many samples a step has, since the loss does not come from a call of the model; "
-                    "each site counts the same. Say it by `with reduction.samples(n):` around forward",
-                    stacklevel=3,
-                )
-            return 1
-        return self._counter.count if self.options.weighting == "samples" else int(self._pending)
+        count = self._counter.count
+        if count == 0 and self._pending:
+            if self._counter.said is not None:
+                count = self._counter.said
+            elif self.options.weighting == "samples":
+                count = 1
+                if self.world_size > 1:
+                    warnings.warn(
+                        "cannot tell how many samples a step has, since the loss does not come from a call of the "
+                        "model; each site counts the same. Say it by `with reduction.samples(n):` around forward",
+                        stacklevel=3,
+                    )
+            else:
+                count = 1
+        return count if self.options.weighting == "samples" else int(self._pending and count > 0)
 
     def synchronize(self, *, stop: bool = False) -> None:
         """Waits until the gradients are agreed; call it between backward and the optimizer's step.
@@ -266,10 +272,10 @@ class GradientReduction:
         return self._syncing
 
     def samples(self, count: int) -> Any:
-        """Says how many samples the forward passes inside have, where the inputs' first dimension does not tell.
+        """Says how many samples the forward passes inside have in all, where the inputs do not tell.
 
         Args:
-            count: number of samples.
+            count: number of samples; with 0, a loss of zero is expected, and the site has no weight in the mean.
 
         Returns:
             A context manager.
@@ -384,8 +390,8 @@ def _refuse_unsynchronised(reduction: GradientReduction) -> Any:
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = reference()
-        if found is None or not found._pending:
-            return
+        if found is None or not found._pending or any(callable(given) for given in (*args, *kwargs.values())):
+            return  # a closure may do what is left of the step
         ours = {id(parameter) for parameter in found.model.parameters()}
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             raise RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class SampleCounter:
         self.count = 0
         self.current = 0
         self._depth = 0
-        self._fixed: int | None = None
+        self._said: _Said | None = None
+        self._inside = False
         self._handles: list[Any] = []
         for module in (model, *model.children()):
             self._handles.append(module.register_forward_pre_hook(_Before(self), with_kwargs=True))
@@ -39,16 +41,28 @@ class SampleCounter:
 
     @contextmanager
     def fixed(self, samples: int) -> Iterator[None]:
-        """Counts this many samples for the backward passes inside, whatever the inputs look like."""
-        self._fixed = samples
+        """Counts this many samples, once, for the forward passes inside, whatever the inputs look like."""
+        before, inside = self._said, self._inside
+        self._said, self._inside = _Said(samples), True
         try:
             yield
         finally:
-            self._fixed = None
+            self._inside = inside
+            if inside:
+                self._said = before
+
+    @property
+    def said(self) -> int | None:
+        """What the last `fixed` said, where the step's backward passes have not come through a call of the model."""
+        return None if self._said is None else self._said.samples
 
     def reset(self) -> None:
         """Starts counting anew."""
         self.count = 0
+        if self._inside and self._said is not None:
+            self._said = _Said(self._said.samples)
+        else:
+            self._said = None
 
     def detach(self) -> None:
         """Takes the hooks off."""
@@ -61,9 +75,9 @@ class SampleCounter:
         if self._depth == 1:
             if torch.is_grad_enabled():
                 self._on_forward()
-            sized = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0)
-            first = next(sized, None)
-            self.current = self._fixed if self._fixed is not None else 1 if first is None else first.shape[0]
+            self.current = batch_size(inputs) or 1
+            if self._inside and self._said is not None:
+                self.current = self._said.samples
 
     def leave(self, outputs: Any) -> None:
         self._depth -= 1
@@ -73,16 +87,30 @@ class SampleCounter:
         if not torch.is_grad_enabled():
             return
         reached = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        counted = False
+        said = self._said if self._inside and self._said is not None else _Said(samples)
 
         def count(_: Tensor) -> None:
-            nonlocal counted
-            if not counted:
-                counted = True
+            if not said.counted:
+                said.counted = True
                 self.count += samples
 
         for output in reached:
             output.register_hook(count)
+
+
+@dataclass
+class _Said:
+    """A number of samples that is to be counted once."""
+
+    samples: int
+    counted: bool = False
+
+
+def batch_size(batch: Any) -> int | None:
+    """Tells the first dimension of the first tensor in a batch; None where there is none."""
+    sized = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    first = next(sized, None)
+    return None if first is None else first.shape[0]
 
 
 class _Before:

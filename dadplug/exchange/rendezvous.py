@@ -65,7 +65,7 @@ def connect(
     deadline = time.monotonic() + timeout
     store = _open_store(host, port, rank, timeout)
     _roll_call(store, rank, num_nodes, timeout, deadline)
-    _choose_interface(host, port)
+    choose_interface(host, port)
     dist.init_process_group(
         _backend(backend),
         store=dist.PrefixStore("dadplug/group", store),
@@ -165,7 +165,7 @@ def _is_here(store: dist.Store, site: int) -> bool:
         raise SiteError("site 0, which hosts the meeting point, ended before all sites had come") from error
 
 
-def _choose_interface(host: str, port: int) -> None:
+def choose_interface(host: str, port: int) -> None:
     """Tells gloo which network interface leads to the other sites.
 
     Left alone it takes the one that the machine's own name resolves to, often loopback, and the sites never meet.
