@@ -16,14 +16,19 @@ if (_root / "setup.cfg").is_file() and (_root / "hooks" / "__init__.py").is_file
     # A source checkout keeps hooks, runners and callbacks beside this folder; an installed package holds them.
     __path__.append(str(_root))
 
+from .runners import register_strategies  # noqa: E402  (needs the path)
+
+register_strategies()  # so that a Lightning Trainer knows the modes by name
+
 if TYPE_CHECKING:
     from . import lowrank as lowrank
     from .errors import MismatchError, NonFiniteError, SiteError
     from .exchange import connect
     from .reduction import GradientReduction
-    from .runners import DistributedRunner
+    from .runners import DADStrategy, DistributedRunner
 
 _LAZY = {
+    "DADStrategy": "runners",
     "DistributedRunner": "runners",
     "GradientReduction": "reduction",
     "MismatchError": "errors",
@@ -34,6 +39,7 @@ _LAZY = {
 _MODULES = ("callbacks", "data", "hooks", "lowrank", "models", "runners")
 
 __all__ = [
+    "DADStrategy",
     "DistributedRunner",
     "GradientReduction",
     "MismatchError",

@@ -5,24 +5,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .registration import register_strategies as register_strategies
+
 if TYPE_CHECKING:
+    from .dad_strategy import DADStrategy
     from .distributed_runner import DistributedRunner
 
-_TRAINERS = {"DistributedRunner": ("distributed_runner", "catalyst")}
+_TRAINERS = {"DADStrategy": "dad_strategy", "DistributedRunner": "distributed_runner"}
 
-__all__ = ["DistributedRunner"]
+__all__ = ["DADStrategy", "DistributedRunner"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _TRAINERS:
         raise AttributeError(f"module 'dadplug.runners' has no attribute {name!r}")
-    module, extra = _TRAINERS[name]
     try:
-        return getattr(importlib.import_module(f".{module}", __name__), name)
+        return getattr(importlib.import_module(f".{_TRAINERS[name]}", __name__), name)
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] in ("catalyst", "accelerate"):
             raise ImportError(
-                f"{name} needs Catalyst, which is not installed: pip install 'dadplug[{extra}]' "
+                f"{name} needs Catalyst, which is not installed: pip install 'dadplug[catalyst]' "
                 "(with pip below 24.1, since newer ones refuse Catalyst's metadata)"
             ) from error
         raise

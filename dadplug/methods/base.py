@@ -122,6 +122,7 @@ def decode(
 
 
 _METHODS: dict[str, type[Method]] = {}
+_TOLD: list[Callable[[str], None]] = []
 
 
 def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
@@ -130,9 +131,16 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     def decorate(method: type[Method]) -> type[Method]:
         method.name = name
         _METHODS[name] = method
+        for tell in _TOLD:
+            tell(name)
         return method
 
     return decorate
+
+
+def on_registration(tell: Callable[[str], None]) -> None:
+    """Has something told the name of every method that is registered from now on."""
+    _TOLD.append(tell)
 
 
 def method_names() -> tuple[str, ...]:

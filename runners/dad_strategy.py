@@ -1,0 +1,234 @@
+"""Lightning's strategy for training between sites; no import of Lightning, of which there are two packages."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dadplug import GradientReduction
+from dadplug.errors import SiteError
+from dadplug.exchange.rendezvous import choose_interface
+from dadplug.options import Options
+from dadplug.samples import batch_size
+from dadplug.turns import has_turn
+
+from .registration import concrete_strategy
+from .turn_loader import TurnLoader, agree_on_steps
+
+
+class DADStrategy:
+    """Trains one model between sites, by gradients that dadplug agrees on; for ``Trainer(strategy=)``.
+
+    Processes, samplers, metrics and evaluation are those of Lightning's ``DDPStrategy``, from which the classes that
+    are made derive: `dadplug.runners.lightning.DADStrategy` and `dadplug.runners.pytorch_lightning.DADStrategy`. This
+    one stands for that of the package that is in use.
+
+    Gradients are agreed on at the end of each backward pass, with accumulation of the last one, before any hook,
+    clipping or optimizer sees them. Sites may have different numbers of batches: one that has fewer repeats a batch
+    without weight in some steps.
+
+    Args:
+        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        rank: and all up to `timeout`: options of the reduction, see `dadplug.options.Options`.
+        accelerator: and the following: as in ``DDPStrategy``.
+        parallel_devices: as in ``DDPStrategy``.
+        cluster_environment: as in ``DDPStrategy``.
+        checkpoint_io: as in ``DDPStrategy``.
+        precision_plugin: as in ``DDPStrategy``.
+        process_group_backend: as in ``DDPStrategy``.
+        start_method: ``"popen"``, or ``"spawn"``, ``"fork"`` (notebooks), ``"forkserver"``.
+
+    Attributes:
+        reduction: the `GradientReduction` of the last fit, with its plan and traffic; None before it.
+
+    Raises:
+        ValueError: if a mode, an option or its value is unknown; the message lists the valid ones.
+        RuntimeError: if it cannot tell for which of Lightning's packages it is to be.
+
+    Example:
+        >>> trainer = pl.Trainer(strategy=DADStrategy(mode="rankdad"), accelerator="cpu", devices=2)
+    """
+
+    reduction: GradientReduction | None = None
+
+    # What DDPStrategy has.
+    cluster_environment: Any
+    lightning_module: Any
+    precision_plugin: Any
+    world_size: int
+    pre_backward: Any
+    post_backward: Any
+    _layer_sync: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(concrete_strategy() if cls is DADStrategy else cls)
+
+    def __init__(
+        self,
+        mode: str = "rankdad",
+        *,
+        rank: int = 8,
+        iterations: int = 2,
+        tolerance: float = 1e-3,
+        warm_start: bool = True,
+        weighting: str = "samples",
+        wire: str = "fp32",
+        share_inputs: bool = True,
+        sync_batchnorm: bool = False,
+        average_buffers: bool = True,
+        check_finite: bool = True,
+        bucket_mb: float | None = None,
+        timeout: float = 300.0,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        start_method: str = "popen",
+        **unknown: Any,
+    ) -> None:
+        given = locals()
+        self.options = Options.create(**{name: given[name] for name in Options.names()}, **unknown)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            timeout=timedelta(seconds=timeout),
+        )  # type: ignore[call-arg]
+        self._states: list[Any] | None = None
+        self._steps: tuple[int, int] | None = None
+        self._weightless = False
+
+    # Start and end
+
+    def setup_environment(self) -> None:
+        environment = self.cluster_environment
+        if environment is not None and not dist.is_initialized():
+            choose_interface(environment.main_address, environment.main_port)
+        super().setup_environment()  # type: ignore[misc]
+
+    def setup(self, trainer: Any) -> None:
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True); torch's own works on GPUs only
+            self.options = dataclasses.replace(self.options, sync_batchnorm=True)
+            self._layer_sync = None
+        super().setup(trainer)  # type: ignore[misc]
+
+    def configure_ddp(self) -> None:
+        """Builds the reduction, where DDP would wrap the model."""
+        if getattr(self.precision_plugin, "scaler", None) is not None:  # it looks for Inf itself
+            self.options = dataclasses.replace(self.options, check_finite=False)
+        self.reduction = GradientReduction(self.lightning_module, **dataclasses.asdict(self.options))
+        if self._states is not None and self.reduction.rank < len(self._states):
+            self.reduction.load_state_dict(self._states[self.reduction.rank])
+        self._states = None
+
+    def teardown(self) -> None:
+        if self.reduction is not None:
+            self.reduction.detach()
+        self._steps = None
+        super().teardown()  # type: ignore[misc]
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other sites why this one stops."""
+        if self.reduction is not None and not isinstance(exception, SiteError):
+            self.reduction.abort(f"{type(exception).__name__}: {exception}")
+        super().on_exception(exception)  # type: ignore[misc]
+
+    # Training
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        trainer = self._trainer
+        if trainer is None or not trainer.training or self.world_size == 1:
+            return dataloader
+        self._steps = agree_on_steps(dataloader)
+        own, steps = self._steps or (0, 0)
+        return TurnLoader(dataloader, own, steps) if own < steps else dataloader
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._samples_of((args, kwargs)):
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _samples_of(self, batch: Any) -> AbstractContextManager[Any]:
+        self._weightless = False
+        if self.reduction is None:
+            return nullcontext()
+        if self._steps is not None and self._trainer is not None:
+            self._weightless = not has_turn(self._trainer.fit_loop.epoch_loop.batch_idx, *self._steps)
+        samples = 0 if self._weightless else batch_size(batch)
+        return nullcontext() if samples is None else self.reduction.samples(samples)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs backward, and agrees on the gradients before any hook sees them."""
+        module = self.lightning_module
+        if self._weightless:  # a batch that this site has had before, so that it takes part in the others' steps
+            closure_loss = closure_loss * 0.0
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if self.reduction is not None and self.reduction.syncing:
+            self.reduction.synchronize()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """Holds gradients back while they accumulate."""
+        return nullcontext() if self.reduction is None else self.reduction.no_sync()
+
+    def on_validation_start(self) -> None:
+        self._average_buffers()
+        super().on_validation_start()  # type: ignore[misc]
+
+    def _average_buffers(self) -> None:
+        if self._in_fit and self.reduction is not None and self.options.average_buffers:
+            self.reduction.average_buffers()
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._average_buffers()
+        return super().lightning_module_state_dict()  # type: ignore[misc,no-any-return]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint, with what every site's compressor carries from step to step."""
+        if self.reduction is not None:
+            own = self.reduction.state_dict()
+            checkpoint["dadplug"] = self.reduction.gather_objects(own) if self._in_fit else [own]
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        self._states = checkpoint.get("dadplug")
+        return checkpoint
+
+    # Between sites
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all sites; not after an error, since the others may be gone."""
+        if not self._interrupted:
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _trainer(self) -> Any:
+        return getattr(self.lightning_module, "_trainer", None)
+
+    @property
+    def _interrupted(self) -> bool:
+        return self._trainer is not None and self._trainer.interrupted
+
+    @property
+    def _in_fit(self) -> bool:
+        """Whether all sites are in the middle of a fit, so that they can speak with one another."""
+        trainer = self._trainer
+        return trainer is not None and trainer.state.fn == "fit" and not self._interrupted

@@ -1,0 +1,11 @@
+"""The strategies for the package `lightning`."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from . import dad_strategy
+
+
+class DADStrategy(dad_strategy.DADStrategy, DDPStrategy):
+    """`dadplug.runners.dad_strategy.DADStrategy` for this package."""

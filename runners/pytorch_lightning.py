@@ -1,0 +1,11 @@
+"""The strategies for the package `pytorch_lightning`."""
+
+from __future__ import annotations
+
+from pytorch_lightning.strategies import DDPStrategy
+
+from . import dad_strategy
+
+
+class DADStrategy(dad_strategy.DADStrategy, DDPStrategy):
+    """`dadplug.runners.dad_strategy.DADStrategy` for this package."""

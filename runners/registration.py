@@ -1,0 +1,98 @@
+"""Makes the modes names of Lightning's strategies, whenever one of its packages is imported."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Lightning's packages, and the module here with the strategies for each.
+PACKAGES = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
+# Beside the plain name, which starts a site's processes by running the script again.
+_STARTS = {"": "popen", "_spawn": "spawn", "_notebook": "fork"}
+
+
+def register_strategies() -> None:
+    """Registers every mode with the packages that are there, and with the others when they are imported."""
+    for package in PACKAGES:
+        if f"{package}.strategies" in sys.modules:
+            _register(package)
+    if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher())
+
+
+def _register(package: str) -> None:
+    from dadplug.methods import method_names, on_registration
+
+    registry = sys.modules[f"{package}.strategies"].StrategyRegistry
+
+    def add(mode: str) -> None:
+        for suffix, start_method in _STARTS.items():
+            make = functools.partial(_make, package, mode, start_method)
+            registry.register(mode + suffix, make, description=f"dadplug: gradients agreed by {mode}", override=True)
+
+    for mode in method_names():
+        add(mode)
+    on_registration(add)
+
+
+def _make(package: str, mode: str, start_method: str, **options: Any) -> Any:
+    module = importlib.import_module(f".{PACKAGES[package]}", __package__)
+    return module.DADStrategy(mode, start_method=start_method, **options)
+
+
+def concrete_strategy() -> Any:
+    """Finds the class of strategy for the package of Lightning that is in use.
+
+    Raises:
+        ImportError: if none is installed.
+        RuntimeError: if both are in use.
+    """
+    packages = [package for package in PACKAGES if package in sys.modules]
+    packages = packages or [package for package in PACKAGES if importlib.util.find_spec(package.split(".")[0])]
+    if not packages:
+        raise ImportError("DADStrategy needs Lightning, which is not installed: pip install 'dadplug[lightning]'")
+    if len(packages) > 1:
+        raise RuntimeError(
+            "both pytorch_lightning and lightning are here: say which one is meant, by `from dadplug.runners."
+            "pytorch_lightning import DADStrategy` or `from dadplug.runners.lightning import DADStrategy`"
+        )
+    return importlib.import_module(f".{PACKAGES[packages[0]]}", __package__).DADStrategy
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Finds nothing by itself; adds the registration to what others find for Lightning's modules of strategies."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package = fullname.removesuffix(".strategies")
+        if package not in PACKAGES or package == fullname:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    break
+        else:
+            return None
+        if spec.loader is not None:
+            _after(spec.loader, functools.partial(_register, package))
+        return spec
+
+
+def _after(loader: Any, call: Any) -> None:
+    """Has a loader call something once it has run its module."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        call()
+
+    loader.exec_module = exec_module
