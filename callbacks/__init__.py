@@ -1,23 +1,46 @@
-"""What a trainer calls back. A trainer is imported when its callback is first asked for."""
+"""What a trainer calls back. A trainer is imported when its callback is first asked for.
+
+For Catalyst their names end in Callback; for Lightning, without it, they are those for the package in use.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dadplug.runners.registration import needs_lightning
+
 if TYPE_CHECKING:
-    from .catalyst import BatchTimerCallback, TrafficMonitorCallback
+    from .catalyst import (
+        BatchTimerCallback,
+        RankMonitorCallback,
+        RankScheduleCallback,
+        ReplicaCheckCallback,
+        TrafficMonitorCallback,
+    )
+    from .pytorch_lightning import BatchTimer, RankMonitor, RankSchedule, ReplicaCheck, TrafficMonitor
 
-_CALLBACKS = {"BatchTimerCallback": "catalyst", "TrafficMonitorCallback": "catalyst"}
-
-__all__ = ["BatchTimerCallback", "TrafficMonitorCallback"]
+__all__ = [
+    "BatchTimer",
+    "BatchTimerCallback",
+    "RankMonitor",
+    "RankMonitorCallback",
+    "RankSchedule",
+    "RankScheduleCallback",
+    "ReplicaCheck",
+    "ReplicaCheckCallback",
+    "TrafficMonitor",
+    "TrafficMonitorCallback",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _CALLBACKS:
+    if name not in __all__:
         raise AttributeError(f"module 'dadplug.callbacks' has no attribute {name!r}")
+    if not name.endswith("Callback"):
+        return getattr(needs_lightning(name, __name__), name)
     try:
-        return getattr(importlib.import_module(f".{_CALLBACKS[name]}", __name__), name)
+        return getattr(importlib.import_module(".catalyst", __name__), name)
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] == "catalyst":
             raise ImportError(

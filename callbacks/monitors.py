@@ -1,11 +1,13 @@
-"""What the monitors measure, whatever the trainer."""
+"""What the callbacks do, whatever the trainer: each is told when a batch begins and ends, and returns what to log."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 from dadplug import GradientReduction
+from dadplug.errors import MismatchError
 
 
 class Means:
@@ -15,7 +17,7 @@ class Means:
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, int] = defaultdict(int)
 
-    def add(self, values: dict[str, float]) -> None:
+    def add(self, values: Mapping[str, float]) -> None:
         """Takes one value each."""
         for name, value in values.items():
             self._sums[name] += value
@@ -29,53 +31,240 @@ class Means:
         return means
 
 
-class BatchClock:
-    """Times batches: waiting for data, the model's work, waiting for other sites, and all of it."""
+class Monitor:
+    """What one callback does.
 
-    def __init__(self) -> None:
-        self._ended = self._began = time.perf_counter()
+    Attributes:
+        on_every_batch: whether batches outside of training count, too.
+        of_layers: whether there are values of each layer, too many for a progress bar.
+        shown: names of values for the progress bar.
+    """
+
+    on_every_batch = False
+    of_layers = False
+    shown: tuple[str, ...] = ()
 
     def start(self) -> None:
         """Begins a loader."""
-        self._ended = time.perf_counter()
 
-    def begin_batch(self) -> None:
-        """Marks that a batch is there."""
-        self._began = time.perf_counter()
+    def begin(self) -> None:
+        """Begins a batch, whose data is there."""
 
-    def end_batch(self, samples: int, exchange: float) -> dict[str, float]:
-        """Marks that a batch is done with.
+    def end(self, reduction: GradientReduction | None, samples: int) -> dict[str, float]:
+        """Ends a batch.
 
         Args:
+            reduction: the reduction of the model in training; None where there is none.
             samples: samples of the batch, at this site.
-            exchange: seconds of it that this site waited for others.
 
         Returns:
-            Times in seconds, and samples a second at this site.
+            What to log.
         """
+        raise NotImplementedError
+
+
+class _StepMonitor(Monitor):
+    """A monitor of steps, of which a batch may have one, several, or with accumulation none."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int, float] = (0, 0, 0.0)
+        self._reduction: GradientReduction | None = None
+
+    def end(self, reduction: GradientReduction | None, samples: int) -> dict[str, float]:
+        if reduction is None:
+            return {}
+        if reduction is not self._reduction:
+            self._reduction, self._seen = reduction, (0, 0, 0.0)
+        traffic, (steps, nbytes, wait) = reduction.traffic, self._seen
+        if traffic.steps == steps:
+            return {}
+        self._seen = traffic.steps, traffic.bytes_in_steps, traffic.wait_in_steps
+        now_steps, now_bytes, now_wait = self._seen
+        return self.end_steps(reduction, now_steps - steps, now_bytes - nbytes, now_wait - wait)
+
+    def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
+        """Ends a batch in which there were steps, with so many bytes sent and seconds waited in them."""
+        raise NotImplementedError
+
+
+class BatchTimer(_StepMonitor):
+    """Times batches.
+
+    Logs, in seconds, ``_timer/data_time``, ``_timer/model_time``, ``_timer/exchange_time`` and ``_timer/batch_time``:
+    getting a batch, forward to optimizer step, waiting for other sites, and all of it; and ``_timer/_fps``, the
+    samples that this site handles in a second.
+    """
+
+    on_every_batch = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = self._began = time.perf_counter()
+        self._waited = 0.0
+
+    def start(self) -> None:
+        self._ended = time.perf_counter()
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def end(self, reduction: GradientReduction | None, samples: int) -> dict[str, float]:
         now = time.perf_counter()
+        self._waited = 0.0
+        super().end(reduction, samples)
         data, work, whole = self._began - self._ended, now - self._began, now - self._ended
         self._ended = now
         return {
             "_timer/data_time": data,
-            "_timer/model_time": work - exchange,
-            "_timer/exchange_time": exchange,
+            "_timer/model_time": work - self._waited,
+            "_timer/exchange_time": self._waited,
             "_timer/batch_time": whole,
             "_timer/_fps": samples / max(whole, 1e-9),
         }
 
-
-def traffic_values(reduction: GradientReduction) -> dict[str, float]:
-    """Describes the last step's traffic of this site: megabytes, and how many times fewer than dense."""
-    traffic = reduction.traffic
-    return {"traffic/mb": traffic.bytes_sent / 1e6, "traffic/ratio": traffic.ratio}
+    def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
+        self._waited = wait
+        return {}
 
 
-def rank_values(reduction: GradientReduction) -> dict[str, float]:
-    """Describes how well this site's gradients were compressed in the last step, by layer."""
-    values: dict[str, float] = {}
-    for name, quality in reduction.quality.items():
-        layer = name.removesuffix(".weight")
-        values[f"rank/{layer}"] = float(quality.effective_rank)
-        values[f"residual/{layer}"] = quality.residual
-    return values
+class TrafficMonitor(_StepMonitor):
+    """Monitors the traffic between sites.
+
+    Logs ``traffic/mb``, the megabytes that this site sends in a step; ``traffic/ratio``, how many times fewer they are
+    than with all gradients dense; ``traffic/wait``, the seconds of a step that it waits for others; and
+    ``traffic/mb_per_s``, the megabytes that it sends in a second, all in all.
+    """
+
+    shown = ("traffic/mb_per_s", "traffic/ratio")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = time.perf_counter()
+
+    def start(self) -> None:
+        self._ended = time.perf_counter()
+
+    def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
+        before, self._ended = self._ended, time.perf_counter()
+        return {
+            "traffic/mb": nbytes / steps / 1e6,
+            "traffic/ratio": reduction.traffic.dense_bytes * steps / nbytes if nbytes else 1.0,
+            "traffic/wait": wait / steps,
+            "traffic/mb_per_s": nbytes / 1e6 / max(self._ended - before, 1e-9),
+        }
+
+
+class RankMonitor(_StepMonitor):
+    """Monitors how well gradients are compressed.
+
+    Logs, by layer, ``rank/LAYER``, the effective rank that this site sends, and ``residual/LAYER``, the relative error
+    of its compressed gradient; and ``rank/mean`` and ``residual/mean`` over layers. Nothing by methods without a rank.
+    """
+
+    of_layers = True
+
+    def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
+        values: dict[str, float] = {}
+        qualities = reduction.quality
+        for name, quality in qualities.items():
+            layer = name.removesuffix(".weight")
+            values[f"rank/{layer}"] = float(quality.effective_rank)
+            values[f"residual/{layer}"] = quality.residual
+        if qualities:
+            values["rank/mean"] = sum(each.effective_rank for each in qualities.values()) / len(qualities)
+            values["residual/mean"] = sum(each.residual for each in qualities.values()) / len(qualities)
+        return values
+
+
+class RankSchedule(_StepMonitor):
+    """Sets the rank of compressed gradients in the course of training.
+
+    Logs ``rank/limit``, the largest rank that is sent.
+
+    Args:
+        steps: rank as a function of the step, or as a table: from which step on, which rank.
+        residual: instead of it, the mean relative error over layers, at the site where it is largest, to keep to: the
+            rank goes up where the error is larger and down where it is smaller by more than a tenth.
+        every: steps between changes by the residual.
+        min_rank: smallest rank, by the residual.
+        max_rank: largest rank, by the residual.
+
+    Raises:
+        ValueError: if neither or both of `steps` and `residual` are given, or a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        steps: Mapping[int, int] | Callable[[int], int] | None = None,
+        *,
+        residual: float | None = None,
+        every: int = 50,
+        min_rank: int = 1,
+        max_rank: int = 64,
+    ) -> None:
+        super().__init__()
+        if (steps is None) == (residual is None):
+            raise ValueError("a rank schedule goes by steps= or by residual=: give one of them")
+        if residual is not None and not 0 < residual < 1:
+            raise ValueError(f"residual must lie between 0 and 1, got {residual!r}")
+        if every < 1 or not 1 <= min_rank <= max_rank:
+            raise ValueError(f"need every >= 1 and 1 <= min_rank <= max_rank, got {every}, {min_rank}, {max_rank}")
+        self._table = steps
+        self._residual = residual
+        self._every = every
+        self._range = (min_rank, max_rank)
+
+    def rank_at(self, step: int) -> int | None:
+        """Tells the rank for a step by the table or function; None where the table does not say."""
+        if callable(self._table):
+            return int(self._table(step))
+        reached = [begin for begin in self._table or () if begin <= step]
+        return None if not reached else self._table[max(reached)]  # type: ignore[index]
+
+    def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
+        rank = reduction.max_rank
+        if rank is None:
+            raise ValueError(f"mode {reduction.options.mode!r} has no rank for a rank schedule to set")
+        if self._residual is None:
+            rank = self.rank_at(reduction.step) or rank
+        elif reduction.step % self._every < steps:
+            rank = self._by_residual(reduction, rank, self._residual)
+        reduction.max_rank = rank
+        return {"rank/limit": float(rank)}
+
+    def _by_residual(self, reduction: GradientReduction, rank: int, target: float) -> int:
+        residuals = [quality.residual for quality in reduction.quality.values()]
+        worst = max(reduction.gather_objects(sum(residuals) / len(residuals) if residuals else 0.0))
+        if worst > target:
+            rank = max(rank + 1, round(1.25 * rank))
+        elif worst < 0.9 * target:
+            rank = min(rank - 1, round(rank / 1.25))
+        return min(max(rank, self._range[0]), self._range[1])
+
+
+class ReplicaCheck(_StepMonitor):
+    """Checks that the sites' parameters are equal to the bit.
+
+    Args:
+        every: steps between checks; a check costs about as much as reading all parameters.
+
+    Raises:
+        ValueError: if `every` is less than 1.
+        MismatchError: on all sites, while training, naming the first parameter that differs.
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        super().__init__()
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        self._every = every
+
+    def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
+        if reduction.step % self._every < steps:
+            name = reduction.first_difference()
+            if name is not None:
+                raise MismatchError(
+                    f"the sites' replicas are no longer equal after step {reduction.step}: {name} differs. Was it "
+                    "changed outside of the optimizer, or do the sites compute on different machines or versions?"
+                )
+        return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import replicas
 from .batchnorm import SyncedBatchNorms
 from .exchange import Traffic, open_transport
-from .hooks import overridden
+from .guards import check_model, refuse_unsynchronised
 from .methods import Quality, make_method
 from .options import Options
 from .pipeline import Pipeline
@@ -69,7 +68,7 @@ class GradientReduction:
         **options: Any,
     ) -> None:
         self.options = Options.create(mode=mode, **options)
-        _check_model(model)
+        check_model(model)
         self.model = model
         self._parameters = list(model.parameters())
         self.traffic = Traffic()
@@ -94,7 +93,7 @@ class GradientReduction:
         self._reasons: dict[str, str] = {}
         self._pipeline: Pipeline | None = None
         self._build()
-        self._guard = register_optimizer_step_pre_hook(_refuse_unsynchronised(self))
+        self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self.traffic.start()
 
     def _build(self) -> None:
@@ -317,6 +316,32 @@ class GradientReduction:
         return self._method.quality()
 
     @property
+    def pending(self) -> bool:
+        """Whether gradients have arrived that are not agreed on yet."""
+        return self._pending
+
+    @property
+    def step(self) -> int:
+        """Number of steps that have been agreed on, those before a resumption included."""
+        return self._step
+
+    @property
+    def max_rank(self) -> int | None:
+        """The largest rank of a layer's compressed gradient; None for methods without.
+
+        May be set at any time, at each site to another value: the next step's gradients have it.
+        """
+        return self._method.max_rank
+
+    @max_rank.setter
+    def max_rank(self, rank: int) -> None:
+        if self._method.max_rank is None:
+            raise ValueError(f"mode {self.options.mode!r} has no rank to set")
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
+        self._method.max_rank = rank
+
+    @property
     def sites(self) -> list[str]:
         """The sites by name, for messages."""
         return [self._transport.sites[rank] for rank in range(self.world_size)]
@@ -327,7 +352,8 @@ class GradientReduction:
         All sites must call it; the runners do before evaluation and at checkpoints.
         """
         weight = float(self._epoch_samples) if self.options.weighting == "samples" else 1.0
-        replicas.average_buffers(self.model, self._transport, weight)
+        with self.traffic.apart():
+            replicas.average_buffers(self.model, self._transport, weight)
         self._epoch_samples = 0
 
     def first_difference(self) -> str | None:
@@ -336,11 +362,13 @@ class GradientReduction:
         Returns:
             The name of the first parameter that differs, or None if the replicas are equal.
         """
-        return replicas.first_difference(self.model, self._transport)
+        with self.traffic.apart():
+            return replicas.first_difference(self.model, self._transport)
 
     def gather_objects(self, item: Any) -> list[Any]:
         """Gathers a picklable object from every site, by rank; all sites must call it."""
-        return self._transport.gather_objects(item)
+        with self.traffic.apart():
+            return self._transport.gather_objects(item)
 
     def abort(self, reason: str) -> None:
         """Tells the other sites why this one is about to end; they read it once they miss it."""
@@ -373,29 +401,3 @@ class GradientReduction:
         if self._norms is not None:
             self._norms.detach()
         self._guard.remove()
-
-
-def _check_model(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")
-    for name, module in model.named_modules():
-        if overridden(module):
-            raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")
-
-
-def _refuse_unsynchronised(reduction: GradientReduction) -> Any:
-    """A hook on optimizers that finds a forgotten `synchronize` before it lets the replicas drift apart."""
-    reference = weakref.ref(reduction)
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = reference()
-        if found is None or not found._pending or any(callable(given) for given in (*args, *kwargs.values())):
-            return  # a closure may do what is left of the step
-        ours = {id(parameter) for parameter in found.model.parameters()}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            raise RuntimeError(
-                "optimizer.step() before the gradients are agreed: call reduction.synchronize() after backward()"
-            )
-
-    return check

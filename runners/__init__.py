@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .registration import needs_lightning, packages_in_use
 from .registration import register_strategies as register_strategies
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ __all__ = ["DADStrategy", "DistributedRunner"]
 def __getattr__(name: str) -> Any:
     if name not in _TRAINERS:
         raise AttributeError(f"module 'dadplug.runners' has no attribute {name!r}")
+    if name == "DADStrategy" and len(packages_in_use()) == 1:
+        return needs_lightning(name, __name__).DADStrategy  # a class that LightningCLI knows for a strategy
     try:
         return getattr(importlib.import_module(f".{_TRAINERS[name]}", __name__), name)
     except ModuleNotFoundError as error:

@@ -17,7 +17,7 @@ from dadplug.options import Options
 from dadplug.samples import batch_size
 from dadplug.turns import has_turn
 
-from .registration import concrete_strategy
+from .registration import needs_lightning
 from .turn_loader import TurnLoader, agree_on_steps
 
 
@@ -66,7 +66,7 @@ class DADStrategy:
     _layer_sync: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__new__(concrete_strategy() if cls is DADStrategy else cls)
+        return super().__new__(needs_lightning("DADStrategy", __package__).DADStrategy if cls is DADStrategy else cls)
 
     def __init__(
         self,

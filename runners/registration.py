@@ -43,27 +43,36 @@ def _register(package: str) -> None:
 
 
 def _make(package: str, mode: str, start_method: str, **options: Any) -> Any:
-    module = importlib.import_module(f".{PACKAGES[package]}", __package__)
+    module: Any = importlib.import_module(f".{PACKAGES[package]}", __package__)
     return module.DADStrategy(mode, start_method=start_method, **options)
 
 
-def concrete_strategy() -> Any:
-    """Finds the class of strategy for the package of Lightning that is in use.
+def packages_in_use() -> list[str]:
+    """Lists Lightning's packages that have been imported; where none has, those that are installed."""
+    packages = [package for package in PACKAGES if package in sys.modules]
+    return packages or [package for package in PACKAGES if importlib.util.find_spec(package.split(".")[0])]
+
+
+def needs_lightning(name: str, parent: str) -> ModuleType:
+    """Imports the module for the package of Lightning that is in use.
+
+    Args:
+        name: what is asked for, for messages.
+        parent: the package in which there is a module for each of Lightning's.
 
     Raises:
-        ImportError: if none is installed.
-        RuntimeError: if both are in use.
+        ImportError: if Lightning is not installed.
+        RuntimeError: if both packages are in use.
     """
-    packages = [package for package in PACKAGES if package in sys.modules]
-    packages = packages or [package for package in PACKAGES if importlib.util.find_spec(package.split(".")[0])]
+    packages = packages_in_use()
     if not packages:
-        raise ImportError("DADStrategy needs Lightning, which is not installed: pip install 'dadplug[lightning]'")
+        raise ImportError(f"{name} needs Lightning, which is not installed: pip install 'dadplug[lightning]'")
     if len(packages) > 1:
         raise RuntimeError(
-            "both pytorch_lightning and lightning are here: say which one is meant, by `from dadplug.runners."
-            "pytorch_lightning import DADStrategy` or `from dadplug.runners.lightning import DADStrategy`"
+            f"both pytorch_lightning and lightning are here: say which one is meant, by `from {parent}."
+            f"pytorch_lightning import {name}` or `from {parent}.lightning import {name}`"
         )
-    return importlib.import_module(f".{PACKAGES[packages[0]]}", __package__).DADStrategy
+    return importlib.import_module(f"{parent}.{PACKAGES[packages[0]]}")
 
 
 class _Watcher(importlib.abc.MetaPathFinder):

@@ -16,6 +16,8 @@ class Traffic:
         dense_bytes: what one step would have sent had every gradient been all-reduced, in bytes.
         wait_seconds: time in the last step that this site spent waiting for others, in seconds.
         steps: number of steps counted.
+        bytes_in_steps: the sum of `bytes_sent` over all steps.
+        wait_in_steps: the sum of `wait_seconds` over all steps.
     """
 
     def __init__(self) -> None:
@@ -24,6 +26,8 @@ class Traffic:
         self.dense_bytes = 0
         self.wait_seconds = 0.0
         self.steps = 0
+        self.bytes_in_steps = 0
+        self.wait_in_steps = 0.0
         self._bytes = 0
         self._wait = 0.0
 
@@ -51,6 +55,17 @@ class Traffic:
         self.bytes_sent, self._bytes = self._bytes, 0
         self.wait_seconds, self._wait = self._wait, 0.0
         self.steps += 1
+        self.bytes_in_steps += self.bytes_sent
+        self.wait_in_steps += self.wait_seconds
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keeps what is counted inside out of the steps."""
+        before = self._bytes, self._wait
+        try:
+            yield
+        finally:
+            self._bytes, self._wait = before
 
     def start(self) -> None:
         """Leaves what the set-up sent out of the first step's count."""

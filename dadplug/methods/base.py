@@ -40,6 +40,8 @@ class Method(ABC):
     name: str
     exact: bool
     """Whether the agreed gradient is that of one process, up to rounding."""
+    max_rank: int | None = None
+    """Largest rank of a compressed gradient; None for a method without."""
     sends_bias: bool = False
     """Whether a bias gradient is sent beside the rows; otherwise it is the sum of the rows of `left`."""
 

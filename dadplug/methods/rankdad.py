@@ -31,6 +31,7 @@ class RankDAD(Method):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
+        self.max_rank: int = options.rank
         self._bases: dict[str, Tensor] = {}
         self._calls: dict[str, int] = {}
         self._quality: dict[str, Quality] = {}
@@ -40,13 +41,13 @@ class RankDAD(Method):
         return "lowrank" if rank * (out + width) < out * width else "allreduce"
 
     def rows_sent(self, rows: int, out: int, width: int) -> int:
-        return min(self.options.rank, rows, out, width)
+        return min(self.max_rank, rows, out, width)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
         compressed = compress(
             factor.deltas,
             factor.activations,
-            self.options.rank,
+            self.max_rank,
             iterations=self.options.iterations,
             tolerance=self.options.tolerance,
             warm_start=self._bases.get(name) if self.options.warm_start else None,
@@ -68,8 +69,13 @@ class RankDAD(Method):
         return dict(self._quality)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bases": {name: basis.clone() for name, basis in self._bases.items()}, "calls": dict(self._calls)}
+        return {
+            "bases": {name: basis.clone() for name, basis in self._bases.items()},
+            "calls": dict(self._calls),
+            "rank": self.max_rank,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._bases = {name: basis.clone() for name, basis in state["bases"].items()}
         self._calls = dict(state["calls"])
+        self.max_rank = state.get("rank", self.max_rank)
