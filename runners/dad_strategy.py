@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from dadplug.samples import batch_size
 from dadplug.turns import has_turn
 
 from .registration import needs_lightning
+from .site_environment import SiteEnvironment
 from .turn_loader import TurnLoader, agree_on_steps
 
 
@@ -28,6 +30,7 @@ class DADStrategy:
     are made derive: `dadplug.runners.lightning.DADStrategy` and `dadplug.runners.pytorch_lightning.DADStrategy`. This
     one stands for that of the package that is in use.
 
+    Where the sites have met before, by `dadplug.connect`, Lightning starts no processes: give ``devices=1`` then.
     Gradients are agreed on at the end of each backward pass, with accumulation of the last one, before any hook,
     clipping or optimizer sees them. Sites may have different numbers of batches: one that has fewer repeats a batch
     without weight in some steps.
@@ -60,7 +63,10 @@ class DADStrategy:
     cluster_environment: Any
     lightning_module: Any
     precision_plugin: Any
+    parallel_devices: Any
     world_size: int
+    global_rank: int
+    local_rank: int
     pre_backward: Any
     post_backward: Any
     _layer_sync: Any
@@ -94,6 +100,8 @@ class DADStrategy:
         **unknown: Any,
     ) -> None:
         given = locals()
+        if cluster_environment is None and SiteEnvironment.detect():
+            cluster_environment = SiteEnvironment()
         self.options = Options.create(**{name: given[name] for name in Options.names()}, **unknown)
         super().__init__(
             accelerator=accelerator,
@@ -110,6 +118,14 @@ class DADStrategy:
         self._weightless = False
 
     # Start and end
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
         environment = self.cluster_environment

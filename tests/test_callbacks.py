@@ -117,7 +117,6 @@ def in_lightning(by_environment: bool) -> dict:
 
     from dadplug import callbacks
 
-    os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")
     names = ("BatchTimer", "TrafficMonitor", "RankMonitor", "ReplicaCheck")
     if by_environment:
         os.environ["DADPLUG_CALLBACKS"] = ", ".join(names)
@@ -131,7 +130,6 @@ def in_lightning(by_environment: bool) -> dict:
         strategy=dadplug.DADStrategy("rankdad", rank=2),
         accelerator="cpu",
         devices=1,
-        num_nodes=2,
         max_epochs=2,
         accumulate_grad_batches=2,
         log_every_n_steps=1,

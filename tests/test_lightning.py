@@ -19,18 +19,20 @@ MODES = ("dsgd", "dad", "rankdad")
 
 
 def trainer(strategy, **settings):
-    os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")  # these processes are the sites
     warnings.filterwarnings("ignore")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
     settings = {"enable_checkpointing": False, "max_epochs": 2, "precision": "64-true"} | quiet | settings
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, num_nodes=2, **settings)
+    if strategy == "ddp":  # Lightning's own way to know of processes that others have started
+        os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")
+        strategy, settings["num_nodes"] = "ddp_find_unused_parameters_true", 2
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **settings)
 
 
 def fit(name: str, mode: str, settings: dict, options: dict):
     torch.manual_seed(0)
     module = zoo.ZOO[name]()
     double = settings.get("precision", "64-true") == "64-true"
-    strategy = "ddp_find_unused_parameters_true" if mode == "ddp" else DADStrategy(mode, **options)
+    strategy = "ddp" if mode == "ddp" else DADStrategy(mode, **options)
     current = trainer(strategy, **settings)
     dtype = torch.float64 if double else torch.float32
     current.fit(module.to(dtype), zoo.loader(dtype=dtype), zoo.loader(24, seed=1, dtype=dtype, shuffle=False))
