@@ -15,10 +15,10 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from .cli import add_option_arguments, options_of, place_of, plain_errors
-from .data import DATASETS, fold_indices, load_dataset, site_indices
+from .data import DATASETS, Samples, fold_indices, load_dataset, site_indices
 from .data.splits import SPLITS
 from .exchange import connect
-from .models import MODELS, build_model
+from .models import MODELS, build_for
 from .options import Options
 from .registry import Registry
 
@@ -119,14 +119,16 @@ class Experiment:
         model_kwargs = _json(arguments.model_kwargs, "model-kwargs", dict)
         scheduler_kwargs = _json(arguments.scheduler_kwargs, "scheduler-kwargs", dict)
         torch.manual_seed(arguments.seed)
-        self.model = build_model(arguments.model, *model_args, **model_kwargs)
+        data = load_dataset(arguments.dataset, arguments.data_dir)
+        self.model, data = build_for(data, arguments.model, *model_args, **model_kwargs)
         self.criterion = CRITERIA[arguments.criterion]()
         self.optimizer = OPTIMIZERS[arguments.optimizer](self.model.parameters(), lr=arguments.lr)
         try:
             self.scheduler = SCHEDULERS[arguments.scheduler](self.optimizer, arguments.epochs, **scheduler_kwargs)
         except TypeError as error:
             raise ValueError(f"scheduler {arguments.scheduler!r} does not take scheduler-kwargs: {error}") from error
-        self.loaders, self.classes = _loaders(arguments, self.rank, self.num_nodes)
+        self.classes = data.classes
+        self.loaders = _loaders(arguments, data.train, self.rank, self.num_nodes)
         self.folder = Path(arguments.log_dir) / arguments.name / f"site_{self.rank}"
 
     def run(self) -> dict[str, Any]:
@@ -212,19 +214,18 @@ def _json(text: str, flag: str, kind: type) -> Any:
     return value
 
 
-def _loaders(arguments: argparse.Namespace, rank: int, num_nodes: int) -> tuple[dict[str, DataLoader], int]:
-    """Builds the loaders, a site's share of the folds to train on and the fold to validate on; counts the classes."""
-    every = load_dataset(arguments.dataset, arguments.data_dir)
-    samples = every.train
+def _loaders(arguments: argparse.Namespace, samples: Samples, rank: int, num_nodes: int) -> dict[str, DataLoader]:
+    """Builds the loaders: a site's share of the folds to train on, and the fold to validate on."""
     if arguments.N > 0:
         samples = samples.subset(torch.arange(min(arguments.N, len(samples))))
     train, valid = fold_indices(len(samples), arguments.num_folds, arguments.k, arguments.seed)
     mine = train[site_indices(samples.labels[train], rank, num_nodes, arguments.split, arguments.seed)]
-    loaders = {
-        "train": DataLoader(samples.subset(mine), batch_size=arguments.batch_size, shuffle=True),
-        "valid": DataLoader(samples.subset(valid), batch_size=max(arguments.batch_size, 64)),
+    held_out: Any = samples.plain().subset(valid)
+    own: Any = samples.subset(mine)
+    return {
+        "train": DataLoader(own, batch_size=arguments.batch_size, shuffle=True),
+        "valid": DataLoader(held_out, batch_size=max(arguments.batch_size, 64)),
     }
-    return loaders, every.classes
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
 from ..registry import Registry
@@ -40,9 +42,49 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.images[indices], self.labels[indices], strict=True))
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        channels, height, width = self.images.shape[1:]
+        return channels, height, width
+
     def subset(self, indices: Tensor) -> Images:
         """Returns some of the samples."""
         return Images(self.images[indices], self.labels[indices])
+
+    def plain(self) -> Images:
+        """Returns the same samples without augmentation, which these have none of."""
+        return self
+
+    def resized(self, size: int) -> Images:
+        """Returns the same samples in another size, in pixels; the images are square then."""
+        if self.shape[1:] == (size, size):
+            return self
+        resized = interpolate(self.images, size=(size, size), mode="bilinear", align_corners=False)
+        return Images(resized, self.labels)
+
+
+class Samples(Protocol):
+    """What every data set can do: `Images` in memory, or `Photos` in files."""
+
+    labels: Tensor
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]: ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+
+    def subset(self, indices: Tensor) -> Samples:
+        """Returns some of the samples."""
+
+    def plain(self) -> Samples:
+        """Returns the same samples without augmentation, to evaluate on."""
+
+    def resized(self, size: int) -> Samples:
+        """Returns the same samples in another size, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +97,8 @@ class DataPair:
         classes: number of classes.
     """
 
-    train: Images
-    test: Images
+    train: Samples
+    test: Samples
     classes: int
 
     def __post_init__(self) -> None:
@@ -68,6 +110,10 @@ class DataPair:
                     f"label {int(part.labels[place])} of {name} sample {place} is out of range: there are "
                     f"{self.classes} classes, 0 to {self.classes - 1}"
                 )
+
+    def resized(self, size: int) -> DataPair:
+        """Returns the same data set with images of another size, in pixels."""
+        return DataPair(self.train.resized(size), self.test.resized(size), self.classes)
 
 
 DATASETS: Registry[Callable[[Path], DataPair]] = Registry("dataset")

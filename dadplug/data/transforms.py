@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_BILINEAR, _LEFT_RIGHT = 2, 0  # PIL's Resampling.BILINEAR and Transpose.FLIP_LEFT_RIGHT
 
 
 class Compose:
@@ -35,6 +38,84 @@ class ToTensor:
             raise ValueError(f"an image has 2 or 3 dimensions, got {array.ndim}")
         tensor = torch.from_numpy(np.atleast_3d(array).transpose(2, 0, 1).copy())
         return tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor.float()
+
+
+class Resize:
+    """Resizes a PIL image so that its shorter side has a length, or to a square.
+
+    Args:
+        size: the length, in pixels, or height and width.
+    """
+
+    def __init__(self, size: int | tuple[int, int]) -> None:
+        self.size = size
+
+    def __call__(self, image: Any) -> Any:
+        if isinstance(self.size, tuple):
+            return image.resize(self.size[::-1], _BILINEAR)
+        scale = self.size / min(image.size)
+        return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), _BILINEAR)
+
+
+class CenterCrop:
+    """Cuts a square out of the middle of a PIL image.
+
+    Args:
+        size: its side, in pixels.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, image: Any) -> Any:
+        left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
+        return image.crop((left, top, left + self.size, top + self.size))
+
+
+class RandomResizedCrop:
+    """Cuts out a part of a PIL image, of random place, area and shape, and resizes it to a square.
+
+    Args:
+        size: the square's side, in pixels.
+        scale: least and largest share of the area.
+        ratio: least and largest ratio of width to height.
+    """
+
+    def __init__(
+        self, size: int, scale: tuple[float, float] = (0.08, 1.0), ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    ) -> None:
+        self.size = size
+        self.scale = scale
+        self.ratio = ratio
+
+    def __call__(self, image: Any) -> Any:
+        whole = image.width * image.height
+        for _ in range(10):
+            area, shape, across, down = torch.rand(4).tolist()
+            area = whole * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
+            ratio = self.ratio[0] * (self.ratio[1] / self.ratio[0]) ** shape
+            width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < width <= image.width and 0 < height <= image.height:
+                left, top = int(across * (image.width - width + 1)), int(down * (image.height - height + 1))
+                break
+        else:
+            width = height = min(image.size)
+            left, top = (image.width - width) // 2, (image.height - height) // 2
+        return image.resize((self.size, self.size), _BILINEAR, box=(left, top, left + width, top + height))
+
+
+class RandomHorizontalFlip:
+    """Mirrors every other image, left to right, by chance.
+
+    Args:
+        p: the chance.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = p
+
+    def __call__(self, image: Any) -> Any:
+        return image.transpose(_LEFT_RIGHT) if float(torch.rand(())) < self.p else image
 
 
 class Normalize:

@@ -1,7 +1,8 @@
 """Models of the experiments, by name: ``build_model("MNISTNet", classes=10)``."""
 
-from . import mnist_net  # noqa: F401  (registers itself)
+from . import mnist_net, vit  # noqa: F401  (each registers itself)
 from .mnist_net import MNISTNet
-from .registry import MODELS, build_model
+from .registry import MODELS, build_for, build_model
+from .vit import ViT
 
-__all__ = ["MODELS", "MNISTNet", "build_model"]
+__all__ = ["MODELS", "MNISTNet", "ViT", "build_for", "build_model"]

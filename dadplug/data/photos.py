@@ -1,0 +1,153 @@
+"""Photos in a folder or a zip file, read when they are asked for."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from . import transforms
+from .base import DataError
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as everybody has them
+
+
+class Archive:
+    """Files of a folder or a zip file, by name; may be read by several threads and processes.
+
+    Args:
+        path: the folder or the zip file.
+
+    Raises:
+        DataError: if it is neither.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[int, zipfile.ZipFile] = {}  # by process
+        if path.is_dir():
+            self.names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+        elif not path.exists():
+            raise DataError(f"there is no {path}")
+        else:
+            try:
+                self.names = sorted(name for name in self._zip().namelist() if not name.endswith("/"))
+            except (zipfile.BadZipFile, OSError) as error:
+                raise DataError(f"{path} is no zip file, or a damaged one: {error}") from error
+
+    def _zip(self) -> zipfile.ZipFile:
+        process = os.getpid()
+        if process not in self._open:
+            self._open[process] = zipfile.ZipFile(self.path)
+        return self._open[process]
+
+    def read(self, name: str) -> bytes:
+        """Reads a file."""
+        return (self.path / name).read_bytes() if self.path.is_dir() else self._zip().read(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_open": {}}
+
+
+def decode(content: bytes, thumbnail: bool = False) -> Any:
+    """Decodes a photo into a PIL image with three channels.
+
+    Args:
+        content: the file.
+        thumbnail: whether a small version does, which is faster.
+
+    Raises:
+        DataError: if Pillow is not installed.
+        OSError: if the photo is damaged, or of no known kind.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("photos need Pillow: pip install 'dadplug[examples]'") from error
+    try:
+        image = Image.open(io.BytesIO(content))
+        if thumbnail:
+            image.draft("RGB", (64, 64))
+        return image.convert("RGB")
+    except (SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what damage makes of some files
+        raise OSError(str(error)) from error
+
+
+def find_damaged(archive: Archive, names: Iterable[str]) -> dict[str, str]:
+    """Tries to read photos; returns what is wrong with those that cannot be, by name."""
+
+    def problem(name: str) -> tuple[str, str | None]:
+        try:
+            decode(archive.read(name), thumbnail=True)
+        except (OSError, zipfile.BadZipFile) as error:
+            return name, str(error) or type(error).__name__
+        return name, None
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return {name: wrong for name, wrong in pool.map(problem, names) if wrong is not None}
+
+
+class Photos(Dataset[tuple[Tensor, Tensor]]):
+    """Photos and labels, in files.
+
+    Args:
+        archive: where they are.
+        names: names of the files.
+        labels: of shape (n,), class numbers.
+        size: height and width that images get, in pixels.
+        augmented: cut and mirror images at random, to train on.
+    """
+
+    def __init__(
+        self, archive: Archive, names: Sequence[str], labels: Tensor, size: int = 224, augmented: bool = False
+    ) -> None:
+        self.archive = archive
+        self.names = list(names)
+        self.labels = labels
+        self.size = size
+        self.augmented = augmented
+        cut: list[Any] = [transforms.Resize(size), transforms.CenterCrop(size)]
+        if augmented:
+            cut = [transforms.Resize(size), transforms.RandomResizedCrop(size, scale=(0.5, 1.0)), transforms.RandomHorizontalFlip()]
+        self._transform = transforms.Compose([*cut, transforms.ToTensor(), transforms.Normalize(_MEAN, _STD)])
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return 3, self.size, self.size
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Reads a photo.
+
+        Raises:
+            DataError: if it has become unreadable since the data set was loaded.
+        """
+        try:
+            image = decode(self.archive.read(self.names[index]))
+        except (OSError, zipfile.BadZipFile) as error:
+            raise DataError(f"cannot read {self.names[index]} in {self.archive.path}: {error}") from error
+        return self._transform(image), self.labels[index]
+
+    def subset(self, indices: Tensor) -> Photos:
+        """Returns some of the samples."""
+        names = [self.names[index] for index in torch.arange(len(self))[indices].tolist()]
+        return Photos(self.archive, names, self.labels[indices], self.size, self.augmented)
+
+    def plain(self) -> Photos:
+        """Returns the same samples without augmentation, to evaluate on."""
+        return Photos(self.archive, self.names, self.labels, self.size)
+
+    def resized(self, size: int) -> Photos:
+        """Returns the same samples in another size, in pixels."""
+        return Photos(self.archive, self.names, self.labels, size, self.augmented)

@@ -1,0 +1,339 @@
+"""What the two-site examples share: flags, sites, and one training in Catalyst, in Lightning and in a plain loop."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dadplug import GradientReduction, connect
+from dadplug.cli import add_option_arguments, options_of, plain_errors
+from dadplug.comparison import RunRecord, picture, table
+from dadplug.data import DATASETS, DataPair, load_dataset, site_indices
+from dadplug.data.splits import SPLITS
+from dadplug.launch import launch_sites
+from dadplug.options import Options
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        title: the model's name in messages.
+        build: builds the model for a data set, and gives the data set in the size that it needs.
+        epochs: number of epochs by data set.
+        batch_size: samples in a batch of one site.
+        lr: learning rate of Adam.
+        defaults: options of the reduction that are not dadplug's own.
+        add_flags: adds flags that `build` reads.
+    """
+
+    title: str
+    build: Callable[[DataPair, argparse.Namespace], tuple[nn.Module, DataPair]]
+    epochs: dict[str, int]
+    batch_size: int = 32
+    lr: float = 1e-3
+    defaults: dict[str, Any] = field(default_factory=dict)
+    add_flags: Callable[[argparse.ArgumentParser], Any] = lambda parser: None
+
+
+def parse(task: Task, argv: list[str], doc: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    name = Path(sys.argv[0]).stem
+    parser.add_argument("--rank", type=int, help="number of this site; without it, all sites start on this machine")
+    parser.add_argument("--num-nodes", type=int, default=2, help="number of sites (default: 2)")
+    parser.add_argument("--dist-url", default="tcp://127.0.0.1:8998", help="meeting point, an address of site 0")
+    parser.add_argument("--trainer", default="catalyst", choices=TRAINERS, help="what trains (default: catalyst)")
+    parser.add_argument("--dataset", default="digits", help=f"data set: {', '.join(DATASETS)} (default: digits)")
+    parser.add_argument("--data-dir", default="data", help="folder of the data set's files (default: data)")
+    parser.add_argument("--split", default="iid", help=f"how samples are dealt to sites: {', '.join(SPLITS)}")
+    parser.add_argument("--epochs", type=int, help="number of epochs (default: by data set)")
+    parser.add_argument("--batch-size", type=int, default=task.batch_size, help="samples in a batch of one site")
+    parser.add_argument("--lr", type=float, default=task.lr, help=f"learning rate of Adam (default: {task.lr})")
+    parser.add_argument("--seed", type=int, default=0, help="seed (default: 0)")
+    parser.add_argument("--compare", action="store_true", help="run dsgd, dad and rankdad one after the other")
+    parser.add_argument("--log-dir", default=f"logs/{name}", help="folder of results")
+    task.add_flags(parser)
+    add_option_arguments(parser)
+    parser.set_defaults(**{f"option_{option}": value for option, value in task.defaults.items()})
+    return parser.parse_args(argv)
+
+
+class History:
+    """Remembers loss, bytes and time of every step, and prints a line an epoch."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+        self.losses, self.samples, self.bytes_sent, self.seconds = [], [], [], []
+        self.epoch_seconds, self.accuracy = [], 0.0
+        self._set_up = self._start = self._epoch_start = 0
+
+    def begin_epoch(self) -> None:
+        self._epoch_start = time.perf_counter()
+
+    def begin(self, reduction: GradientReduction) -> None:
+        if not self.losses:
+            self._set_up = reduction.traffic.total_bytes_sent
+        self._start = time.perf_counter()
+
+    def end(self, reduction: GradientReduction, loss: float, samples: int) -> None:
+        self.losses.append(loss)
+        self.samples.append(samples)
+        self.bytes_sent.append(reduction.traffic.total_bytes_sent - self._set_up)
+        self.seconds.append(time.perf_counter() - self._start)
+
+    def end_training_epoch(self) -> None:
+        self.epoch_seconds.append(time.perf_counter() - self._epoch_start)
+
+    def end_epoch(self, reduction: GradientReduction, epoch: int, accuracy: float) -> None:
+        self.accuracy = accuracy
+        if reduction.rank == 0:
+            traffic, steps = reduction.traffic, len(self.losses) // epoch
+            print(
+                f"  epoch {epoch:2d}/{self.epochs}   loss {statistics.fmean(self.losses[-steps:]):.4f}   held-out "
+                f"accuracy {accuracy:.4f}   {traffic.bytes_sent / 1e6:.3f} MB a step, {traffic.ratio:.0f} x fewer than "
+                "dense",
+                flush=True,
+            )
+
+
+@dataclass
+class Run:
+    """One training: everything that a trainer needs."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    train: DataLoader
+    valid: DataLoader
+    options: dict[str, Any]
+    classes: int
+    seed: int
+    history: History
+
+
+def by_catalyst(run: Run) -> GradientReduction:
+    from catalyst import dl
+    from dadplug.runners import DistributedRunner
+
+    class Recorder(dl.Callback):
+        def __init__(self) -> None:
+            super().__init__(order=dl.CallbackOrder.External)
+
+        def on_loader_start(self, runner) -> None:
+            if runner.is_train_loader:
+                run.history.begin_epoch()
+
+        def on_batch_start(self, runner) -> None:
+            run.history.begin(runner.reduction)
+
+        def on_batch_end(self, runner) -> None:
+            if runner.is_train_loader:
+                run.history.end(runner.reduction, float(runner.batch_metrics["loss"]), runner.batch_size)
+
+        def on_loader_end(self, runner) -> None:
+            if runner.is_train_loader:
+                run.history.end_training_epoch()
+
+        def on_epoch_end(self, runner) -> None:
+            accuracy = runner.epoch_metrics["valid"]["accuracy01"]
+            run.history.end_epoch(runner.reduction, runner.epoch_step, accuracy)
+
+    class Silent(dl.ConsoleLogger):
+        def log_metrics(self, *args, **kwargs) -> None:
+            pass
+
+    runner = DistributedRunner(run.model, nn.CrossEntropyLoss(), run.optimizer, **run.options)
+    runner.train(
+        loaders={"train": run.train, "valid": run.valid},
+        scheduler=run.scheduler,
+        num_epochs=run.history.epochs,
+        seed=run.seed,
+        loggers={"console": Silent()},
+        callbacks=[dl.AccuracyCallback(input_key="logits", target_key="targets", topk=(1,)), Recorder()],
+    )
+    return runner.reduction
+
+
+def by_lightning(run: Run) -> GradientReduction:
+    import logging
+    import warnings
+
+    import pytorch_lightning as pl
+    from dadplug.runners.pytorch_lightning import DADStrategy
+    from torchmetrics.classification import MulticlassAccuracy
+
+    class Classifier(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = run.model
+            self.accuracy = MulticlassAccuracy(run.classes, average="micro")
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch, batch_idx):
+            self.accuracy.update(self.net(batch[0]), batch[1])
+            self.log("accuracy", self.accuracy)
+
+        def configure_optimizers(self):
+            return [run.optimizer], [run.scheduler]
+
+    class Recorder(pl.Callback):
+        def on_train_epoch_start(self, trainer, module) -> None:
+            run.history.begin_epoch()
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+            run.history.begin(trainer.strategy.reduction)
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+            run.history.end(trainer.strategy.reduction, float(outputs["loss"]), len(batch[0]))
+            if trainer.is_last_batch:
+                run.history.end_training_epoch()
+
+        def on_validation_epoch_end(self, trainer, module) -> None:
+            if not trainer.sanity_checking:
+                accuracy = float(module.accuracy.compute())
+                run.history.end_epoch(trainer.strategy.reduction, trainer.current_epoch + 1, accuracy)
+
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    trainer = pl.Trainer(
+        strategy=DADStrategy(**run.options),
+        accelerator="auto" if torch.cuda.is_available() else "cpu",
+        devices=1,
+        max_epochs=run.history.epochs,
+        use_distributed_sampler=False,  # each site has its own samples
+        callbacks=[Recorder()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Classifier(), run.train, run.valid)
+    return trainer.strategy.reduction
+
+
+def by_hand(run: Run) -> GradientReduction:
+    """The plain loop; sites with fewer batches are idle in the last steps."""
+    reduction = GradientReduction(run.model, **run.options)
+    steps = max(reduction.gather_objects(len(run.train)))
+    for epoch in range(1, run.history.epochs + 1):
+        run.model.train()
+        run.history.begin_epoch()
+        batches = iter(run.train)
+        for step in range(steps):
+            run.history.begin(reduction)
+            run.optimizer.zero_grad()
+            if step < len(run.train):
+                inputs, targets = next(batches)
+                loss = nn.functional.cross_entropy(run.model(inputs), targets)
+                loss.backward()
+                reduction.synchronize()
+            else:
+                reduction.idle()
+            run.optimizer.step()
+            run.history.end(reduction, float(loss.detach()), len(targets))
+        run.history.end_training_epoch()
+        run.scheduler.step()
+        reduction.average_buffers()
+        run.model.eval()
+        with torch.no_grad():
+            right = sum(int((run.model(inputs).argmax(1) == targets).sum()) for inputs, targets in run.valid)
+        run.history.end_epoch(reduction, epoch, right / len(run.valid.dataset))
+    reduction.detach()
+    return reduction
+
+
+TRAINERS = {"catalyst": by_catalyst, "lightning": by_lightning, "plain": by_hand}
+
+
+def train(task: Task, arguments: argparse.Namespace, data: DataPair, rank: int, num_nodes: int, mode: str) -> RunRecord:
+    """Trains one model by one method; every site calls it."""
+    torch.manual_seed(arguments.seed)
+    model, data = task.build(data, arguments)
+    mine = site_indices(data.train.labels, rank, num_nodes, arguments.split, arguments.seed)
+    epochs = arguments.epochs or task.epochs.get(arguments.dataset, 5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
+    run = Run(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs),
+        train=DataLoader(data.train.subset(mine), batch_size=arguments.batch_size, shuffle=True),
+        valid=DataLoader(data.test, batch_size=256),
+        options=options_of(arguments) | {"mode": mode},
+        classes=data.classes,
+        seed=arguments.seed,
+        history=History(epochs),
+    )
+    reduction = TRAINERS[arguments.trainer](run)
+    history, traffic = run.history, reduction.traffic
+    return RunRecord(
+        mode=mode,
+        losses=mean_over_sites(reduction.gather_objects((history.losses, history.samples))),
+        bytes_sent=history.bytes_sent,
+        accuracy=history.accuracy,
+        bytes_a_step=traffic.bytes_sent,
+        dense_bytes=traffic.dense_bytes,
+        step_seconds=statistics.median(history.seconds),
+        replicas_equal=reduction.first_difference() is None,
+    )
+
+
+def mean_over_sites(told: list[tuple[list[float], list[int]]]) -> list[float]:
+    """Averages the sites' losses step by step, as far as the site with the fewest steps has them."""
+    steps = min(len(losses) for losses, _ in told)
+    return [
+        sum(losses[step] * samples[step] for losses, samples in told) / sum(samples[step] for _, samples in told)
+        for step in range(steps)
+    ]
+
+
+def run_site(task: Task, arguments: argparse.Namespace) -> None:
+    if "RANK" in os.environ:
+        rank, num_nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        place = (None, None, None)
+    else:
+        rank, num_nodes = arguments.rank, arguments.num_nodes
+        place = (rank, num_nodes, arguments.dist_url)
+    data = load_dataset(arguments.dataset, arguments.data_dir)
+    connect(*place, timeout=arguments.option_timeout)
+    runs = []
+    for mode in ("dsgd", "dad", "rankdad") if arguments.compare else (arguments.option_mode,):
+        if rank == 0:
+            print(f"{num_nodes} sites train {task.title} on {arguments.dataset}, split {arguments.split}, by {mode}")
+        runs.append(train(task, arguments, data, rank, num_nodes, mode))
+    if rank == 0:
+        print("\n" + table(runs))
+        if arguments.compare:
+            folder = Path(arguments.log_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            title = f"{task.title} on {arguments.dataset}, {num_nodes} sites, split {arguments.split}"
+            picture(runs, folder / "comparison.png", title)
+            print(f"\npicture: {folder / 'comparison.png'}")
+
+
+def main(task: Task, argv: list[str], doc: str) -> int:
+    arguments = parse(task, argv, doc)
+    with plain_errors(ValueError, ImportError):
+        Options.create(**options_of(arguments))
+        if arguments.num_nodes < 1 or (arguments.rank is not None and not 0 <= arguments.rank < arguments.num_nodes):
+            raise ValueError(f"rank must lie in 0 to {arguments.num_nodes - 1}, got {arguments.rank}")
+        data = load_dataset(arguments.dataset, arguments.data_dir)  # downloads what is missing, once
+        site_indices(data.train.labels, 0, arguments.num_nodes, arguments.split)
+    if arguments.rank is None and "RANK" not in os.environ:
+        return launch_sites([sys.argv[0], *argv], arguments.num_nodes)
+    with plain_errors():
+        run_site(task, arguments)
+    return 0
