@@ -15,7 +15,7 @@ class RunRecord:
         mode: name of the method.
         losses: training loss by step, the mean over all sites.
         bytes_sent: payload bytes that a site had sent after each step, all in all.
-        accuracy: accuracy on held-out samples after the last epoch, from 0 to 1.
+        accuracies: accuracy on held-out samples after each epoch, from 0 to 1.
         bytes_a_step: payload bytes that a site sends in a step.
         dense_bytes: the same if every gradient were all-reduced.
         step_seconds: median time of a step.
@@ -25,11 +25,16 @@ class RunRecord:
     mode: str
     losses: Sequence[float]
     bytes_sent: Sequence[int]
-    accuracy: float
+    accuracies: Sequence[float]
     bytes_a_step: int
     dense_bytes: int
     step_seconds: float
     replicas_equal: bool
+
+    @property
+    def accuracy(self) -> float:
+        """Accuracy after the last epoch."""
+        return self.accuracies[-1]
 
 
 def table(runs: Sequence[RunRecord]) -> str:

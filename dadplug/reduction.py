@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -391,6 +391,20 @@ class GradientReduction:
             raise ValueError(f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}")
         self._step = state["step"]
         self._method.load_state_dict(state["method"])
+
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restores this site's state among those of all sites, as a checkpoint holds them.
+
+        A site that has none there, for it is new or the checkpoint was written after others had gone, takes the step
+        over and begins with a cold compressor.
+
+        Raises:
+            ValueError: if the states are of another mode.
+        """
+        if self.rank < len(states):
+            self.load_state_dict(states[self.rank])
+        elif states:
+            self.load_state_dict(states[0] | {"method": self._method.state_dict()})
 
     def detach(self) -> None:
         """Takes everything off the model, which then trains alone. May be called twice."""

@@ -76,7 +76,7 @@ class History:
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
         self.losses, self.samples, self.bytes_sent, self.seconds = [], [], [], []
-        self.epoch_seconds, self.accuracy = [], 0.0
+        self.epoch_seconds, self.accuracies = [], []
         self._set_up = self._start = self._epoch_start = 0
 
     def begin_epoch(self) -> None:
@@ -97,7 +97,7 @@ class History:
         self.epoch_seconds.append(time.perf_counter() - self._epoch_start)
 
     def end_epoch(self, reduction: GradientReduction, epoch: int, accuracy: float) -> None:
-        self.accuracy = accuracy
+        self.accuracies.append(accuracy)
         if reduction.rank == 0:
             traffic, steps = reduction.traffic, len(self.losses) // epoch
             print(
@@ -283,7 +283,7 @@ def train(task: Task, arguments: argparse.Namespace, data: DataPair, rank: int, 
         mode=mode,
         losses=mean_over_sites(reduction.gather_objects((history.losses, history.samples))),
         bytes_sent=history.bytes_sent,
-        accuracy=history.accuracy,
+        accuracies=history.accuracies,
         bytes_a_step=traffic.bytes_sent,
         dense_bytes=traffic.dense_bytes,
         step_seconds=statistics.median(history.seconds),

@@ -144,8 +144,8 @@ class DADStrategy:
         if getattr(self.precision_plugin, "scaler", None) is not None:  # it looks for Inf itself
             self.options = dataclasses.replace(self.options, check_finite=False)
         self.reduction = GradientReduction(self.lightning_module, **dataclasses.asdict(self.options))
-        if self._states is not None and self.reduction.rank < len(self._states):
-            self.reduction.load_state_dict(self._states[self.reduction.rank])
+        if self._states is not None:
+            self.reduction.load_states(self._states)
         self._states = None
 
     def teardown(self) -> None:

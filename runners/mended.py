@@ -127,8 +127,8 @@ def load_runner(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
     for counter in ("epoch_step", "batch_step", "sample_step"):
         setattr(runner, counter, checkpoint[counter])
     states = checkpoint.get("dadplug")
-    if states is not None and runner.engine.process_index < len(states):
-        runner.reduction.load_state_dict(states[runner.engine.process_index])
+    if states is not None:
+        runner.reduction.load_states(states)
 
 
 _MENDED = {BackwardCallback: MendedBackward, OptimizerCallback: MendedOptimizer, CheckpointCallback: MendedCheckpoint}

@@ -116,7 +116,11 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
         self.augmented = augmented
         cut: list[Any] = [transforms.Resize(size), transforms.CenterCrop(size)]
         if augmented:
-            cut = [transforms.Resize(size), transforms.RandomResizedCrop(size, scale=(0.5, 1.0)), transforms.RandomHorizontalFlip()]
+            cut = [
+                transforms.Resize(size),
+                transforms.RandomResizedCrop(size, scale=(0.5, 1.0)),
+                transforms.RandomHorizontalFlip(),
+            ]
         self._transform = transforms.Compose([*cut, transforms.ToTensor(), transforms.Normalize(_MEAN, _STD)])
 
     @property

@@ -183,8 +183,9 @@ def _within_range(factor: Tensor) -> tuple[Tensor, float]:
     """
     if factor.is_cuda or factor.numel() == 0:
         return factor, 1.0
-    largest = float(torch.linalg.vector_norm(factor, math.inf))
-    if not math.isfinite(largest):
+    least, most = torch.aminmax(factor)  # vectorised, where the maximum norm is not
+    largest = max(-float(least), float(most))
+    if not math.isfinite(largest):  # NaN, too: both ends are NaN then
         raise FloatingPointError("the deltas or activations hold NaN or Inf")
     if largest == 0.0 or _SAFE_SCALE[0] < largest < _SAFE_SCALE[1]:
         return factor, float(largest > 0.0)
