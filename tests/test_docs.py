@@ -14,8 +14,8 @@ from dadplug.options import Options
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+# What a reader's script has before the snippet begins.
 PREPARED = """
-import warnings
 from torch.utils.data import DataLoader, TensorDataset
 model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 optimizer, criterion = torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss()
@@ -23,10 +23,38 @@ data = TensorDataset(torch.randn(70, 1, 28, 28), torch.randint(0, 10, (70,)))
 loader = DataLoader(data, batch_size=16)
 loaders = {"train": loader, "valid": loader}
 """
+MODULE = """
+import os
+import pytorch_lightning as pl
+os.environ.setdefault("MASTER_PORT", "PORT")
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+    def training_step(self, batch, batch_idx):
+        return criterion(self.net(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+module = Module()
+"""
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 
 def snippets(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    """The snippets of a page; of a diff, the script that it leads to."""
+    found = []
+    for kind, code in re.findall(r"```(python|diff)\n(.*?)```", page.read_text(), re.S):
+        if kind == "diff":
+            code = "".join(line[1:] for line in code.splitlines(keepends=True) if not line.startswith("-"))
+        found.append(code)
+    return found
+
+
+def prepared(code: str) -> str:
+    """A snippet with what comes before it, for a program of which each site runs a copy."""
+    if "pytorch_lightning" not in code:
+        return PREPARED + code
+    return PREPARED + MODULE.replace("PORT", str(support.free_port())) + code
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -49,11 +77,26 @@ def test_every_option_and_every_mode_has_its_place():
     assert [mode for mode in method_names() if f"`{mode}`" not in readme] == []
 
 
-@pytest.mark.parametrize("number", range(len(snippets(ROOT / "README.md"))))
-def test_the_readmes_snippets_run_on_two_sites(number, tmp_path):
-    code = snippets(ROOT / "README.md")[number]
-    if "catalyst" in code:
-        pytest.importorskip("catalyst")
-    finished = support.run_programs(support.site_scripts(PREPARED + code, tmp_path), timeout=120)
-    for each in finished:
+SNIPPETS = [(page, number) for page in (ROOT / "README.md", *GUIDES) for number in range(len(snippets(page)))]
+
+
+@pytest.mark.parametrize(("page", "number"), SNIPPETS, ids=lambda item: getattr(item, "stem", item))
+def test_snippets_run_as_they_are_written(page, number, tmp_path):
+    code = snippets(page)[number]
+    for package in ("catalyst", "pytorch_lightning"):
+        if package in code:
+            pytest.importorskip(package)
+    if "devices=2" in code:  # Lightning starts the sites
+        program = tmp_path / "train.py"
+        program.write_text("import torch\nfrom torch import nn\n" + prepared(code))
+        commands = [[str(program)]]
+    else:
+        commands = support.site_scripts(prepared(code), tmp_path)
+    for each in support.run_programs(commands, timeout=120):
         assert each.status == 0, each.errors
+
+
+def test_a_script_changes_in_few_lines():
+    for page in GUIDES:
+        (diff,) = re.findall(r"```diff\n(.*?)```", page.read_text(), re.S)
+        assert sum(line.startswith("+") and "import" not in line for line in diff.splitlines()) <= 3

@@ -31,6 +31,35 @@ def test_both_sites_start_on_this_machine_and_compare_methods(tmp_path):
     assert len(picture) > 20_000
 
 
+@pytest.mark.parametrize("trainer", ["catalyst", "lightning", "plain"])
+def test_the_vision_transformer_trains_in_each_trainer(tmp_path, trainer):
+    pytest.importorskip("linformer")
+    if trainer == "lightning":
+        pytest.importorskip("pytorch_lightning")
+    flags = ["--trainer", trainer, "--epochs", "1", "--log-dir", str(tmp_path)]
+    (only,) = support.run_programs([[str(ROOT / "examples" / "two_site_vit.py"), *flags]], timeout=200)
+    assert only.status == 0, only.errors
+    line = next(line for line in only.output.splitlines() if re.match(r"rankdad +0\.", line))
+    assert line.endswith("equal")
+    assert float(line.split()[1]) > 0.6
+    assert float(line.split()[4]) > 10  # times fewer bytes than dense
+
+
+def test_photos_that_are_not_there_end_the_example_with_advice(tmp_path):
+    flags = ["--dataset", "dogsvscats", "--data-dir", str(tmp_path / "nowhere")]
+    (only,) = support.run_programs([[str(ROOT / "examples" / "two_site_vit.py"), *flags]])
+    assert only.status == 1
+    assert "download train.zip of the dogs-vs-cats challenge" in only.errors
+    assert "Traceback" not in only.errors
+
+
+def test_the_plain_example_trains(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
+    (only,) = support.run_programs([[*launch, str(ROOT / "examples" / "plain_pytorch.py")]])
+    assert only.status == 0, only.errors
+    assert float(re.search(r"accuracy (0\.\d+)", only.output).group(1)) > 0.9
+
+
 def test_one_site_each_on_two_machines_with_mnists_files(tmp_path):
     write_mnist(tmp_path / "mnist", samples=40)
     url = f"tcp://127.0.0.1:{support.free_port()}"
