@@ -36,6 +36,10 @@ def run_site(own: argparse.Namespace, rest: list[str]) -> None:
         arguments = two_sites.parse(two_site_vit.TASK, [*rest, "--seed", str(seed)], "")
         data = load_dataset(arguments.dataset, arguments.data_dir)
         for mode in own.modes.split(","):
+            mode, _, settings = mode.partition(":")
+            for setting in filter(None, settings.split("+")):
+                name, value = setting.split("=")
+                setattr(arguments, f"option_{name}", int(value) if value.isdigit() else value)
             record = two_sites.train(two_site_vit.TASK, arguments, data, rank, 2, mode)
             best[mode].append(max(record.accuracies))
             spent[mode] = record.bytes_sent[-1]
@@ -58,7 +62,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--modes", default="dsgd,rankdad")
+    parser.add_argument("--modes", default="dsgd,rankdad:rank=12+wire=bf16")
     parser.add_argument("--picture", default="logs/vit_accuracy.png")
     own, rest = parser.parse_known_args()
     if "RANK" not in os.environ:

@@ -49,7 +49,7 @@ def _make(package: str, mode: str, start_method: str, **options: Any) -> Any:
 
 def packages_in_use() -> list[str]:
     """Lists Lightning's packages that have been imported; where none has, those that are installed."""
-    packages = [package for package in PACKAGES if package in sys.modules]
+    packages = [package for package in PACKAGES if sys.modules.get(package) is not None]
     return packages or [package for package in PACKAGES if importlib.util.find_spec(package.split(".")[0])]
 
 

@@ -91,8 +91,8 @@ def test_under_torchrun_the_environment_says_rank_and_world(tmp_path):
     ("flags", "message"),
     [
         (["--distributed-mode", "foo"], "unknown mode 'foo'; valid ones are 'dad', 'dsgd', 'rankdad'"),
-        (["--dataset", "foo"], "unknown dataset 'foo'; valid ones are digits, mnist"),
-        (["--model", "foo"], "unknown model 'foo'; valid ones are MNISTNet"),
+        (["--dataset", "foo"], "unknown dataset 'foo'; valid ones are digits, dogsvscats, mnist"),
+        (["--model", "foo"], "unknown model 'foo'; valid ones are MNISTNet, vit, vit-small"),
         (["--optimizer", "foo"], "unknown optimizer 'foo'; valid ones are adam"),
         (["--criterion", "foo"], "unknown criterion 'foo'; valid ones are crossentropyloss"),
         (["--scheduler", "foo"], "unknown scheduler 'foo'; valid ones are none, step"),
@@ -131,3 +131,20 @@ def test_a_site_with_bad_input_does_not_keep_the_other_waiting(tmp_path):
     finished = support.run_programs([first, [*second, "--model", "foo"]], timeout=90)
     assert "error: unknown model 'foo'" in finished[1].errors
     assert "error: waited 4 s for 2 sites: site 1 did not come" in finished[0].errors
+
+
+def test_the_vision_transformer_on_photos(tmp_path):
+    pytest.importorskip("linformer")
+    from test_photos import files
+
+    (tmp_path / "train").mkdir()
+    for name, content in files(12).items():
+        (tmp_path / "train" / name).write_bytes(content)
+    small = '{"image_size": 32, "patch_size": 8, "depth": 1, "dim": 32, "heads": 2, "k": 4}'
+    data = ["--model", "vit", "--model-kwargs", small, "--dataset", "dogsvscats", "--data-dir", str(tmp_path)]
+    flags = [*data, "--epochs", "2", "--name", "rankdad_vit", "--max-rank", "2", "--num-folds", "2"]
+    for each in support.run_programs(commands(tmp_path, *flags)):
+        assert each.status == 0, each.errors
+    results = json.loads((tmp_path / "logs" / "rankdad_vit" / "site_1" / "results.json").read_text())
+    assert results["replicas_equal"] is True
+    assert results["traffic"]["bytes_a_step"] < results["traffic"]["dense_bytes"]

@@ -95,6 +95,28 @@ except ImportError as error:
     assert f"{name.split('.')[1]} needs Catalyst, which is not installed: pip install 'dadplug[catalyst]'" in message
 
 
+@pytest.mark.parametrize("name", ["runners.DADStrategy", "callbacks.TrafficMonitor"])
+def test_lightning_that_is_missing_is_told_with_its_extra(tmp_path, name):
+    code = f"""
+import sys
+sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None
+import dadplug
+try:
+    dadplug.{name}()
+except ImportError as error:
+    print(error)
+"""
+    message = python(code, tmp_path, ROOT)
+    assert f"{name.split('.')[1]} needs Lightning, which is not installed: pip install 'dadplug[lightning]'" in message
+
+
+def test_an_installed_copy_offers_its_callbacks_to_lightning(installed):
+    (points,) = installed.glob("dadplug*.dist-info/entry_points.txt")
+    text = points.read_text()
+    assert "[pytorch_lightning.callbacks_factory]\ndadplug = dadplug.callbacks.pytorch_lightning:factory" in text
+    assert "[lightning.pytorch.callbacks_factory]\ndadplug = dadplug.callbacks.lightning:factory" in text
+
+
 def test_unknown_names_are_attribute_errors():
     import dadplug
 
@@ -117,4 +139,5 @@ def test_imports_run_one_way():
             assert not (
                 top_level and line.startswith(tuple(f"{w} {n}" for w in ("from", "import") for n in trainers))
             ), path
-            assert not (top_level and line.startswith(("from .runners", "from .callbacks"))), path
+            face = path == ROOT / "dadplug" / "__init__.py"  # lets Lightning know of the modes
+            assert not (top_level and not face and line.startswith(("from .runners", "from .callbacks"))), path
