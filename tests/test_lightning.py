@@ -74,6 +74,15 @@ def test_exact_modes_equal_ddp_with_settings_of_the_trainer(sites, mode, case):
     sites(2).run(equals_ddp, "Plain", mode, SETTINGS[case], {}, 1e-5)
 
 
+AUTOMATIC = [name for name in zoo.ZOO if not name.startswith("Two")]
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+def test_every_module_accumulates_and_clips_as_ddp_does(sites, mode, name):
+    sites(2).run(equals_ddp, name, mode, SETTINGS["both"] | {"max_epochs": 1}, {}, 1e-5)
+
+
 # DDP rounds weight gradients to bf16, dad does not.
 @pytest.mark.parametrize(
     ("mode", "name", "rel"), [("dsgd", "Plain", 1e-5), ("dsgd", "Metrics", 1e-5), ("dad", "Plain", 2e-2)]

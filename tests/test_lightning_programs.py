@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import support
 
@@ -83,19 +81,26 @@ def test_under_torchrun(program):
     assert done(*finished) == ["0 2 10", "1 2 10"]
 
 
-def machines(program: str, tmp_path: Path, **env: str) -> list[support.Finished]:
-    """Runs the program as on two machines, which differ in an environment variable; the command line sets it."""
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port()), "NODES": "2", **env}
-    start = "import os, runpy, sys; os.environ['NODE_RANK'] = sys.argv.pop(1); sys.argv.pop(0); "
-    start += "runpy.run_path(sys.argv[0], run_name='__main__')"
+def machines(program: str, variables: str = "NODE_RANK", **env: str) -> list[support.Finished]:
+    """Runs the program as on two machines, which differ in environment variables; the command line sets them."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port()), **env}
+    start = "import os, runpy, sys; rank = sys.argv.pop(1); "
+    start += f"os.environ.update(dict.fromkeys({variables!r}.split(), rank)); "
+    start += "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     commands = [["-c", start, rank, program, "pytorch_lightning", "rankdad"] for rank in "01"]
     return support.run_programs(commands, env=env)
+
+
+def test_under_slurms_environment(program):
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    job |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1"}
+    assert done(*machines(program, "SLURM_PROCID SLURM_LOCALID", **job)) == ["0 2 10", "1 2 10"]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_site_killed_in_fit_ends_the_others_which_save_and_can_resume(program, tmp_path, killed):
     folder = tmp_path / "checkpoints"
-    finished = machines(program, tmp_path, KILLED=str(killed), FOLDER=str(folder), EPOCHS="4")
+    finished = machines(program, NODES="2", KILLED=str(killed), FOLDER=str(folder), EPOCHS="4")
     assert finished[killed].status == -9
     assert finished[1 - killed].status == 1
     assert f"SiteError: site {killed}" in finished[1 - killed].errors
@@ -104,7 +109,7 @@ def test_a_site_killed_in_fit_ends_the_others_which_save_and_can_resume(program,
     assert any(name.startswith("epoch=1") for name in saved)
     assert ("on_exception.ckpt" in saved) == (killed == 1)  # site 0 is the one that writes
     last = "on_exception.ckpt" if killed == 1 else next(name for name in saved if name.startswith("epoch=1"))
-    resumed = machines(program, tmp_path, RESUME=str(folder / last), EPOCHS="4")
+    resumed = machines(program, NODES="2", RESUME=str(folder / last), EPOCHS="4")
     assert done(*resumed) == ["0 2 20", "1 2 20"]
 
 
