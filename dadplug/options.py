@@ -27,7 +27,7 @@ class Options:
 
     mode: str = _option("rankdad", "method of agreement")
     rank: int = _option(8, "rankdad: largest rank of a layer's compressed gradient")
-    iterations: int = _option(2, "rankdad: power iterations a step")
+    iterations: int = _option(1, "rankdad: power iterations a step")
     tolerance: float = _option(1e-3, "rankdad: singular values up to this share of the largest are not sent")
     warm_start: bool = _option(True, "rankdad: begin from the last step's basis")
     weighting: str = _option("samples", "share of a site in the mean over sites: by its rows, or equal", WEIGHTINGS)

@@ -79,7 +79,7 @@ class DADStrategy:
         mode: str = "rankdad",
         *,
         rank: int = 8,
-        iterations: int = 2,
+        iterations: int = 1,
         tolerance: float = 1e-3,
         warm_start: bool = True,
         weighting: str = "samples",

@@ -1,4 +1,4 @@
-"""Low-rank compression of a weight gradient that is never formed: block power iteration on its factors."""
+"""Low-rank compression of a weight gradient that is never formed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .algorithms import ALGORITHMS, DEPENDENT, Operator, Search, direct
+from .cost import choose
 from .dispatch import kernels_for
 
-_DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
 _SAFE_SCALE = (1e-6, 1e6)  # outside of it, the squares of products of many factors leave what fp32 can hold
 
 
@@ -65,15 +66,20 @@ def compress(
     tolerance: float = 0.0,
     warm_start: Tensor | None = None,
     seed: int = 0,
+    algorithm: str = "auto",
 ) -> Compressed:
     """Finds low-rank factors of a weight gradient ``G = deltas.T @ activations`` without forming it.
 
-    Block power iteration with orthonormalisation in between: an orthonormal basis Q (out x r) is multiplied by
-    ``G G^T``, which costs O(N r (out + in)), and orthonormalised again. G is then projected onto it,
-    ``G ~ Q (Q^T G)``. A projection's error never exceeds that of sending nothing, whatever Q is. Where r reaches
-    the rank that G can have at all, Q is found directly and the result is exact.
+    An orthonormal basis Q (out x r) is looked for, and G projected onto it, ``G ~ Q (Q^T G)``. A projection's error
+    never exceeds that of sending nothing, whatever Q is. Where r reaches the rank that G can have at all, the result
+    is exact. Otherwise ``algorithm`` says how Q is found:
 
-    The vectors of the published method (rank-dAD, arXiv:2102.09631, section 4) come one at a time by deflation.
+    - ``"gram"``: the optimum, from the N x N Gram matrices of the factors; for few rows.
+    - ``"iteration"``: block power iteration on the factors, O(N r (out + in)) a product; with four columns more
+      than asked for, which are dropped in the end, and two passes more where there is no warm start.
+    - ``"formed"``: the same on G itself, which is formed; for many rows.
+    - ``"deflation"``: the vectors of the published method (rank-dAD, arXiv:2102.09631, section 4), one at a time.
+    - ``"auto"``: the first that a model of their costs finds cheapest, of the first three.
 
     Args:
         deltas: D of shape (N, out), any strides, fp64, fp32, bf16 or fp16; the last two are computed in fp32.
@@ -83,6 +89,7 @@ def compress(
         tolerance: singular values up to this share of the largest are dropped; the rest is the effective rank.
         warm_start: a basis from an earlier call, its `left`; a random one where None.
         seed: seed of the random basis; the global random state is left alone.
+        algorithm: how the basis is found.
 
     Returns:
         The factors, which unpack into ``left, right``, with their quality.
@@ -95,7 +102,7 @@ def compress(
         >>> left, right = compress(deltas, activations, rank=8)
         >>> error = (left @ right.T - deltas.T @ activations).norm()
     """
-    _check(deltas, activations, rank, iterations, tolerance)
+    _check(deltas, activations, rank, iterations, tolerance, warm_start, algorithm)
     dtype = torch.float64 if torch.float64 in (deltas.dtype, activations.dtype) else torch.float32
     D, delta_scale = _within_range(deltas.detach().to(dtype))
     A, activation_scale = _within_range(activations.detach().to(dtype))
@@ -104,17 +111,16 @@ def compress(
     if k == 0 or delta_scale == 0.0 or activation_scale == 0.0:
         values = torch.zeros(k, dtype=torch.float64, device=D.device)
         return Compressed(D.new_zeros(out, k), D.new_zeros(width, k), values, 0)
-    exact = k in (rows, out, width)
-    passes = 0 if exact else iterations
-    gradient = _Gradient(D, A, k, passes)
+    if algorithm == "auto":
+        algorithm = "iteration" if D.is_cuda else choose(rows, out, width, k, iterations)
+    find = direct if k in (rows, out, width) else ALGORITHMS[algorithm]
+    operator = Operator(D, A, formed=algorithm == "formed" and find is not direct)
     kernels = kernels_for(D)
-    left = _first_basis(D, A, k, warm_start, seed)
-    kernels.orthonormalise(left, _DEPENDENT[dtype])
-    for _ in range(passes):
-        left = gradient.apply(gradient.apply_transposed(left))
-        kernels.orthonormalise(left, _DEPENDENT[dtype])
-    right = gradient.apply_transposed(left)
+    left = find(operator, k, Search(iterations, tolerance, warm_start, seed))
+    kernels.orthonormalise(left, DEPENDENT[dtype])
+    right = operator.apply_transposed(left)
     values = kernels.align(left, right)
+    left, right, values = left[:k], right[:k], values[:k]
     effective = _truncate(left, right, values, tolerance)
     scale = delta_scale * activation_scale
     if scale != 1.0:
@@ -136,36 +142,26 @@ def squared_norm(deltas: Tensor, activations: Tensor) -> float:
     return float((D.T @ A).double().square().sum())
 
 
-class _Gradient:
-    """``G = D^T A`` as an operator on blocks of k rows, by its factors or, where that takes fewer products, formed."""
-
-    def __init__(self, deltas: Tensor, activations: Tensor, k: int, passes: int) -> None:
-        self.deltas = deltas
-        self.activations = activations
-        rows, out, width = *deltas.shape, activations.shape[1]
-        applications = k * (2 * passes + 1)
-        formed_costs = rows * out * width + applications * out * width
-        self.formed = deltas.T @ activations if formed_costs < applications * rows * (out + width) else None
-
-    def apply_transposed(self, rows: Tensor) -> Tensor:
-        """Computes ``Q G`` for a block Q of shape (k, out)."""
-        if self.formed is not None:
-            return rows @ self.formed
-        return (rows @ self.deltas.T) @ self.activations
-
-    def apply(self, rows: Tensor) -> Tensor:
-        """Computes ``Z G^T`` for a block Z of shape (k, in)."""
-        if self.formed is not None:
-            return rows @ self.formed.T
-        return (rows @ self.activations.T) @ self.deltas
-
-
-def _check(deltas: Tensor, activations: Tensor, rank: int, iterations: int, tolerance: float) -> None:
+def _check(
+    deltas: Tensor,
+    activations: Tensor,
+    rank: int,
+    iterations: int,
+    tolerance: float,
+    warm_start: Tensor | None,
+    algorithm: str,
+) -> None:
+    if algorithm != "auto" and algorithm not in ALGORITHMS:
+        names = ", ".join(map(repr, ("auto", *ALGORITHMS)))
+        raise ValueError(f"unknown algorithm {algorithm!r}; valid ones are {names}")
     if deltas.dim() != 2 or activations.dim() != 2 or deltas.shape[0] != activations.shape[0]:
         raise ValueError(
             "deltas (rows x out) and activations (rows x in) must be matrices with the same number of rows, got "
             f"{tuple(deltas.shape)} and {tuple(activations.shape)}"
         )
+    out = deltas.shape[1]
+    if warm_start is not None and (warm_start.dim() != 2 or warm_start.shape[0] != out):
+        raise ValueError(f"warm_start must be (out x columns) with out = {out}, got {tuple(warm_start.shape)}")
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}")
     if iterations < 0:
@@ -190,29 +186,6 @@ def _within_range(factor: Tensor) -> tuple[Tensor, float]:
     if largest == 0.0 or _SAFE_SCALE[0] < largest < _SAFE_SCALE[1]:
         return factor, float(largest > 0.0)
     return factor / largest, largest
-
-
-def _first_basis(deltas: Tensor, activations: Tensor, k: int, warm_start: Tensor | None, seed: int) -> Tensor:
-    """Finds the rows (k, out) to begin with: a block that spans all of G's columns, the warm start, or a sketch."""
-    rows, out, width = *deltas.shape, activations.shape[1]
-    if k == rows:
-        return deltas.clone(memory_format=torch.contiguous_format)
-    if k == out:
-        return torch.eye(out, dtype=deltas.dtype, device=deltas.device)
-    if k == width:
-        return activations.T @ deltas
-    known = 0
-    basis = deltas.new_empty(k, out)
-    if warm_start is not None:
-        if warm_start.dim() != 2 or warm_start.shape[0] != out:
-            raise ValueError(f"warm_start must be (out x columns) with out = {out}, got {tuple(warm_start.shape)}")
-        known = min(k, warm_start.shape[1])
-        basis[:known] = warm_start.T[:known]
-    if known < k:
-        generator = torch.Generator().manual_seed(seed)
-        sketch = torch.randn(k - known, rows, generator=generator, dtype=deltas.dtype)
-        basis[known:] = sketch.to(deltas.device) @ deltas
-    return basis
 
 
 def _truncate(left: Tensor, right: Tensor, values: Tensor, tolerance: float) -> int:
