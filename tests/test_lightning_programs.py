@@ -7,6 +7,7 @@ import support
 
 pytest.importorskip("pytorch_lightning")
 
+# What sites print to one pipe is written in one piece, or it mixes.
 PROGRAM = """
 import importlib, os, signal, sys, warnings
 import torch
@@ -41,7 +42,7 @@ if __name__ == "__main__":
                          enable_model_summary=False, callbacks=callbacks)
     module = Module()
     trainer.fit(module, DataLoader(data, batch_size=9, shuffle=True), ckpt_path=os.environ.get("RESUME"))
-    print("done", trainer.global_rank, trainer.world_size, trainer.global_step, flush=True)
+    sys.stdout.write(f"done {trainer.global_rank} {trainer.world_size} {trainer.global_step}\\n")
     if trainer.strategy.reduction is not None:
         assert trainer.strategy.reduction.first_difference() is None
 """
@@ -114,6 +115,7 @@ def test_a_site_killed_in_fit_ends_the_others_which_save_and_can_resume(program,
 
 
 CLI = """
+import sys
 import torch
 import pytorch_lightning as pl
 from pytorch_lightning.cli import LightningCLI
@@ -138,7 +140,7 @@ class Data(pl.LightningDataModule):
 if __name__ == "__main__":
     cli = LightningCLI(Module, Data, save_config_callback=None)
     options = cli.trainer.strategy.options
-    print("done", options.mode, options.rank, options.wire, flush=True)
+    sys.stdout.write(f"done {options.mode} {options.rank} {options.wire}\\n")
 """
 YAML = """
 trainer:
