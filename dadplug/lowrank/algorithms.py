@@ -1,7 +1,7 @@
-"""Algorithms that find an orthonormal basis for the best low-rank approximation of ``G = D^T A``.
+"""Algorithms that find a basis for the best low-rank approximation of a gradient G (out x in).
 
-Each takes the deltas D (N x out), the activations A (N x in), the number of columns k, and a `Search`; each returns a
-block of k rows of length out, to be made orthonormal. What follows, the projection of G onto it, is the same for all.
+Each takes G as an `Operator`, the number of columns k, and a `Search`; each returns at least k rows of length out,
+whose span is to be made orthonormal. What follows, the projection of G onto it, is the same for all.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from .dispatch import kernels_for
+from .scratch import scratch
 
-DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
 _JITTER = {torch.float32: 1e-6, torch.float64: 1e-14}
-OVERSAMPLING = 4  # further columns, random ones
+_SQUARED = {torch.float32: 1e-2, torch.float64: 1e-6}  # shares of singular values that squares keep precise
+_FURTHER = 6  # columns carried beside those asked for, at least
 _COLD_PASSES = 2  # further passes of a cold start
-_DENSE_EIGEN = 32  # up to this many rows LAPACK diagonalises faster than a block iteration converges
-_SMALL_PASSES = 8  # of the block iteration among N x N numbers, which costs next to nothing
 
 
 @dataclass(frozen=True)
@@ -30,84 +29,156 @@ class Search:
     Attributes:
         iterations: passes asked for.
         tolerance: for the published algorithm: at which change of a vector it has converged.
-        warm_start: a basis from an earlier call, (out x columns), or None.
+        left: rows of length out to start from, or None.
+        right: rows of length in to start from, or None.
         seed: seed of random blocks.
     """
 
     iterations: int
     tolerance: float
-    warm_start: Tensor | None
+    left: Tensor | None
+    right: Tensor | None
     seed: int
 
-    def block(self, rows: int, like: Tensor) -> Tensor:
-        """Draws a random block of shape (rows, like's rows), on like's device."""
+    def draw(self, shape: tuple[int, int], like: Tensor) -> Tensor:
+        """Draws a random block."""
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.randn(rows, like.shape[0], generator=generator, dtype=like.dtype).to(like.device)
+        return torch.randn(*shape, generator=generator, dtype=like.dtype).to(like.device)
+
+
+def columns_for(k: int) -> int:
+    """How many columns an iteration carries for k: more converge faster, and fours fill a vector of the CPU."""
+    return -(-(k + _FURTHER) // 4) * 4
 
 
 class Operator:
-    """``G = D^T A`` as an operator on blocks of k rows, by its factors or by itself.
+    """A gradient ``G = D^T A`` as an operator on blocks of k rows, by its factors or by itself.
+
+    Results lie in scratch; the next product of the same kind overwrites them.
 
     Args:
         deltas: D of shape (N, out).
         activations: A of shape (N, in).
-        formed: whether to form G, which takes out x in numbers.
     """
 
-    def __init__(self, deltas: Tensor, activations: Tensor, formed: bool = False) -> None:
+    def __init__(self, deltas: Tensor, activations: Tensor) -> None:
         self.deltas = deltas
         self.activations = activations
-        self.formed = deltas.T @ activations if formed else None
+        self.formed: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of G."""
+        return self.deltas.shape[1], self.activations.shape[1]
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the type and on the device of the computation."""
+        return self.activations
+
+    @property
+    def most(self) -> int:
+        """The rank that G can have."""
+        return min(*self.deltas.shape, self.activations.shape[1])
+
+    def form(self) -> None:
+        """Forms G, for products by itself from now on."""
+        self.formed = torch.mm(self.deltas.T, self.activations, out=scratch.take("formed", self.shape, self.deltas))
 
     def apply_transposed(self, rows: Tensor) -> Tensor:
         """Computes ``Q G`` for a block Q of shape (k, out)."""
+        result = scratch.take("right", (rows.shape[0], self.shape[1]), rows)
         if self.formed is not None:
-            return rows @ self.formed
-        return (rows @ self.deltas.T) @ self.activations
+            return torch.mm(rows, self.formed, out=result)
+        inner = scratch.take("inner", (rows.shape[0], self.deltas.shape[0]), rows)
+        return torch.mm(torch.mm(rows, self.deltas.T, out=inner), self.activations, out=result)
 
-    def apply(self, rows: Tensor) -> Tensor:
+    def apply(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Computes ``Z G^T`` for a block Z of shape (k, in)."""
+        result = scratch.take("left", (rows.shape[0], self.shape[0]), rows) if into is None else into
         if self.formed is not None:
-            return rows @ self.formed.T
-        return (rows @ self.activations.T) @ self.deltas
+            return torch.mm(rows, self.formed.T, out=result)
+        inner = scratch.take("inner", (rows.shape[0], self.deltas.shape[0]), rows)
+        return torch.mm(torch.mm(rows, self.activations.T, out=inner), self.deltas, out=result)
+
+    def sketch(self, search: Search, into: Tensor) -> None:
+        """Fills a block with random rows from the span of G's columns, or one that holds it."""
+        if self.formed is not None:
+            torch.mm(search.draw((into.shape[0], self.shape[1]), into), self.formed.T, out=into)
+        else:
+            torch.mm(search.draw((into.shape[0], self.deltas.shape[0]), into), self.deltas, out=into)
+
+    def rescale(self) -> float:
+        """Scales the factors so that their products stay within what their type can hold.
+
+        Returns:
+            What G has been divided by; 0.0 where it is zero.
+
+        Raises:
+            FloatingPointError: if the factors hold NaN or Inf.
+        """
+        self.deltas, delta_scale = _unit_scale(self.deltas)
+        self.activations, activation_scale = _unit_scale(self.activations)
+        return delta_scale * activation_scale
+
+
+class Formed(Operator):
+    """A gradient that is there as such.
+
+    Args:
+        gradient: G of shape (out, in).
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        super().__init__(gradient.T, gradient)  # for their shapes
+        self.formed = gradient
+
+    def rescale(self) -> float:
+        self.formed, scale = _unit_scale(self.activations)
+        self.activations = self.formed
+        return scale
+
+
+def _unit_scale(factor: Tensor) -> tuple[Tensor, float]:
+    least, most = torch.aminmax(factor)  # vectorised, where the maximum norm is not
+    largest = max(-float(least), float(most))
+    if not math.isfinite(largest):  # NaN, too: both ends are NaN then
+        raise FloatingPointError("the deltas or activations hold NaN or Inf")
+    return (factor / largest if largest > 0 else factor), largest
 
 
 def direct(operator: Operator, k: int, search: Search) -> Tensor:
     """A basis of all of G's columns, where k is as much as the rank that it can have."""
-    deltas, activations = operator.deltas, operator.activations
-    if k == deltas.shape[0]:
-        return deltas.clone(memory_format=torch.contiguous_format)
-    if k == deltas.shape[1]:
-        return torch.eye(k, dtype=deltas.dtype, device=deltas.device)
-    return activations.T @ deltas
+    out, width = operator.shape
+    basis = scratch.take("left", (k, out), operator.deltas)
+    if k == out:
+        return torch.eye(k, dtype=basis.dtype, device=basis.device, out=basis)
+    if k == width:
+        return (
+            basis.copy_(operator.formed.T)
+            if operator.formed is not None
+            else torch.mm(operator.activations.T, operator.deltas, out=basis)
+        )
+    return basis.copy_(operator.deltas)
 
 
 def gram(operator: Operator, k: int, search: Search) -> Tensor:
-    """The optimum, from the N x N Gram matrices of the factors.
+    """The optimum, from the N x N Gram matrices of the factors; see `kernels.gram_vectors`.
 
-    With ``A A^T = C C^T`` the left singular vectors of G are ``D^T C z`` for the eigenvectors z of ``C^T (D D^T) C``.
-    Costs N^2 (out + in) for the Gram matrices; the rest is small.
+    Costs N^2 (out + in) for the Gram matrices; the rest is small while N is.
     """
     deltas, activations = operator.deltas, operator.activations
     rows, dtype = deltas.shape[0], deltas.dtype
-    of_deltas, of_activations = (deltas @ deltas.T).double(), (activations @ activations.T).double()
-    of_activations.diagonal().add_(_JITTER[dtype] * float(of_activations.diagonal().max()))
-    root, _ = torch.linalg.cholesky_ex(of_activations)
-    core = root.T @ of_deltas @ root
-    if rows <= _DENSE_EIGEN:
-        values, vectors = torch.linalg.eigh(core)
-        top = vectors[:, -k:].flip(1).T
-    else:
-        block = search.block(min(rows, k + OVERSAMPLING), core)
-        for _ in range(_SMALL_PASSES):
-            block = block @ core
-            kernels_for(core).orthonormalise(block, DEPENDENT[torch.float64])
-        values, vectors = torch.linalg.eigh(block @ core @ block.T)
-        top = vectors[:, -k:].flip(1).T @ block
-    basis = (top @ root.T).to(dtype) @ deltas
-    if math.sqrt(max(0.0, float(values[-k]))) < 1e-2 * math.sqrt(max(0.0, float(values[-1]))):
-        # Squares have lost the digits of the smallest; one pass on the factors brings them back.
-        kernels_for(basis).orthonormalise(basis, DEPENDENT[dtype])
+    of_deltas, of_activations = (scratch.take(name, (rows, rows), deltas) for name in ("gram", "gram of activations"))
+    found = scratch.take("inner", (k, rows), deltas)
+    torch.mm(deltas, deltas.T, out=of_deltas)
+    torch.mm(activations, activations.T, out=of_activations)
+    smallest = kernels_for(deltas).gram_vectors(of_deltas, of_activations, _JITTER[dtype], found)
+    if smallest != smallest:  # the squares of what is finite may not be: `compress` looks into it
+        found.fill_(smallest)
+    basis = torch.mm(found, deltas, out=scratch.take("left", (k, operator.shape[0]), deltas))
+    if smallest < _SQUARED[dtype]:  # the squares have lost digits of the last; a pass on the factors brings them back
+        basis, _ = kernels_for(basis).orthonormalise(basis)
         basis = operator.apply(operator.apply_transposed(basis))
     return basis
 
@@ -115,26 +186,36 @@ def gram(operator: Operator, k: int, search: Search) -> Tensor:
 def iteration(operator: Operator, k: int, search: Search) -> Tensor:
     """Block power iteration: a basis is multiplied by ``G G^T`` and made orthonormal again, pass by pass.
 
-    Costs N k (out + in) a product, of which a pass has two. Four random columns are carried beside those of a warm
-    start, for what is new in this step; a cold start takes two passes more.
+    Costs N c (out + in) a product with G, of which a pass has two, for c columns. A start from the right takes its
+    first product with G as the first pass; a cold start takes two passes more.
     """
-    deltas, dtype = operator.deltas, operator.deltas.dtype
-    passes, columns = search.iterations, k
+    like, out = operator.deltas, operator.shape[0]
+    passes, columns, known = search.iterations, k, 0
     if passes:
-        passes += 0 if search.warm_start is not None else _COLD_PASSES
-        columns = min(k + OVERSAMPLING, *deltas.shape, operator.activations.shape[1])
-    basis = deltas.new_empty(columns, deltas.shape[1])
-    known = 0
-    if search.warm_start is not None:
-        known = min(columns, search.warm_start.shape[1])
-        basis[:known] = search.warm_start.T[:known]
+        columns = min(columns_for(k), operator.most)
+    basis = scratch.take("left", (columns, out), like)
+    if search.right is not None:
+        known = min(columns, search.right.shape[0])
+        operator.apply(search.right[:known].to(like), basis[:known])
+        passes = max(0, passes - 1)
+    elif search.left is not None:
+        known = min(columns, search.left.shape[0])
+        basis[:known] = search.left[:known]
+    elif passes:
+        passes += _COLD_PASSES
     if known < columns:
-        basis[known:] = search.block(columns - known, deltas) @ deltas
-    kernels = kernels_for(deltas)
+        operator.sketch(search, basis[known:])
     for _ in range(passes):
-        kernels.orthonormalise(basis, DEPENDENT[dtype])
+        basis, _ = kernels_for(basis).orthonormalise(basis)
         basis = operator.apply(operator.apply_transposed(basis))
     return basis
+
+
+def formed(operator: Operator, k: int, search: Search) -> Tensor:
+    """Block power iteration on G itself."""
+    if operator.formed is None:
+        operator.form()
+    return iteration(operator, k, search)
 
 
 def deflation(operator: Operator, k: int, search: Search) -> Tensor:
@@ -143,27 +224,28 @@ def deflation(operator: Operator, k: int, search: Search) -> Tensor:
     A vector is multiplied by ``G G^T`` until it moves by less than the tolerance, `iterations` times at most. Here as
     a reference; its vectors are made orthonormal like all others, which the published sum leaves out.
     """
-    found: list[Tensor] = []
-    draws = search.block(k, operator.deltas) @ operator.deltas
-    for draw in draws:
-        vector = draw / draw.norm().clamp_min(torch.finfo(draw.dtype).tiny)
+    like = operator.deltas
+    found = like.new_zeros(k, operator.shape[0])
+    operator.sketch(search, found)
+    tiny = torch.finfo(like.dtype).tiny
+    for index, vector in enumerate(found):
+        vector /= vector.norm().clamp_min(tiny)
         for _ in range(search.iterations):
             product = operator.apply(operator.apply_transposed(vector[None]))[0]
-            for other in found:
-                product = product - (product @ other) * other
-            product = product / product.norm().clamp_min(torch.finfo(draw.dtype).tiny)
+            for other in found[:index]:
+                product -= (product @ other) * other
+            product /= product.norm().clamp_min(tiny)
             moved = float((product - vector).norm())
-            vector = product
+            vector.copy_(product)
             if moved < search.tolerance:
                 break
-        found.append(vector)
-    return torch.stack(found)
+    return found
 
 
 Algorithm = Callable[[Operator, int, Search], Tensor]
 ALGORITHMS: dict[str, Algorithm] = {
     "gram": gram,
     "iteration": iteration,
-    "formed": iteration,
+    "formed": formed,
     "deflation": deflation,
 }

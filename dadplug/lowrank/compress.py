@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .algorithms import ALGORITHMS, DEPENDENT, Operator, Search, direct
+from .algorithms import ALGORITHMS, Formed, Operator, Search, direct
 from .cost import choose
 from .dispatch import kernels_for
+from .scratch import scratch
 
-_SAFE_SCALE = (1e-6, 1e6)  # outside of it, the squares of products of many factors leave what fp32 can hold
+_SAFE = (1e-12, 1e12)  # outside of it, a singular value may come from products that left what fp32 can hold
+
+
+class Carry(NamedTuple):
+    """What a compression hands to the next one of the same layer, as ``warm_start``.
+
+    Attributes:
+        right: of shape (c, in): directions of the rows of G, the strongest first, some more than were asked for.
+    """
+
+    right: Tensor
 
 
 class Compressed:
@@ -25,19 +37,29 @@ class Compressed:
         right: of shape (in, k), columns orthogonal, longest first: their lengths are the singular values.
         singular_values: of shape (k,), in double precision.
         effective_rank: number of columns kept; the others are zero in both factors.
+        carry: for the next call's ``warm_start``.
     """
 
-    __slots__ = ("effective_rank", "left", "right", "singular_values")
+    __slots__ = ("_further", "effective_rank", "left", "right", "singular_values")
 
-    def __init__(self, left: Tensor, right: Tensor, singular_values: Tensor, effective_rank: int) -> None:
+    def __init__(
+        self, left: Tensor, right: Tensor, singular_values: Tensor, effective_rank: int, further: Tensor | None = None
+    ) -> None:
         self.left = left
         self.right = right
         self.singular_values = singular_values
         self.effective_rank = effective_rank
+        self._further = further
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self.left
         yield self.right
+
+    @property
+    def carry(self) -> Carry:
+        """What the next call may start from."""
+        kept = self.right.T[: self.effective_rank]
+        return Carry(kept if self._further is None else torch.cat([kept, self._further]))
 
     def residual(self, deltas: Tensor, activations: Tensor) -> float:
         """Measures the relative error, ``|G - left right^T| / |G|`` in Frobenius norm, from norms alone.
@@ -64,9 +86,10 @@ def compress(
     *,
     iterations: int = 2,
     tolerance: float = 0.0,
-    warm_start: Tensor | None = None,
+    warm_start: Carry | Compressed | Tensor | None = None,
     seed: int = 0,
     algorithm: str = "auto",
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> Compressed:
     """Finds low-rank factors of a weight gradient ``G = deltas.T @ activations`` without forming it.
 
@@ -75,57 +98,181 @@ def compress(
     is exact. Otherwise ``algorithm`` says how Q is found:
 
     - ``"gram"``: the optimum, from the N x N Gram matrices of the factors; for few rows.
-    - ``"iteration"``: block power iteration on the factors, O(N r (out + in)) a product; with four columns more
+    - ``"iteration"``: block power iteration on the factors, O(N r (out + in)) a product; with some columns more
       than asked for, which are dropped in the end, and two passes more where there is no warm start.
     - ``"formed"``: the same on G itself, which is formed; for many rows.
     - ``"deflation"``: the vectors of the published method (rank-dAD, arXiv:2102.09631, section 4), one at a time.
     - ``"auto"``: the first that a model of their costs finds cheapest, of the first three.
 
+    Safe to call from several threads. Buffers for what is in between stay with each thread for its next call.
+
     Args:
         deltas: D of shape (N, out), any strides, fp64, fp32, bf16 or fp16; the last two are computed in fp32.
         activations: A of shape (N, in), on the same device.
         rank: largest number of columns of a factor, at least 1.
-        iterations: number of multiplications by ``G G^T``; with a warm start one or two do.
+        iterations: number of multiplications by ``G G^T``; with a warm start one does.
         tolerance: singular values up to this share of the largest are dropped; the rest is the effective rank.
-        warm_start: a basis from an earlier call, its `left`; a random one where None.
+        warm_start: an earlier call's result or its `carry`; or a basis of shape (out, columns), such as its `left`,
+            or (in, columns), such as its `right`. A random basis where None.
         seed: seed of the random basis; the global random state is left alone.
         algorithm: how the basis is found.
+        out: tensors of shapes (out, k) and (in, k), k being the least of rank, N, out and in, that are to hold the
+            factors; new ones by default.
 
     Returns:
         The factors, which unpack into ``left, right``, with their quality.
 
     Raises:
         ValueError: if a shape or an option is out of range.
-        FloatingPointError: if the factors hold NaN or Inf.
+        FloatingPointError: if the factors hold NaN or Inf. On CUDA they come out as NaN, since a look would wait for
+            the device.
 
     Example:
         >>> left, right = compress(deltas, activations, rank=8)
         >>> error = (left @ right.T - deltas.T @ activations).norm()
     """
-    _check(deltas, activations, rank, iterations, tolerance, warm_start, algorithm)
+    _check_options(rank, iterations, tolerance, algorithm)
+    if deltas.dim() != 2 or activations.dim() != 2 or deltas.shape[0] != activations.shape[0]:
+        raise ValueError(
+            "deltas (rows x out) and activations (rows x in) must be matrices with the same number of rows, got "
+            f"{tuple(deltas.shape)} and {tuple(activations.shape)}"
+        )
     dtype = torch.float64 if torch.float64 in (deltas.dtype, activations.dtype) else torch.float32
-    D, delta_scale = _within_range(deltas.detach().to(dtype))
-    A, activation_scale = _within_range(activations.detach().to(dtype))
-    (rows, out), width = D.shape, A.shape[1]
-    k = min(rank, rows, out, width)
-    if k == 0 or delta_scale == 0.0 or activation_scale == 0.0:
-        values = torch.zeros(k, dtype=torch.float64, device=D.device)
-        return Compressed(D.new_zeros(out, k), D.new_zeros(width, k), values, 0)
+    operator = Operator(_as(dtype, deltas, "deltas"), _as(dtype, activations, "activations"))
+    k = min(rank, operator.most)
     if algorithm == "auto":
-        algorithm = "iteration" if D.is_cuda else choose(rows, out, width, k, iterations)
-    find = direct if k in (rows, out, width) else ALGORITHMS[algorithm]
-    operator = Operator(D, A, formed=algorithm == "formed" and find is not direct)
-    kernels = kernels_for(D)
-    left = find(operator, k, Search(iterations, tolerance, warm_start, seed))
-    kernels.orthonormalise(left, DEPENDENT[dtype])
-    right = operator.apply_transposed(left)
-    values = kernels.align(left, right)
-    left, right, values = left[:k], right[:k], values[:k]
-    effective = _truncate(left, right, values, tolerance)
-    scale = delta_scale * activation_scale
-    if scale != 1.0:
-        right, values = right * scale, values * scale
-    return Compressed(left.T, right.T, values, effective)
+        rows = deltas.shape[0]
+        algorithm = "iteration" if deltas.is_cuda else choose(rows, *operator.shape, k, iterations)
+    search = Search(iterations, tolerance, *_start(warm_start, operator.shape), seed)
+    return _compress(operator, k, algorithm, search, out)
+
+
+def compress_matrix(
+    gradient: Tensor,
+    rank: int,
+    *,
+    iterations: int = 2,
+    tolerance: float = 0.0,
+    warm_start: Carry | Compressed | Tensor | None = None,
+    seed: int = 0,
+) -> Compressed:
+    """Finds low-rank factors of a gradient that has been formed, by block power iteration.
+
+    Args:
+        gradient: G of shape (out, in).
+        rank: as in `compress`.
+        iterations: as in `compress`.
+        tolerance: as in `compress`.
+        warm_start: as in `compress`.
+        seed: as in `compress`.
+
+    Returns:
+        The factors, as `compress` does.
+
+    Raises:
+        ValueError: if a shape or an option is out of range.
+        FloatingPointError: if the gradient holds NaN or Inf.
+    """
+    _check_options(rank, iterations, tolerance, "auto")
+    if gradient.dim() != 2:
+        raise ValueError(f"gradient must be a matrix (out x in), got {tuple(gradient.shape)}")
+    G = _as(torch.float64 if gradient.dtype == torch.float64 else torch.float32, gradient, "activations")
+    operator = Formed(G)
+    search = Search(iterations, tolerance, *_start(warm_start, operator.shape), seed)
+    return _compress(operator, min(rank, operator.most), "formed", search, None)
+
+
+def _compress(
+    operator: Operator, k: int, algorithm: str, search: Search, out: tuple[Tensor, Tensor] | None
+) -> Compressed:
+    kernels_for(operator.like)  # before scratch is filled: at the first use they are tried out, on scratch
+    result = _places(operator, k, out)
+    if k == 0:
+        return Compressed(result[0].T, result[1].T, torch.zeros(0, dtype=torch.float64, device=result[0].device), 0)
+    with torch.no_grad():
+        further, values = _project(operator, algorithm, search, result)
+        scale = 1.0
+        if not values.is_cuda and not _SAFE[0] < values[0].item() < _SAFE[1]:  # NaN, too
+            scale = operator.rescale()
+            if scale == 0.0:
+                return Compressed(result[0].zero_().T, result[1].zero_().T, values.zero_(), 0)
+            further, values = _project(operator, algorithm, search, result)
+        left, right = result
+        effective = _truncate(left, right, values, search.tolerance)
+        if scale != 1.0:
+            right.mul_(scale)
+            values *= scale
+    return Compressed(left.T, right.T, values, effective, further if effective == k else None)
+
+
+def _project(
+    operator: Operator, algorithm: str, search: Search, result: tuple[Tensor, Tensor]
+) -> tuple[Tensor | None, Tensor]:
+    """Finds a basis, projects G onto it, and turns both so that they are a singular value decomposition.
+
+    Returns:
+        Rows for the next start beyond the results, where there are any, and the singular values.
+    """
+    left, right = result
+    k = left.shape[0]
+    find = direct if k == operator.most else ALGORITHMS[algorithm]
+    block = find(operator, k, search)
+    kernels = kernels_for(block)
+    basis, _ = kernels.orthonormalise(block)
+    projected = operator.apply_transposed(basis)
+    if block.is_cuda:  # diagonalising would wait for the device; orthogonal iteration aligns the columns in time
+        turn = torch.eye(len(basis), dtype=basis.dtype, device=basis.device)
+    else:
+        count = len(basis)
+        gram = torch.mm(projected, projected.T, out=scratch.take("gram", (count, count), projected))
+        vectors = kernels.eigh(gram)[1]
+        turn = scratch.take("turn", (count, count), projected).copy_(vectors)
+    torch.mm(turn[:k], basis, out=left)
+    torch.mm(turn[:k], projected, out=right)
+    further = torch.mm(turn[k:], projected) if len(turn) > k else None
+    return further, torch.linalg.vector_norm(right, dim=1, dtype=torch.float64)
+
+
+def _places(operator: Operator, k: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Returns blocks of k rows for the factors: new ones, or those that the caller wants to have filled."""
+    like = operator.like
+    if out is None:
+        return like.new_empty(k, operator.shape[0]), like.new_empty(k, operator.shape[1])
+    for name, place, width in zip(("left", "right"), out, operator.shape, strict=True):
+        if place.shape != (width, k) or place.dtype != like.dtype or place.device != like.device:
+            raise ValueError(
+                f"out: {name} must be of shape {(width, k)} and type {like.dtype} on {like.device}, got "
+                f"{tuple(place.shape)}, {place.dtype} on {place.device}"
+            )
+    return out[0].detach().T, out[1].detach().T
+
+
+def _as(dtype: torch.dtype, factor: Tensor, name: str) -> Tensor:
+    """Returns a factor in the type of the computation; a converted one lies in scratch."""
+    factor = factor.detach()
+    return factor if factor.dtype == dtype else scratch.take(name, tuple(factor.shape), factor, dtype).copy_(factor)
+
+
+def _start(
+    warm_start: Carry | Compressed | Tensor | None, shape: tuple[int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Tells rows of length out, or of length in, to start from."""
+    if warm_start is None:
+        return None, None
+    if isinstance(warm_start, Compressed):
+        warm_start = warm_start.carry
+    if isinstance(warm_start, Carry):
+        rows = warm_start.right
+        if rows.dim() == 2 and rows.shape[1] == shape[1]:
+            return None, rows
+        raise ValueError(f"warm_start is of a layer with other widths: {tuple(rows.shape)} for in = {shape[1]}")
+    if warm_start.dim() == 2 and warm_start.shape[0] in shape:
+        rows = warm_start.detach().T
+        return (rows, None) if warm_start.shape[0] == shape[0] else (None, rows)
+    raise ValueError(
+        f"warm_start must be (out x columns) with out = {shape[0]}, or (in x columns) with in = {shape[1]}, got "
+        f"{tuple(warm_start.shape)}"
+    )
 
 
 def squared_norm(deltas: Tensor, activations: Tensor) -> float:
@@ -142,26 +289,10 @@ def squared_norm(deltas: Tensor, activations: Tensor) -> float:
     return float((D.T @ A).double().square().sum())
 
 
-def _check(
-    deltas: Tensor,
-    activations: Tensor,
-    rank: int,
-    iterations: int,
-    tolerance: float,
-    warm_start: Tensor | None,
-    algorithm: str,
-) -> None:
+def _check_options(rank: int, iterations: int, tolerance: float, algorithm: str) -> None:
     if algorithm != "auto" and algorithm not in ALGORITHMS:
         names = ", ".join(map(repr, ("auto", *ALGORITHMS)))
         raise ValueError(f"unknown algorithm {algorithm!r}; valid ones are {names}")
-    if deltas.dim() != 2 or activations.dim() != 2 or deltas.shape[0] != activations.shape[0]:
-        raise ValueError(
-            "deltas (rows x out) and activations (rows x in) must be matrices with the same number of rows, got "
-            f"{tuple(deltas.shape)} and {tuple(activations.shape)}"
-        )
-    out = deltas.shape[1]
-    if warm_start is not None and (warm_start.dim() != 2 or warm_start.shape[0] != out):
-        raise ValueError(f"warm_start must be (out x columns) with out = {out}, got {tuple(warm_start.shape)}")
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}")
     if iterations < 0:
@@ -170,32 +301,16 @@ def _check(
         raise ValueError(f"tolerance must lie in 0 to 1, got {tolerance}")
 
 
-def _within_range(factor: Tensor) -> tuple[Tensor, float]:
-    """Scales a factor whose powers would overflow or vanish.
-
-    Returns:
-        The factor and what its products are to be multiplied by: 0.0 if it is zero. On CUDA the size of the numbers
-        is not asked for, since that would wait for the device.
-    """
-    if factor.is_cuda or factor.numel() == 0:
-        return factor, 1.0
-    least, most = torch.aminmax(factor)  # vectorised, where the maximum norm is not
-    largest = max(-float(least), float(most))
-    if not math.isfinite(largest):  # NaN, too: both ends are NaN then
-        raise FloatingPointError("the deltas or activations hold NaN or Inf")
-    if largest == 0.0 or _SAFE_SCALE[0] < largest < _SAFE_SCALE[1]:
-        return factor, float(largest > 0.0)
-    return factor / largest, largest
-
-
 def _truncate(left: Tensor, right: Tensor, values: Tensor, tolerance: float) -> int:
     """Zeroes the rows of small singular values; returns how many are left (on CUDA all count, without a look)."""
-    kept = values > tolerance * values[0]
     if left.is_cuda:
+        kept = values > tolerance * values[0]
         left *= kept[:, None]
         right *= kept[:, None]
         return left.shape[0]
-    effective = int(kept.sum())
-    left[effective:] = 0
-    right[effective:] = 0
+    lengths = values.tolist()
+    effective = sum(length > tolerance * lengths[0] for length in lengths)
+    if effective < len(lengths):
+        left[effective:] = 0
+        right[effective:] = 0
     return effective

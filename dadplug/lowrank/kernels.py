@@ -8,42 +8,95 @@ from numpy.typing import NDArray
 
 # Sums may be reordered, which lets LLVM vectorise them; NaN and Inf keep their meaning.
 _FAST = {"reassoc", "contract"}
-_SWEEPS = 30  # cyclic Jacobi converges quadratically; ten sweeps are many
-_BLOCK = 256  # columns that a rotation takes at a time, so that they stay in the first cache
+_TURNS = 60  # of the QL iteration for one eigenvalue; two or three are usual
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
-def orthonormalise(rows: NDArray[np.floating], dependent: float) -> int:
+def unit_rows(rows: NDArray[np.floating]) -> None:
+    """Divides every row by its length, in place; rows of zeros stay. The squares add up in double precision."""
+    for i in range(rows.shape[0]):
+        total = 0.0
+        for x in range(rows.shape[1]):
+            total += np.float64(rows[i, x]) * np.float64(rows[i, x])
+        if total > 0.0:
+            scale = rows.dtype.type(1.0 / np.sqrt(total))
+            for x in range(rows.shape[1]):
+                rows[i, x] *= scale
+
+
+@njit(cache=True, nogil=True)
+def inverse_triangle(gram: NDArray[np.floating], inverse: NDArray[np.floating]) -> float:
+    """Finds the lower triangle T that makes rows with this Gram matrix orthonormal, ``T gram T^T = I``, by Cholesky.
+
+    Args:
+        gram: of shape (k, k), of rows of length 1.
+        inverse: of shape (k, k); holds T afterwards, if the rows are independent.
+
+    Returns:
+        The least square of what is left of a row beside the earlier ones: 1.0 for orthonormal rows, NaN for NaN.
+    """
+    k = gram.shape[0]
+    least = 1.0
+    lower = np.zeros((k, k))
+    full = np.zeros((k, k))
+    for i in range(k):
+        for j in range(i + 1):
+            dot = np.float64(gram[i, j])
+            for x in range(j):
+                dot -= lower[i, x] * lower[j, x]
+            if j < i:
+                lower[i, j] = dot / lower[j, j]
+            else:
+                if not dot > 1e-14:  # NaN, too
+                    return dot if np.isnan(dot) else 0.0
+                least = min(least, float(dot))
+                lower[i, i] = np.sqrt(dot)
+    for i in range(k):
+        full[i, i] = 1.0 / lower[i, i]
+        for j in range(i):
+            dot = 0.0
+            for x in range(j, i):
+                dot += lower[i, x] * full[x, j]
+            full[i, j] = -dot * full[i, i]
+    for i in range(k):
+        for j in range(k):
+            inverse[i, j] = full[i, j]
+    return least
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def gram_schmidt(rows: NDArray[np.floating], dependent: float) -> int:
     """Makes the rows of a block orthonormal, in place, by modified Gram-Schmidt done twice.
 
     Rows that depend on earlier ones become zero and move to the end.
 
     Args:
-        rows: block of shape (k, width).
-        dependent: share of its length below which what is left of a row counts as rounding error.
+        rows: block of shape (k, width), rows of length 1 or zero.
+        dependent: what is left of a row when it counts as rounding error.
 
     Returns:
         The number of independent rows; NaN or Inf in a row makes it count, and stay what it is.
     """
     count, width = rows.shape
+    zero = rows.dtype.type(0)
     kept = 0
     for i in range(count):
-        before = 0.0
+        before = zero
         for x in range(width):
             before += rows[i, x] * rows[i, x]
         for _ in range(2):
             for j in range(kept):
-                dot = 0.0
+                dot = zero
                 for x in range(width):
                     dot += rows[i, x] * rows[j, x]
                 for x in range(width):
                     rows[i, x] -= dot * rows[j, x]
-        after = 0.0
+        after = zero
         for x in range(width):
             after += rows[i, x] * rows[i, x]
         if after <= dependent * dependent * before:
             continue
-        scale = 1.0 / np.sqrt(after)
+        scale = rows.dtype.type(1.0 / np.sqrt(np.float64(after)))
         for x in range(width):
             rows[kept, x] = rows[i, x] * scale
         kept += 1
@@ -51,103 +104,172 @@ def orthonormalise(rows: NDArray[np.floating], dependent: float) -> int:
     return kept
 
 
-@njit(cache=True, nogil=True)
-def eigh_descending(matrix: NDArray[np.float64], vectors: NDArray[np.float64]) -> None:
-    """Diagonalises a small symmetric matrix by cyclic Jacobi rotations, in place.
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDArray[np.float64]) -> bool:
+    """Diagonalises a small symmetric matrix: Householder to tridiagonal form, then implicit QL.
+
+    For up to some dozens of rows, where a call of LAPACK costs more than its work.
 
     Args:
-        matrix: symmetric, of shape (k, k); its diagonal holds the eigenvalues afterwards, largest first.
+        matrix: symmetric, of shape (k, k); overwritten.
+        values: of shape (k,); holds the eigenvalues afterwards, largest first.
         vectors: of shape (k, k); its rows hold the eigenvectors afterwards, in that order.
+
+    Returns:
+        Whether it has converged; it has not where there is NaN or Inf.
     """
     k = matrix.shape[0]
+    off = np.zeros(k)
     vectors[:] = 0.0
     for i in range(k):
         vectors[i, i] = 1.0
-    for _ in range(_SWEEPS):
-        off = 0.0
-        total = 0.0
-        for i in range(k):
-            for j in range(k):
-                total += matrix[i, j] * matrix[i, j]
-                if i != j:
-                    off += matrix[i, j] * matrix[i, j]
-        if not off > 1e-28 * total:
-            break
-        for p in range(k - 1):
-            for q in range(p + 1, k):
-                if matrix[p, q] == 0.0:
-                    continue
-                theta = (matrix[q, q] - matrix[p, p]) / (2.0 * matrix[p, q])
-                t = 1.0 / (abs(theta) + np.sqrt(theta * theta + 1.0))
-                if theta < 0.0:
-                    t = -t
-                c = 1.0 / np.sqrt(t * t + 1.0)
-                s = t * c
+    # Reflections H = I - 2 v v^T from both sides; their product is kept transposed, rows being vectors.
+    v = np.zeros(k)
+    p = np.zeros(k)
+    for column in range(k - 2):
+        length = 0.0
+        for i in range(column + 1, k):
+            v[i] = matrix[i, column]
+            length += v[i] * v[i]
+        if length - v[column + 1] * v[column + 1] <= 1e-32 * length:
+            continue
+        alpha = -np.sqrt(length) if v[column + 1] > 0.0 else np.sqrt(length)
+        v[column + 1] -= alpha
+        scale = 0.0
+        for i in range(column + 1, k):
+            scale += v[i] * v[i]
+        scale = 2.0 / scale
+        dot = 0.0
+        for i in range(column + 1, k):
+            total = 0.0
+            for j in range(column + 1, k):
+                total += matrix[i, j] * v[j]
+            p[i] = scale * total
+            dot += p[i] * v[i]
+        for i in range(column + 1, k):
+            p[i] -= 0.5 * scale * dot * v[i]
+        for i in range(column + 1, k):
+            for j in range(column + 1, k):
+                matrix[i, j] -= v[i] * p[j] + p[i] * v[j]
+        matrix[column + 1, column] = alpha
+        for x in range(k):
+            p[x] = 0.0
+        for i in range(column + 1, k):
+            for x in range(k):
+                p[x] += v[i] * vectors[i, x]
+        for i in range(column + 1, k):
+            for x in range(k):
+                vectors[i, x] -= scale * v[i] * p[x]
+    for i in range(k):
+        values[i] = matrix[i, i]
+        if i + 1 < k:
+            off[i] = matrix[i + 1, i]
+    for first in range(k):
+        for turn in range(_TURNS + 1):
+            last = first
+            while last < k - 1 and abs(off[last]) > 1e-15 * (abs(values[last]) + abs(values[last + 1])):
+                last += 1
+            if last == first:
+                break
+            if turn == _TURNS:
+                return False
+            shift = (values[first + 1] - values[first]) / (2.0 * off[first])
+            root = np.sqrt(shift * shift + 1.0)
+            g = values[last] - values[first] + off[first] / (shift + (root if shift >= 0.0 else -root))
+            sine, cosine, moved = 1.0, 1.0, 0.0
+            stopped = False
+            for i in range(last - 1, first - 1, -1):
+                f, b = sine * off[i], cosine * off[i]
+                r = np.sqrt(f * f + g * g)
+                off[i + 1] = r
+                if r == 0.0:
+                    values[i + 1] -= moved
+                    off[last] = 0.0
+                    stopped = True
+                    break
+                sine, cosine = f / r, g / r
+                g = values[i + 1] - moved
+                r = (values[i] - g) * sine + 2.0 * cosine * b
+                moved = sine * r
+                values[i + 1] = g + moved
+                g = cosine * r - b
                 for x in range(k):
-                    a, b = matrix[p, x], matrix[q, x]
-                    matrix[p, x], matrix[q, x] = c * a - s * b, s * a + c * b
-                for x in range(k):
-                    a, b = matrix[x, p], matrix[x, q]
-                    matrix[x, p], matrix[x, q] = c * a - s * b, s * a + c * b
-                    a, b = vectors[p, x], vectors[q, x]
-                    vectors[p, x], vectors[q, x] = c * a - s * b, s * a + c * b
+                    upper, lower = vectors[i, x], vectors[i + 1, x]
+                    vectors[i + 1, x] = sine * upper + cosine * lower
+                    vectors[i, x] = cosine * upper - sine * lower
+            if not stopped:
+                values[first] -= moved
+                off[first] = g
+                off[last] = 0.0
     for i in range(k - 1):
         best = i
         for j in range(i + 1, k):
-            if matrix[j, j] > matrix[best, best]:
+            if values[j] > values[best]:
                 best = j
         if best != i:
-            matrix[i, i], matrix[best, best] = matrix[best, best], matrix[i, i]
+            values[i], values[best] = values[best], values[i]
             for x in range(k):
                 vectors[i, x], vectors[best, x] = vectors[best, x], vectors[i, x]
+    return bool(np.isfinite(values.sum()))
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
-def align(left: NDArray[np.floating], right: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Turns ``left.T @ right`` into its singular value decomposition, in place: rows of `right` become orthogonal.
+def gram_vectors(
+    of_deltas: NDArray[np.floating], of_activations: NDArray[np.floating], jitter: float, found: NDArray[np.floating]
+) -> float:
+    """Finds rows z whose products with D are the leading left singular vectors of ``D^T A``, from Gram matrices.
+
+    With ``A A^T = C C^T`` they are ``z = C y`` for the eigenvectors y of ``C^T (D D^T) C``.
 
     Args:
-        left: orthonormal rows, of shape (k, out).
-        right: rows of shape (k, in).
+        of_deltas: ``D D^T``, of shape (N, N).
+        of_activations: ``A A^T``, of shape (N, N).
+        jitter: added to its diagonal, times the largest element of that.
+        found: of shape (k, N); holds the rows afterwards.
 
     Returns:
-        The lengths of the rows of `right` afterwards, largest first: the singular values.
+        The last singular value that was asked for, as a share of the first: below about 1e-3 in single precision it
+        is rounding error. NaN where there is NaN or Inf.
     """
-    k = left.shape[0]
-    gram = np.empty((k, k))
-    for i in range(k):
+    rows = of_deltas.shape[0]
+    k = found.shape[0]
+    largest = 0.0
+    for i in range(rows):
+        largest = max(largest, float(of_activations[i, i]))
+    root = np.zeros((rows, rows))  # C
+    for i in range(rows):
         for j in range(i + 1):
-            dot = 0.0
-            for x in range(right.shape[1]):
-                dot += right[i, x] * right[j, x]
-            gram[i, j] = dot
-            gram[j, i] = dot
-    vectors = np.empty((k, k))
-    eigh_descending(gram, vectors)
-    _rotate(vectors, left)
-    _rotate(vectors, right)
-    values = np.empty(k)
+            dot = np.float64(of_activations[i, j])
+            if i == j:
+                dot += jitter * largest
+            for x in range(j):
+                dot -= root[i, x] * root[j, x]
+            if j < i:
+                root[i, j] = dot / root[j, j]
+            else:  # a row that depends on earlier ones may fall below zero by rounding
+                root[i, i] = np.sqrt(max(dot, jitter * largest))
+                if not root[i, i] > 0.0:  # NaN, too
+                    return root[i, i]
+    half = np.zeros((rows, rows))  # (D D^T) C
+    for i in range(rows):
+        for x in range(rows):
+            share = np.float64(of_deltas[i, x])
+            for j in range(x + 1):
+                half[i, j] += share * root[x, j]
+    core = np.zeros((rows, rows))
+    for x in range(rows):
+        for i in range(x + 1):
+            share = root[x, i]
+            for j in range(rows):
+                core[i, j] += share * half[x, j]
+    values = np.empty(rows)
+    vectors = np.empty((rows, rows))
+    if not eigh(core, values, vectors):
+        return np.nan
     for i in range(k):
-        length = 0.0
-        for x in range(right.shape[1]):
-            length += right[i, x] * right[i, x]
-        values[i] = np.sqrt(length)
-    return values
-
-
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def _rotate(rotation: NDArray[np.float64], rows: NDArray[np.floating]) -> None:
-    """Replaces a block of shape (k, width) by ``rotation @ rows``."""
-    k, width = rows.shape
-    turned = np.empty((k, _BLOCK), rows.dtype)
-    for start in range(0, width, _BLOCK):
-        size = min(_BLOCK, width - start)
-        turned[:] = 0.0
-        for i in range(k):
-            for j in range(k):
-                share = rows.dtype.type(rotation[i, j])
-                for x in range(size):
-                    turned[i, x] += share * rows[j, start + x]
-        for i in range(k):
-            for x in range(size):
-                rows[i, start + x] = turned[i, x]
+        for x in range(rows):
+            dot = 0.0
+            for j in range(x + 1):
+                dot += root[x, j] * vectors[i, j]
+            found[i, x] = dot
+    return np.sqrt(max(values[k - 1], 0.0) / values[0]) if values[0] > 0.0 else 0.0

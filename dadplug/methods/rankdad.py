@@ -9,10 +9,8 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from torch import Tensor
-
 from ..hooks import Factor
-from ..lowrank import compress
+from ..lowrank import Carry, compress
 from ..share import Share
 from .base import Method, Quality, register_method
 
@@ -32,7 +30,7 @@ class RankDAD(Method):
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         self.max_rank: int = options.rank
-        self._bases: dict[str, Tensor] = {}
+        self._carried: dict[str, Carry] = {}
         self._calls: dict[str, int] = {}
         self._quality: dict[str, Quality] = {}
 
@@ -50,13 +48,13 @@ class RankDAD(Method):
             self.max_rank,
             iterations=self.options.iterations,
             tolerance=self.options.tolerance,
-            warm_start=self._bases.get(name) if self.options.warm_start else None,
+            warm_start=self._carried.get(name) if self.options.warm_start else None,
             seed=zlib.crc32(name.encode()),
         )
         kept = compressed.effective_rank
         left, right = compressed.left[:, :kept], compressed.right[:, :kept]
-        if kept:
-            self._bases[name] = left
+        if kept and self.options.warm_start:
+            self._carried[name] = compressed.carry
         calls = self._calls[name] = self._calls.get(name, -1) + 1
         if calls % _MEASURE_EVERY == 0 or name not in self._quality:
             residual = compressed.residual(factor.deltas, factor.activations)
@@ -70,12 +68,12 @@ class RankDAD(Method):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "bases": {name: basis.clone() for name, basis in self._bases.items()},
+            "carried": {name: carry.right.clone() for name, carry in self._carried.items()},
             "calls": dict(self._calls),
             "rank": self.max_rank,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._bases = {name: basis.clone() for name, basis in state["bases"].items()}
+        self._carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
         self._calls = dict(state["calls"])
         self.max_rank = state.get("rank", self.max_rank)
