@@ -49,7 +49,7 @@ def inverse_triangle(gram: NDArray[np.floating], inverse: NDArray[np.floating]) 
             else:
                 if not dot > 1e-14:  # NaN, too
                     return dot if np.isnan(dot) else 0.0
-                least = min(least, float(dot))
+                least = float(min(least, dot))
                 lower[i, i] = np.sqrt(dot)
     for i in range(k):
         full[i, i] = 1.0 / lower[i, i]
@@ -235,7 +235,7 @@ def gram_vectors(
     k = found.shape[0]
     largest = 0.0
     for i in range(rows):
-        largest = max(largest, float(of_activations[i, i]))
+        largest = float(max(largest, of_activations[i, i]))
     root = np.zeros((rows, rows))  # C
     for i in range(rows):
         for j in range(i + 1):
