@@ -3,5 +3,18 @@
 from . import sparse
 from .compress import Carry, Compressed, compress, compress_matrix, squared_norm
 from .dispatch import warmup
+from .packing import dequantise, quantise, sum_of_products, top_k
 
-__all__ = ["Carry", "Compressed", "compress", "compress_matrix", "sparse", "squared_norm", "warmup"]
+__all__ = [
+    "Carry",
+    "Compressed",
+    "compress",
+    "compress_matrix",
+    "dequantise",
+    "quantise",
+    "sparse",
+    "squared_norm",
+    "sum_of_products",
+    "top_k",
+    "warmup",
+]

@@ -39,14 +39,27 @@ class Kernels(Protocol):
     def gram_vectors(self, of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
         """See `kernels.gram_vectors`."""
 
+    def quantise(self, rows: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """See `packing.quantise`."""
+
+    def dequantise(self, codes: Tensor, scales: Tensor, rows: Tensor) -> None:
+        """See `packing.dequantise`."""
+
+    def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
+        """Finds as many elements of largest size as the results hold; see `packing.top_k`."""
+
+    def product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
+        """See `packing_kernels.product`."""
+
 
 class NumbaKernels:
     """Hands the memory of contiguous CPU tensors to numba, without a copy; large products go to BLAS."""
 
     def __init__(self) -> None:
-        from . import kernels
+        from . import kernels, packing_kernels
 
         self._kernels = kernels
+        self._packing = packing_kernels
 
     def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
         self._kernels.unit_rows(rows.numpy())
@@ -75,6 +88,21 @@ class NumbaKernels:
     def gram_vectors(self, of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
         return self._kernels.gram_vectors(of_deltas.numpy(), of_activations.numpy(), jitter, found.numpy())
 
+    def quantise(self, rows: Tensor, codes: Tensor, scales: Tensor) -> None:
+        self._packing.quantise(rows.numpy(), codes.numpy(), scales.numpy())
+
+    def dequantise(self, codes: Tensor, scales: Tensor, rows: Tensor) -> None:
+        self._packing.dequantise(codes.numpy(), scales.numpy(), rows.numpy())
+
+    def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
+        if values.dtype == torch.float32:
+            self._packing.top_k(values.numpy(), indices.numpy(), found.numpy())
+        else:
+            portable.top_k(values, indices, found)
+
+    def product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
+        self._packing.product(left.numpy(), right.numpy(), result.numpy())
+
 
 def kernels_for(tensor: Tensor) -> Kernels:
     """Chooses the kernels for a tensor's device."""
@@ -87,18 +115,27 @@ def cpu_kernels() -> Kernels:
     try:
         start = time.perf_counter()
         kernels = NumbaKernels()
-        for dtype in (torch.float32, torch.float64):
-            block = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 1e-3]], dtype=dtype)  # by Cholesky, then Gram-Schmidt
-            kernels.orthonormalise(block)
-            gram = torch.eye(2, dtype=dtype)
-            kernels.gram_vectors(gram, gram, 0.0, gram.clone())
-        kernels.eigh(torch.eye(2))
+        _try_out(kernels)
         if (seconds := time.perf_counter() - start) > 1:
             _log.info("compiled the low-rank kernels in %.1f s; they are kept on disk for the next start", seconds)
         return kernels
     except Exception as error:
         warnings.warn(f"numba cannot run here ({error}): low-rank compression uses torch, more slowly", stacklevel=3)
         return portable
+
+
+def _try_out(kernels: Kernels) -> None:
+    for dtype in (torch.float32, torch.float64):
+        block = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 1e-3]], dtype=dtype)  # by Cholesky, then Gram-Schmidt
+        kernels.orthonormalise(block)
+        gram = torch.eye(4, dtype=dtype)
+        kernels.gram_vectors(gram, gram, 0.0, gram.clone())
+        kernels.product(gram, gram, gram.clone())
+    kernels.eigh(gram)
+    rows, codes, scales = torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.int8), torch.zeros(1)
+    kernels.quantise(rows, codes, scales)
+    kernels.dequantise(codes, scales, rows)
+    kernels.top_k(scales, torch.zeros(1, dtype=torch.int64), scales.clone())
 
 
 def warmup() -> None:

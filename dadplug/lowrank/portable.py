@@ -53,3 +53,31 @@ def gram_vectors(of_deltas: Tensor, of_activations: Tensor, jitter: float, found
     k = found.shape[0]
     found.copy_(vectors[:k] @ root.T)
     return math.sqrt(max(0.0, float(values[k - 1])) / float(values[0])) if values[0] > 0 else 0.0
+
+
+def quantise(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Rounds rows to int8; see `packing.quantise`."""
+    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+    spoilt = ~torch.isfinite(rows).all(1)
+    scales.copy_(torch.where(spoilt, math.nan, largest / 127.0))
+    inverse = torch.where(scales > 0, 127.0 / largest, 0.0)
+    codes.copy_(torch.where(spoilt[:, None], 0.0, rows * inverse[:, None]).round())
+
+
+def dequantise(codes: Tensor, scales: Tensor, rows: Tensor) -> None:
+    """Turns int8 codes back into numbers; see `packing.dequantise`."""
+    torch.mul(codes, scales[:, None], out=rows)
+
+
+def top_k(values: Tensor, indices: Tensor, found: Tensor) -> None:
+    """Finds the elements of largest size; see `packing.top_k`."""
+    whole, mask = (torch.int64, 2**63 - 1) if values.dtype == torch.float64 else (torch.int32, 2**31 - 1)
+    exact = values if values.dtype in (torch.float32, torch.float64) else values.float()
+    order = torch.argsort(exact.view(whole) & mask, descending=True, stable=True)
+    indices.copy_(order[: len(indices)].sort().values)
+    torch.index_select(values, 0, indices, out=found)
+
+
+def product(left: Tensor, right: Tensor, result: Tensor) -> None:
+    """Computes ``left.T @ right``; see `kernels.product`."""
+    torch.mm(left.T, right, out=result)

@@ -1,0 +1,92 @@
+"""What travels, and back: int8 codes with a scale a row, the largest elements of a gradient, sums of products.
+
+On the CPU by numba, on the tensors' own memory with the GIL released; on CUDA tensors and where numba cannot run by
+torch, with equal results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .dispatch import kernels_for
+from .scratch import scratch
+
+_FEW = 12  # rows up to which the own product beats BLAS
+
+
+def quantise(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Rounds each row to whole multiples, -127 to 127, of a scale of its own.
+
+    The error of an element is at most half the scale, a 254th of the row's largest element. A row with NaN or Inf
+    comes back as NaN.
+
+    Args:
+        rows: of shape (k, width), float32.
+        codes: int8 of the same shape, contiguous; filled.
+        scales: float32 of shape (k,), contiguous; filled.
+    """
+    kernels_for(rows).quantise(rows.detach().contiguous(), codes, scales)
+
+
+def dequantise(codes: Tensor, scales: Tensor, rows: Tensor) -> None:
+    """Turns codes back into numbers.
+
+    Args:
+        codes: int8 of shape (k, width), contiguous.
+        scales: float32 of shape (k,).
+        rows: float32 of shape (k, width), contiguous; filled.
+    """
+    kernels_for(rows).dequantise(codes, scales, rows)
+
+
+def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Finds the k elements of largest size; of equal ones the first count. NaN counts as largest.
+
+    Args:
+        values: of shape (n,).
+        k: number of elements, 0 to n.
+
+    Returns:
+        Their indices, int64, ascending, and the elements.
+
+    Raises:
+        ValueError: if k is out of its range, or the shape.
+    """
+    if values.dim() != 1 or not 0 <= k <= values.numel():
+        raise ValueError(f"k must lie in 0 to the number of values, of shape (n,); got {k} of {tuple(values.shape)}")
+    values = values.detach().contiguous()
+    indices, found = torch.empty(k, dtype=torch.int64, device=values.device), values.new_empty(k)
+    kernels_for(values).top_k(values, indices, found)
+    return indices, found
+
+
+def sum_of_products(lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Computes ``sum over s of weights[s] * lefts[s].T @ rights[s]``, all rows in one product.
+
+    Args:
+        lefts: a block a site, of shape (k_s, out).
+        rights: a block a site, of shape (k_s, in).
+        weights: a weight a site.
+
+    Returns:
+        The sum, of shape (out, in).
+    """
+    like, count = lefts[0], sum(len(block) for block in lefts)
+    out, width = like.shape[1], rights[0].shape[1]
+    own = like.device.type == "cpu" and 0 < count <= _FEW and out >= 4 and like.dtype in (torch.float32, torch.float64)
+    rows = -(-count // 4) * 4 if own else count
+    left, right = scratch.take("lefts", (rows, out), like), scratch.take("rights", (rows, width), like)
+    start = 0
+    for block, other, weight in zip(lefts, rights, weights, strict=True):
+        torch.mul(block, weight, out=left[start : start + len(block)])
+        right[start : start + len(block)] = other
+        start += len(block)
+    left[start:], right[start:] = 0, 0
+    if not own:
+        return left.T @ right
+    result = like.new_empty(out, width)
+    kernels_for(like).product(left, right, result)
+    return result

@@ -1,0 +1,122 @@
+"""numba kernels between gradients and what travels: int8 codes, the largest elements, sums of products."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+_FAST = {"reassoc", "contract"}
+_COARSE = 15  # of the 31 bits of a number's size, those of the first histogram: the exponent and seven more
+
+
+@njit(cache=True, nogil=True)
+def quantise(rows: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
+    """Rounds each row to whole multiples, -127 to 127, of its scale; a row with NaN or Inf gets NaN for a scale."""
+    sizes = rows.view(np.uint32)  # whole numbers, whose maximum vectorises; Inf and NaN are the largest
+    for i in range(rows.shape[0]):
+        bits = np.uint32(0)
+        for x in range(rows.shape[1]):
+            bits = max(bits, sizes[i, x] & np.uint32(0x7FFFFFFF))
+        if bits >= np.uint32(0x7F800000):
+            scales[i] = np.nan
+            codes[i] = 0
+            continue
+        largest = np.float32(0.0)
+        for x in range(rows.shape[1]):
+            if sizes[i, x] & np.uint32(0x7FFFFFFF) == bits:
+                largest = abs(rows[i, x])
+                break
+        scales[i] = largest / np.float32(127.0)
+        inverse = np.float32(127.0) / largest if scales[i] > 0.0 else np.float32(0.0)
+        for x in range(rows.shape[1]):
+            codes[i, x] = np.int8(np.rint(rows[i, x] * inverse))
+
+
+@njit(cache=True, nogil=True)
+def dequantise(codes: NDArray[np.int8], scales: NDArray[np.float32], rows: NDArray[np.float32]) -> None:
+    """Multiplies the codes by their row's scale."""
+    for i in range(codes.shape[0]):
+        scale = scales[i]
+        for x in range(codes.shape[1]):
+            rows[i, x] = np.float32(codes[i, x]) * scale
+
+
+@njit(cache=True, nogil=True)
+def top_k(values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArray[np.float32]) -> None:
+    """Finds the elements of largest size, in the order of their indices; of equal ones the first count.
+
+    By their bits: the size of a number is a whole number of 31 bits that orders like it. A histogram of the upper
+    bits finds the range in which the smallest of them lies, a second one of the lower bits the number itself.
+    """
+    k = indices.shape[0]
+    if k == 0:
+        return
+    size = values.view(np.uint32)
+    low = 31 - _COARSE
+    counts = np.zeros(1 << _COARSE, np.int32)
+    for x in range(size.shape[0]):
+        counts[(size[x] & np.uint32(0x7FFFFFFF)) >> low] += 1
+    above = 0
+    coarse = counts.shape[0] - 1
+    while above + counts[coarse] < k:
+        above += counts[coarse]
+        coarse -= 1
+    fine = np.zeros(1 << low, np.int32)
+    for x in range(size.shape[0]):
+        bits = size[x] & np.uint32(0x7FFFFFFF)
+        if np.int64(bits >> low) == coarse:
+            fine[bits & np.uint32((1 << low) - 1)] += 1
+    last = fine.shape[0] - 1
+    while above + fine[last] < k:
+        above += fine[last]
+        last -= 1
+    least = np.uint32((coarse << low) | last)
+    ties = k - above
+    place = 0
+    for x in range(size.shape[0]):
+        bits = size[x] & np.uint32(0x7FFFFFFF)
+        if bits >= least:
+            if bits == least:
+                if ties == 0:
+                    continue
+                ties -= 1
+            indices[place] = x
+            found[place] = values[x]
+            place += 1
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def product(left: NDArray[np.floating], right: NDArray[np.floating], result: NDArray[np.floating]) -> None:
+    """Computes ``left.T @ right`` for few rows: four by four, each element of the result written in one pass.
+
+    Args:
+        left: of shape (k, out), k a multiple of 4.
+        right: of shape (k, in).
+        result: of shape (out, in).
+    """
+    out, width = result.shape
+    for i in range(0, out, 4):
+        # The last group may overlap the one before it; it computes the same numbers again.
+        i = min(i, out - 4)
+        g0, g1, g2, g3 = result[i], result[i + 1], result[i + 2], result[i + 3]
+        for k in range(0, left.shape[0], 4):
+            r0, r1, r2, r3 = right[k], right[k + 1], right[k + 2], right[k + 3]
+            a0, a1, a2, a3 = left[k, i], left[k + 1, i], left[k + 2, i], left[k + 3, i]
+            b0, b1, b2, b3 = left[k, i + 1], left[k + 1, i + 1], left[k + 2, i + 1], left[k + 3, i + 1]
+            c0, c1, c2, c3 = left[k, i + 2], left[k + 1, i + 2], left[k + 2, i + 2], left[k + 3, i + 2]
+            d0, d1, d2, d3 = left[k, i + 3], left[k + 1, i + 3], left[k + 2, i + 3], left[k + 3, i + 3]
+            if k == 0:
+                for x in range(width):
+                    e, f, g, h = r0[x], r1[x], r2[x], r3[x]
+                    g0[x] = a0 * e + a1 * f + a2 * g + a3 * h
+                    g1[x] = b0 * e + b1 * f + b2 * g + b3 * h
+                    g2[x] = c0 * e + c1 * f + c2 * g + c3 * h
+                    g3[x] = d0 * e + d1 * f + d2 * g + d3 * h
+            else:
+                for x in range(width):
+                    e, f, g, h = r0[x], r1[x], r2[x], r3[x]
+                    g0[x] += a0 * e + a1 * f + a2 * g + a3 * h
+                    g1[x] += b0 * e + b1 * f + b2 * g + b3 * h
+                    g2[x] += c0 * e + c1 * f + c2 * g + c3 * h
+                    g3[x] += d0 * e + d1 * f + d2 * g + d3 * h
