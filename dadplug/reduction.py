@@ -89,6 +89,7 @@ class GradientReduction:
             own = open_transport(process_group, self.traffic, device, self.options.timeout)
             self._norms = SyncedBatchNorms(model, own, self._counter if self.options.weighting == "samples" else None)
         self._method = make_method(self.options)
+        self._renormalised = replicas.tables_with_max_norm(model)
         self._syncing = True
         self._pending = False
         self._reasons: dict[str, str] = {}
@@ -157,6 +158,8 @@ class GradientReduction:
             MismatchError: if the sites are not at the same step.
         """
         self._follow_freezing()
+        for table in self._renormalised:
+            replicas.renormalise(table)
         if not self._settled:
             self._settle()
         assert self._pipeline is not None

@@ -26,6 +26,7 @@ class ConvTranspose(LayerFamily):
     ) -> Tensor:
         assert isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
         stride, padding, dilation = module.stride, module.padding, module.dilation
+        assert isinstance(padding, tuple)
         size = None if output_size is None else list(output_size)
         output_padding = module._output_padding(
             input, size, list(stride), list(padding), list(module.kernel_size), len(stride), list(dilation)

@@ -195,6 +195,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator], T
     "words": (layers.Words, tokens),
     "sparse": (lambda: layers.Words(sparse=True), tokens),
     "bags": (layers.Bags, tokens),
+    "renormed": (layers.Renormed, tokens),
     "language": (layers.Language, tokens),
     "resumed": (lambda: layers.Resumed(False), tokens),
     "resumed reentrant": (lambda: layers.Resumed(True), tokens),

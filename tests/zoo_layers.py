@@ -105,6 +105,18 @@ class Words(nn.Module):
         return self.mix(x.transpose(1, 2)).mean(2) + self.small(tokens[:, 0] % 5)
 
 
+class Renormed(nn.Module):
+    """Tables whose rows are kept short while they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 4, max_norm=1.0)
+        self.bags = nn.EmbeddingBag(40, 4, max_norm=0.5, norm_type=1.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens).sum(1) + self.bags(3 * tokens)
+
+
 class Bags(nn.Module):
     """Bags of each kind: a mean with a padding row, a weighted sum over offsets, a maximum, and a sparse table."""
 
