@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import replicas
 from .agreement import FirstStep, agree
 from .batchnorm import SyncedBatchNorms
+from .division import find_units
 from .exchange import Traffic, open_transport
 from .guards import check_model, refuse_unsynchronised
 from .methods import Quality, make_method
@@ -22,7 +23,7 @@ from .options import Options
 from .pipeline import Pipeline
 from .plan import Plan, PlanRow
 from .samples import SampleCounter
-from .units import DenseUnit, FactorUnit, Unit, find_units
+from .units import DenseUnit, FactorUnit, Unit
 
 
 class GradientReduction:
@@ -100,7 +101,8 @@ class GradientReduction:
 
     def _build(self) -> None:
         """Divides the parameters into units, and watches their gradients arrive."""
-        found = find_units(self.model, self._method, set(self._reasons))
+        compress_dense = self.options.dense == "lowrank"
+        found = find_units(self.model, self._method, set(self._reasons), compress_dense)
         self._capture, self._units, self._paths = found.capture, found.units, found.paths
         self._notices = found.reasons
         self._trained = self._trained_now()

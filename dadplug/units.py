@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .hooks import (
-    LINEAR,
-    CapturedLayer,
-    Factor,
-    Form,
-    LayerCapture,
-    capturable_layers,
-    family_of,
-    refusal_of,
-    stack_by_form,
-)
-from .methods import Method
+from .hooks import LINEAR, CapturedLayer, Factor, Form, stack_by_form
 
 
 class Unit:
@@ -208,103 +195,47 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-class Division(NamedTuple):
-    """How a model's parameters are divided.
+class GradientUnit(FactorUnit):
+    """A weight that no layer has factors for, whose gradient is compressed once autograd has formed it.
 
-    Attributes:
-        capture: the capture of the layers that go by factors.
-        units: the units, in the model's order.
-        paths: the path of every parameter.
-        reasons: why a parameter takes its path, where that is not what the method does with every layer.
-    """
-
-    capture: LayerCapture
-    units: list[Unit]
-    paths: dict[str, str]
-    reasons: dict[str, str]
-
-
-def find_units(model: nn.Module, method: Method, keep_dense: set[str]) -> Division:
-    """Divides a model's trained parameters into units, each parameter into exactly one.
-
-    A weight goes by factors if the method wants it to and if every layer that owns it is captured, and of one kind; so
-    a matrix that is tied to an embedding, or that attention uses without calling its layer, is all-reduced.
+    The gradient of each backward pass is taken away from ``.grad`` as it arrives, since what lies there already has
+    been agreed on in earlier steps.
 
     Args:
-        model: the model.
-        method: chooses the path of a layer from its widths.
-        keep_dense: names of weights that are to be all-reduced in any case.
+        name: name of the weight, of two dimensions or more.
+        parameter: the weight.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owners: dict[int, set[str]] = defaultdict(set)
-    reasons: dict[str, str] = {}
-    for module_name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)].add(module_name)
-                if parameter.requires_grad and method.takes_factors and (reason := refusal_of(module)):
-                    reasons[names[id(parameter)]] = reason
-    groups: dict[int, dict[str, nn.Module]] = defaultdict(dict)  # by weight: the layers that may be captured
-    for layer_name, layer in capturable_layers(model).items():
-        groups[id(_weight(layer))][layer_name] = layer
-    paths: dict[str, str] = {}
-    factored: list[tuple[nn.Parameter, nn.Parameter | None, dict[str, nn.Module]]] = []
-    for layers in groups.values():
-        weight = _weight(next(iter(layers.values())))
-        biases = {id(_bias(layer)): _bias(layer) for layer in layers.values()}
-        bias = next(iter(biases.values()))
-        alone = owners[id(weight)] == set(layers) and len(biases) == 1
-        alone = alone and (bias is None or owners[id(bias)] == set(layers))
-        alone = alone and len({(family_of(layer), _known_form(layer)) for layer in layers.values()}) == 1
-        path = _path(next(iter(layers.values())), method) if alone else "allreduce"
-        if not alone and method.takes_factors:
-            reasons[names[id(weight)]] = "shared by layers that do not go together"
-        if path != "allreduce" and names[id(weight)] not in keep_dense:
-            factored.append((weight, bias, layers))
-            paths[names[id(weight)]] = path
-            if bias is not None:
-                paths[names[id(bias)]] = path
-    capture = LayerCapture(model, [name for *_, layers in factored for name in layers], weight_gradients=False)
-    by_lead: dict[str, Unit] = {}
-    for weight, bias, layers in factored:
-        weight_name, bias_name = names[id(weight)], None if bias is None else names[id(bias)]
-        parameters = {weight_name: weight} if bias is None else {weight_name: weight, str(bias_name): bias}
-        captured = [capture.layers[name] for name in layers]
-        form = captured[0].family.known_form(captured[0].module)
-        by_lead[weight_name] = FactorUnit(weight_name, bias_name, parameters, captured, paths[weight_name], form)
-    units: list[Unit] = []
-    for name, parameter in model.named_parameters():
-        if name in by_lead:
-            units.append(by_lead[name])
-        elif name not in paths:
-            paths[name] = "allreduce" if parameter.requires_grad else "frozen"
-            if parameter.requires_grad:
-                units.append(DenseUnit(name, {name: parameter}))
-    return Division(capture, units, paths, reasons)
 
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        super().__init__(name, None, {name: parameter}, [], "lowrank", LINEAR)
+        self._earlier: Tensor | None = None
+        self._sum: Tensor | None = None
 
-def _path(layer: nn.Module, method: Method) -> str:
-    weight, form = _weight(layer), _known_form(layer)
-    if form is not None and not form.encoded:
-        return "factors" if method.takes_factors or form.sparse else "allreduce"
-    out = weight.shape[0]
-    return method.path(out, weight.numel() // out) if weight.numel() else "allreduce"
+    def _on_dense(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._earlier, self.lead.grad = self.lead.grad, None
 
+    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
+        def arrive(parameter: Tensor) -> None:
+            gradient, parameter.grad, self._earlier = parameter.grad, self._earlier, None
+            if gradient is not None:
+                self._sum = gradient if self._sum is None else self._sum.add_(gradient)
+                on_arrival(self)
 
-def _known_form(layer: nn.Module) -> Form | None:
-    family = family_of(layer)
-    assert family is not None
-    return family.known_form(layer)
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(arrive))
 
+    @property
+    def rows(self) -> int:
+        return 0 if self._sum is None else min(self.shape)
 
-def _weight(layer: nn.Module) -> nn.Parameter:
-    family = family_of(layer)
-    assert family is not None
-    return getattr(layer, family.weight)
+    def take(self) -> Factor | None:
+        gradient, self._sum = self._sum, None
+        return None if gradient is None else Factor.formed(gradient)
 
+    def keep(self) -> None:
+        pass
 
-def _bias(layer: nn.Module) -> nn.Parameter | None:
-    family = family_of(layer)
-    assert family is not None
-    bias = getattr(layer, family.bias, None)
-    return bias if bias is not None and bias.requires_grad else None
+    def form_gradients(self) -> None:
+        if self._sum is not None:
+            add_gradient(self.lead, self._sum)
+            self._sum = None

@@ -70,10 +70,16 @@ class Factor:
         if self.rows * self.form.positions <= min(out, width):
             deltas, activations = self.form.unfold(self.deltas, self.activations)
             return Factor(activations, deltas, flat, self.bias_gradient())
-        gradient = self.gradient().reshape(out, width)
+        return replace(Factor.formed(self.gradient()), bias=self.bias_gradient())
+
+    @staticmethod
+    def formed(gradient: Tensor) -> Factor:
+        """Writes a gradient that has been formed as a product: of itself as a matrix, and of an identity."""
+        flat = gradient.reshape(gradient.shape[0], -1)
+        out, width = flat.shape
         identity = torch.eye(min(out, width), dtype=gradient.dtype, device=gradient.device)
-        pair = (gradient, identity) if out <= width else (identity, gradient.T)
-        return Factor(*pair, flat, self.bias_gradient())
+        pair = (flat, identity) if out <= width else (identity, flat.T)
+        return Factor(*pair, Flattened(tuple(gradient.shape)))
 
     def to(self, dtype: torch.dtype) -> Factor:
         """Converts what is in floating point."""
