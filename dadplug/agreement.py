@@ -94,6 +94,6 @@ def agree(told: Sequence[FirstStep], units: Sequence[Unit], method: Method) -> A
 
 def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
     """Tells how many times an all-reduce's bytes the factors take, 0.0 where they are to be sent in any case."""
-    if unit.form is None or not unit.form.may_be_dense or unit.form.sparse:
+    if unit.form is None or not unit.form.may_be_dense:
         return 0.0
     return max(sites, 2) * rows * sum(unit.widths) / (2 * unit.lead.numel())

@@ -48,18 +48,19 @@ def broadcast_model(model: nn.Module, transport: Transport) -> None:
             tensor.copy_(part.view_as(tensor))
 
 
-def tables_with_max_norm(model: nn.Module) -> list[nn.Module]:
+def tables_with_max_norm(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
     """Finds the embeddings whose lookups change their rows."""
     tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     return [table for table in tables if table.max_norm is not None]
 
 
 @torch.no_grad()
-def renormalise(table: nn.Module) -> None:
+def renormalise(table: nn.Embedding | nn.EmbeddingBag) -> None:
     """Does to every row of a table what a lookup does to the rows looked up, as other sites have to other rows.
 
     Repeated until nothing changes, since a row that has been looked up twice must have the bits of one that has not.
     """
+    assert table.max_norm is not None
     weight, everything = table.weight, torch.arange(table.num_embeddings, device=table.weight.device)
     for _ in range(_ROUNDS):
         before = weight.clone()

@@ -109,7 +109,7 @@ class _CapturedForward(ForwardOverride):
         layer = self._layer
         if not (torch.is_grad_enabled() and layer.weight.requires_grad):
             return self.plain(*args, **kwargs)
-        layer.fed_by_data |= not next(iter((*args, *kwargs.values()))).requires_grad
+        layer.fed_by_data |= not (args[0] if args else kwargs["input"]).requires_grad
         return layer.family.forward(layer.module, layer.record, layer.weight_gradients, *args, **kwargs)
 
 

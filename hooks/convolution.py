@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +82,6 @@ class ConvolutionForm(Form):
         output_size: (channels, positions…) of the output.
     """
 
-    may_be_dense: ClassVar[bool] = True
-
     geometry: Geometry
     weight_shape: tuple[int, ...]
     input_size: tuple[int, ...]
@@ -91,6 +89,10 @@ class ConvolutionForm(Form):
 
     def widths(self, shape: tuple[int, int]) -> tuple[int, int]:
         return math.prod(self.output_size), math.prod(self.input_size)
+
+    @property
+    def may_be_dense(self) -> bool:
+        return True
 
     @property
     def positions(self) -> int:

@@ -16,13 +16,11 @@ class Form:
     and sites may be stacked. Forms are values: two layers' rows may be stacked if their forms are equal.
 
     Attributes:
-        may_be_dense: whether the gradient is all-reduced where that is fewer bytes than the rows are.
         encoded: whether a method may encode the rows in its own way; otherwise they are sent as they are.
         table_rows: where activations are row numbers of a table: its number of rows; else 0.
         sparse: whether the gradient is a sparse tensor.
     """
 
-    may_be_dense: ClassVar[bool] = False
     encoded: ClassVar[bool] = True
     table_rows: ClassVar[int] = 0
     sparse: ClassVar[bool] = False
@@ -30,6 +28,11 @@ class Form:
     def widths(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Widths of a row of deltas and of one of activations, for a weight that as a matrix has this shape."""
         return shape
+
+    @property
+    def may_be_dense(self) -> bool:
+        """Whether the gradient is all-reduced where that is fewer bytes than the rows are."""
+        return False
 
     @property
     def positions(self) -> int:

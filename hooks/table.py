@@ -25,7 +25,6 @@ class TableForm(Form):
         sparse: whether the gradient is a sparse tensor.
     """
 
-    may_be_dense: ClassVar[bool] = True
     encoded: ClassVar[bool] = False
 
     width: int
@@ -34,6 +33,10 @@ class TableForm(Form):
 
     def widths(self, shape: tuple[int, int]) -> tuple[int, int]:
         return self.width, 1
+
+    @property
+    def may_be_dense(self) -> bool:
+        return not self.sparse
 
     def gradient(self, deltas: Tensor, activations: Tensor) -> Tensor:
         numbers, shape = activations[:, 0].long(), (self.table_rows, self.width)

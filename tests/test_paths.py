@@ -138,16 +138,16 @@ def test_row_numbers_lie_in_a_payload_of_any_type():
             assert share.left.dtype == torch.float32 or wire == torch.int8
 
 
-def sparse_tables(mode: str) -> None:
+def sparse_tables(mode: str, rows: int) -> None:
     """A gradient that torch gives as sparse comes out as sparse, over steps without zero_grad too."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    reference = nn.EmbeddingBag(50, 3, sparse=True, mode="sum").double()
+    reference = nn.EmbeddingBag(rows, 3, sparse=True, mode="sum").double()
     model = copy.deepcopy(reference)
     reduction = dadplug.GradientReduction(model, mode=mode)
     optimizers = [torch.optim.SparseAdam(each.parameters(), lr=0.1) for each in (model, reference)]
     for step in range(6):
-        numbers = torch.randint(0, 50, (5, 2), generator=torch.Generator().manual_seed(step))
+        numbers = torch.randint(0, rows, (5, 2), generator=torch.Generator().manual_seed(step))
         if step % 2 == 0:
             model.zero_grad(), reference.zero_grad()
         if step != 4 or rank == 0:  # site 1 has nothing in the fifth step
@@ -168,7 +168,8 @@ def sparse_tables(mode: str) -> None:
 
 def test_sparse_gradients_come_out_sparse(sites):
     for mode in ("dsgd", "dad", "rankdad"):
-        sites(2).run(sparse_tables, mode)
+        for rows in (4, 50):
+            sites(2).run(sparse_tables, mode, rows)
 
 
 def piles_up(mode: str) -> int:
@@ -300,3 +301,43 @@ def thaws() -> None:
 
 def test_compressed_gradients_survive_a_new_plan(sites):
     sites(2).run(thaws)
+
+
+def takes_several_inputs(mode: str) -> None:
+    """Inputs by position, by keyword and in a list; one of them wants a gradient of its own."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.image = nn.Embedding(200, 6), nn.Conv2d(3, 6, 2)
+            self.numbers, self.out = nn.Linear(5, 6), nn.Linear(6, 2)
+
+        def forward(self, words, images, *, numbers):
+            seen = sum(self.image(input=each).mean((2, 3)) for each in images)
+            return self.out(torch.tanh(self.words(words).mean(1) + seen + self.numbers(numbers)))
+
+    reference = Net().double()
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    for step in range(3):
+        model.zero_grad(), reference.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        words = torch.randint(0, 200, (6, 3), generator=generator)
+        images = [torch.randn(6, 3, 2, 2, generator=generator).double() for _ in range(2)]
+        numbers = torch.randn(6, 5, generator=generator).double().requires_grad_()
+        mine = slice(0, 2) if rank == 0 else slice(2, 6)
+        given = numbers[mine].detach().requires_grad_()
+        model(words[mine], [each[mine] for each in images], numbers=given).square().mean().backward()
+        reduction.synchronize()
+        reference(words, images, numbers=numbers).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), (step, name)
+        torch.testing.assert_close(given.grad * (len(given) / 6), numbers.grad[mine])
+    reduction.detach()
+
+
+def test_models_of_several_inputs(sites):
+    for mode in ("dsgd", "dad"):
+        sites(2).run(takes_several_inputs, mode)
