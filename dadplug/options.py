@@ -11,6 +11,7 @@ from .exchange.rendezvous import DEFAULT_TIMEOUT
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = ("fp32", "bf16")
+DENSES = ("allreduce", "lowrank")
 
 
 def _option(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -32,6 +33,7 @@ class Options:
     warm_start: bool = _option(True, "rankdad: begin from the last step's basis")
     weighting: str = _option("samples", "share of a site in the mean over sites: by its rows, or equal", WEIGHTINGS)
     wire: str = _option("fp32", "number format on the network; fp32 stands for the parameters' own", WIRES)
+    dense: str = _option("allreduce", "rankdad: what becomes of weights that have no factors", DENSES)
     share_inputs: bool = _option(True, "False: layers fed by raw data are all-reduced, so that it stays on its site")
     sync_batchnorm: bool = _option(False, "normalise by the statistics of all sites' rows")
     average_buffers: bool = _option(True, "average running statistics over sites before evaluation and checkpoints")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .exchange import Transport
 from .exchange.buckets import DenseBucket, FactorBucket, Slot
+from .exchange.indices import IndexSlot
 from .methods import Method, decode
 from .notes import Note, NoteExchange, raise_fault
 from .options import Options
@@ -69,7 +70,7 @@ class Pipeline:
         }
         for unit in self.units:
             kind: type[_Stage] = _FactorStage if isinstance(unit, FactorUnit) else _DenseStage
-            numbers = rows.get(unit.name, 1) * sum(unit.shape) if isinstance(unit, FactorUnit) else unit.lead.numel()
+            numbers = rows.get(unit.name, 1) * sum(unit.widths) if isinstance(unit, FactorUnit) else unit.lead.numel()
             group, size = open_groups.pop((kind, unit.lead.dtype), ([], 0))
             group.append(unit)
             size += numbers * self.wire(unit.lead.dtype).itemsize
@@ -82,7 +83,8 @@ class Pipeline:
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
         """Says in which type numbers of a parameter's type travel."""
-        return torch.bfloat16 if self.options.wire == "bf16" and dtype.itemsize > 2 else dtype
+        rounded = self.options.wire == "bf16" and dtype.itemsize > 2 and dtype.is_floating_point
+        return torch.bfloat16 if rounded else dtype
 
     def arrive(self, unit: Unit) -> None:
         """Takes a unit whose gradient is complete, and launches what can leave."""
@@ -232,16 +234,21 @@ class _Stage:
 class _FactorStage(_Stage):
     def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
         super().__init__(units, pipeline)
-        slots = []
-        for unit in units:
-            assert isinstance(unit, FactorUnit)
-            bias = unit.shape[0] if unit.bias is not None and pipeline.method.sends_bias else 0
-            slots.append(Slot(*unit.shape, bias, pipeline.transport.world_size))
+        slots = [self._slot(unit) for unit in units]
         self.bucket = FactorBucket(slots, pipeline.transport, self.dtype, pipeline.wire(self.dtype))
         self._present: set[str] = set()
         self._samples: list[int] = []
         self._shares: list[list[Share]] = []
         self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    def _slot(self, unit: Unit) -> Slot:
+        assert isinstance(unit, FactorUnit)
+        assert unit.form is not None
+        sites, (out, width) = self.pipeline.transport.world_size, unit.widths
+        if unit.form.table_rows:
+            return IndexSlot(out, unit.form.table_rows, self.pipeline.wire(self.dtype), sites)
+        sends_bias = unit.bias is not None and self.pipeline.method.sends_bias
+        return Slot(out, width, unit.parameters[str(unit.bias)].numel() if sends_bias else 0, sites)
 
     def post(self) -> None:
         self.bucket.post()
@@ -261,7 +268,10 @@ class _FactorStage(_Stage):
             return None
         self._present.add(unit.name)
         try:
-            share = self.pipeline.method.encode(unit.name, factor, unit.bias is not None)
+            if factor.form.encoded:
+                share = self.pipeline.method.encode(unit.name, factor, unit.bias is not None)
+            else:
+                share = Share(factor.deltas, factor.activations)
             if not self.pipeline.options.check_finite or share.finite():
                 return share
         except FloatingPointError:
@@ -269,8 +279,10 @@ class _FactorStage(_Stage):
         kind = 2 if finite(factor.activations) else 1
         if self.pipeline.options.check_finite:
             self.pipeline.faults.append((kind, unit.name))
-        left, right = factor.deltas.new_full((1, unit.shape[0]), math.nan), factor.deltas.new_zeros(1, unit.shape[1])
-        return Share(left, right, left[0] if self.bucket.slots[self._slots[unit.name]].bias else None)
+        out, width = unit.widths
+        left, right = factor.deltas.new_full((1, out), math.nan), factor.activations.new_zeros(1, width)
+        bias = self.bucket.slots[self._slots[unit.name]].bias
+        return Share(left, right, left.new_full((bias,), math.nan) if bias else None)
 
     def room(self, unit: Unit) -> int:
         """Tells how many rows of a unit this site sends in a step."""
@@ -284,6 +296,9 @@ class _FactorStage(_Stage):
             share = self._encode(unit)
             if share is not None:
                 self.bucket.add_late(self._slots[unit.name], share)
+            gradient = unit.lead.grad if unit.dense and self.pipeline.options.check_finite else None
+            if gradient is not None and not finite(gradient):
+                self.pipeline.faults.append((3, unit.name))
 
     def present(self, unit: Unit) -> bool:
         return unit.name in self._present
@@ -304,9 +319,10 @@ class _FactorStage(_Stage):
 
     def _decode_unit(self, unit: Unit, shares: Sequence[Share], samples: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         assert isinstance(unit, FactorUnit)
-        local = [share.to(unit.lead.device) for share in shares]
+        assert unit.form is not None
+        local = [share.to(unit.lead.device, self.dtype) for share in shares]
         weights, exact = [count / sum(samples) for count in samples], self.pipeline.method.exact
-        return decode(local, weights, unit.bias is not None, site_by_site=exact)
+        return decode(local, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
 
     def finish(self, notes: Sequence[Note], write: bool) -> None:
         samples = [note.samples for note in notes]
@@ -377,7 +393,7 @@ class _DenseStage(_Stage):
 
 def _write(parameter: torch.nn.Parameter, flat: Tensor, scale: float) -> None:
     """Replaces ``.grad`` by a flat tensor times a scale."""
-    if parameter.grad is None:
+    if parameter.grad is None or parameter.grad.is_sparse:
         parameter.grad = torch.empty_like(parameter)
     parameter.grad.copy_(flat.view(parameter.shape))
     if scale != 1.0:

@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import replicas
+from .agreement import FirstStep, agree
 from .batchnorm import SyncedBatchNorms
+from .division import find_units
 from .exchange import Traffic, open_transport
 from .guards import check_model, refuse_unsynchronised
 from .methods import Quality, make_method
@@ -21,7 +23,7 @@ from .options import Options
 from .pipeline import Pipeline
 from .plan import Plan, PlanRow
 from .samples import SampleCounter
-from .units import DenseUnit, FactorUnit, Unit, find_units
+from .units import DenseUnit, FactorUnit, Unit
 
 
 class GradientReduction:
@@ -88,6 +90,7 @@ class GradientReduction:
             own = open_transport(process_group, self.traffic, device, self.options.timeout)
             self._norms = SyncedBatchNorms(model, own, self._counter if self.options.weighting == "samples" else None)
         self._method = make_method(self.options)
+        self._renormalised = replicas.tables_with_max_norm(model)
         self._syncing = True
         self._pending = False
         self._reasons: dict[str, str] = {}
@@ -98,7 +101,10 @@ class GradientReduction:
 
     def _build(self) -> None:
         """Divides the parameters into units, and watches their gradients arrive."""
-        self._capture, self._units, self._paths = find_units(self.model, self._method, set(self._reasons))
+        compress_dense = self.options.dense == "lowrank"
+        found = find_units(self.model, self._method, set(self._reasons), compress_dense)
+        self._capture, self._units, self._paths = found.capture, found.units, found.paths
+        self._notices = found.reasons
         self._trained = self._trained_now()
         self._order: list[Unit] = []
         self._settled = False
@@ -120,7 +126,7 @@ class GradientReduction:
             assert self._pipeline is not None
             self._pipeline.arrive(unit)
         if not unit.sent and isinstance(unit, FactorUnit):
-            unit.keep_inputs()
+            unit.keep()
 
     def _samples(self) -> int:
         """Tells the samples that this site's gradients stand for so far in the step."""
@@ -154,6 +160,8 @@ class GradientReduction:
             MismatchError: if the sites are not at the same step.
         """
         self._follow_freezing()
+        for table in self._renormalised:
+            replicas.renormalise(table)
         if not self._settled:
             self._settle()
         assert self._pipeline is not None
@@ -193,28 +201,19 @@ class GradientReduction:
         """Agrees, in the first step of a plan, on what only a step can show: the order of units, and special cases."""
         if self._pipeline is not None:
             self._pipeline.retire(self._step, self._version)
-        dense, fed = "used outside its layer too", "share_inputs=False: its layer is fed by data"
-        reasons = {unit.name: dense for unit in self._units if unit.dense and isinstance(unit, FactorUnit)}
-        if not self.options.share_inputs:
-            reasons |= {unit.name: fed for unit in self._units if isinstance(unit, FactorUnit) and unit.fed_by_data}
-        rows = {unit.name: unit.rows for unit in self._units if isinstance(unit, FactorUnit)}
-        told = self._transport.gather_objects(([unit.name for unit in self._order], reasons, rows, self._samples()))
-        for _, others, _, _ in told:
-            self._reasons = others | self._reasons
+        own = FirstStep.of(self._units, self._order, self.options.share_inputs, self._samples())
+        agreed = agree(self._transport.gather_objects(own), self._units, self._method)
+        self._reasons = agreed.reasons | self._reasons
         self._units = [new for unit in self._units for new in self._allreduce_if_told(unit)]
-        places = {name: place for place, name in enumerate(told[0][0])}
-        behind = len(places)  # what rank 0 has not seen comes last, in the reverse of the model's order
-        backwards = self._units[::-1]
-        ordered = sorted(backwards, key=lambda unit: places.get(unit.name, behind))
-        most = {name: max(each[2].get(name, 0) for each in told) for name in rows}
-        sent = {
-            unit.name: self._method.rows_sent(most[unit.name], *unit.shape)
-            for unit in self._units
-            if isinstance(unit, FactorUnit)
-        }
-        reference = sum(samples for *_, samples in told)
         self._pipeline = Pipeline(
-            ordered, self._method, self._transport, self.options, sent, self._samples, reference, self._version
+            agreed.order(self._units),
+            self._method,
+            self._transport,
+            self.options,
+            agreed.rows,
+            self._samples,
+            agreed.samples,
+            self._version,
         )
         self.traffic.dense_bytes = sum(self._dense_bytes(p) for p in self.model.parameters() if p.requires_grad)
         self._settled = True
@@ -293,19 +292,19 @@ class GradientReduction:
                 nbytes = dense_bytes = 0
             elif isinstance(unit, FactorUnit):
                 nbytes = self._factor_bytes(unit, name)
-            reason = self._reasons.get(name, "")
+            reason = self._reasons.get(name) or self._notices.get(name, "")
             rows.append(PlanRow(name, tuple(parameter.shape), self._paths[name], nbytes, dense_bytes, reason))
         return Plan(rows, self.options.mode, self.world_size)
 
     def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
         size = 2 if self.options.wire == "bf16" else unit.lead.element_size()
         if name != unit.name:
-            return (self.world_size - 1) * size * unit.shape[0] * self._method.sends_bias
+            return (self.world_size - 1) * size * unit.parameters[name].numel() * self._method.sends_bias
         if self._pipeline is not None and self._settled:
             rows = self._pipeline.room(unit)
         else:
             rows = self._method.rows_sent(1, *unit.shape)
-        return (self.world_size - 1) * size * rows * sum(unit.shape)
+        return (self.world_size - 1) * size * rows * sum(unit.widths)
 
     def _dense_bytes(self, parameter: nn.Parameter) -> int:
         return int(2 * (self.world_size - 1) / self.world_size * parameter.numel() * parameter.element_size())

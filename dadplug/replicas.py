@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .errors import MismatchError
 from .exchange import Transport
 
+_ROUNDS = 8  # of renormalisation; two do, and NaN never come to rest
+
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
@@ -44,6 +46,27 @@ def broadcast_model(model: nn.Module, transport: Transport) -> None:
         transport.broadcast(flat)
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+
+def tables_with_max_norm(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    """Finds the embeddings whose lookups change their rows."""
+    tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    return [table for table in tables if table.max_norm is not None]
+
+
+@torch.no_grad()
+def renormalise(table: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Does to every row of a table what a lookup does to the rows looked up, as other sites have to other rows.
+
+    Repeated until nothing changes, since a row that has been looked up twice must have the bits of one that has not.
+    """
+    assert table.max_norm is not None
+    weight, everything = table.weight, torch.arange(table.num_embeddings, device=table.weight.device)
+    for _ in range(_ROUNDS):
+        before = weight.clone()
+        torch.embedding_renorm_(weight, everything, table.max_norm, table.norm_type)
+        if torch.equal(before, weight):
+            break
 
 
 @torch.no_grad()

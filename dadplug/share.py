@@ -37,9 +37,13 @@ class Share(NamedTuple):
             bias = other.bias if bias is None else bias + other.bias
         return Share(torch.cat([self.left, other.left]), torch.cat([self.right, other.right]), bias)
 
-    def to(self, device: torch.device) -> Share:
-        """Moves the share to a device."""
-        return Share(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
+    def to(self, device: torch.device, dtype: torch.dtype) -> Share:
+        """Moves the share to a device, and what is in floating point to a type."""
+
+        def move(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part.to(device, dtype if part.is_floating_point() else None)
+
+        return Share(*map(move, self))  # type: ignore[arg-type]
 
     def finite(self) -> bool:
         """Says whether the share holds neither NaN nor Inf."""
@@ -48,4 +52,5 @@ class Share(NamedTuple):
 
 def finite(tensor: Tensor) -> bool:
     """Says whether a tensor holds neither NaN nor Inf; its sum tells in one pass, but may overflow by itself."""
+    tensor = tensor._values() if tensor.is_sparse else tensor
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from .hooks import CapturedLayer, Factor, LayerCapture, capturable_layers, family_of
-from .methods import Method
+from .hooks import LINEAR, CapturedLayer, Factor, Form, stack_by_form
 
 
 class Unit:
@@ -68,130 +66,176 @@ class FactorUnit(Unit):
         bias: name of the bias, or None.
         parameters: both, by name.
         layers: the captured layers that use them.
+        path: ``"factors"``: rows are sent; ``"lowrank"``: matrices are compressed, whatever form the rows have.
+        form: the form in which the factors are sent, or None if it depends on the layers' inputs.
+
+    Attributes:
+        outside: whether the weight has been used outside of its layer too, or in a second derivative.
     """
 
     def __init__(
-        self, weight: str, bias: str | None, parameters: dict[str, nn.Parameter], layers: list[CapturedLayer]
+        self,
+        weight: str,
+        bias: str | None,
+        parameters: dict[str, nn.Parameter],
+        layers: list[CapturedLayer],
+        path: str,
+        form: Form | None,
     ) -> None:
         super().__init__(weight, parameters)
         self.bias = bias
         self.layers = layers
+        self.path = path
+        self.form = LINEAR if path == "lowrank" else form
+        self.outside = False
+        self._held: list[Factor] = []
+        self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
         for parameter in parameters.values():
             self._hooks.append(parameter.register_hook(self._on_dense))
 
     def _on_dense(self, gradient: Tensor | None) -> None:
-        if gradient is not None:  # the weight was used outside of its layer too, or in a second derivative
-            self.dense = True
+        if gradient is not None:
+            self.dense = self.outside = True
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Widths of output and input."""
-        return self.lead.shape[0], self.lead.shape[1]
+        """Height and width of the weight as a matrix: for fully connected layers the widths of output and input."""
+        return self.lead.shape[0], self.lead.numel() // max(1, self.lead.shape[0])
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Widths of the two rows that are sent."""
+        return self.shape if self.form is None else self.form.widths(self.shape)
 
     @property
     def fed_by_data(self) -> bool:
         """Whether a layer has had an input that needs no gradient."""
         return any(layer.fed_by_data for layer in self.layers)
 
+    def _peek(self) -> list[Factor]:
+        return self._held + [factor for layer in self.layers for factor in layer.peek()]
+
     @property
     def rows(self) -> int:
         """Number of rows that have arrived."""
-        return sum(factor.rows for layer in self.layers for factor in layer.peek())
+        return sum(factor.rows for factor in self._peek()) + sum(self._formed.values())
+
+    @property
+    def forms(self) -> set[Form]:
+        """The forms in which rows have arrived."""
+        return {factor.form for factor in self._peek()} | set(self._formed)
 
     def take(self) -> Factor | None:
-        """Hands over the factors that have arrived, stacked and in the weight's type; None where none have."""
-        factors = [factor for layer in self.layers for factor in layer.take()]
-        if not factors:
-            return None
-        factor, dtype = Factor.stack(factors), self.lead.dtype
-        return Factor(factor.activations.to(dtype), factor.deltas.to(dtype))
+        """Hands over the factors that have arrived, stacked and in the weight's type; None where there are none.
 
-    def keep_inputs(self) -> None:
-        """Protects held factors from a loader that reuses its buffers."""
+        Rows in another form than the agreed one, as of images of another size, become a dense gradient.
+        """
+        factors = self._collect()
+        if self.path == "lowrank":
+            return self._matrix(factors) if factors else None
+        fitting = None
+        for factor in stack_by_form(factors):
+            if factor.form == self.form:
+                fitting = factor
+            else:
+                self._form(factor)
+                self.dense = True
+        return fitting
+
+    def _collect(self) -> list[Factor]:
+        factors = self._held + [factor for layer in self.layers for factor in layer.take()]
+        self._held = []
+        return [factor.to(self.lead.dtype) for factor in factors]
+
+    def _matrix(self, factors: list[Factor]) -> Factor:
+        shape = self.lead.shape
+        return Factor.stack([factor.matrix(shape) for factor in stack_by_form(factors)]).matrix(shape)
+
+    def keep(self) -> None:
+        """Holds factors that cannot leave yet, in no more room than a gradient where they may be one.
+
+        Inputs from data are copied, since a loader may reuse its buffers.
+        """
         for layer in self.layers:
             layer.keep_inputs()
+        held = self._peek()
+        if sum(factor.numel for factor in held if factor.form.may_be_dense) < self.lead.numel():
+            return
+        if self.path == "lowrank":
+            self._held = [self._matrix(self._collect())]
+        else:
+            self.form_gradients()
+            self.dense = True
 
     def form_gradients(self) -> None:
         """Adds the gradients of what has arrived to ``.grad``, as autograd would have."""
-        factor = self.take()
-        if factor is None:
-            return
+        for factor in stack_by_form(self._collect()):
+            self._form(factor)
+
+    def _form(self, factor: Factor) -> None:
+        self._formed[factor.form] = self._formed.get(factor.form, 0) + factor.rows
         add_gradient(self.lead, factor.gradient())
         if self.bias is not None:
             add_gradient(self.parameters[self.bias], factor.bias_gradient())
 
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.outside = False
+        self._formed.clear()
+
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Accumulates a gradient as autograd does."""
+    """Accumulates a gradient as autograd does; it may have the parameter's numbers in another shape."""
+    gradient = gradient if gradient.is_sparse else gradient.reshape(parameter.shape)
     if parameter.grad is None:
         parameter.grad = gradient
+    elif gradient.is_sparse or parameter.grad.is_sparse:
+        parameter.grad = parameter.grad + gradient
     else:
         parameter.grad.add_(gradient)
 
 
-def find_units(model: nn.Module, method: Method, keep_dense: set[str]) -> tuple[LayerCapture, list[Unit], dict]:
-    """Divides a model's trained parameters into units, each parameter into exactly one.
+class GradientUnit(FactorUnit):
+    """A weight that no layer has factors for, whose gradient is compressed once autograd has formed it.
 
-    A weight goes by factors if the method wants it to and if every layer that owns it is captured; so a matrix that
-    is tied to an embedding, or that attention uses without calling its layer, is all-reduced.
+    The gradient of each backward pass is taken away from ``.grad`` as it arrives, since what lies there already has
+    been agreed on in earlier steps.
 
     Args:
-        model: the model.
-        method: chooses the path of a layer from its widths.
-        keep_dense: names of weights that are to be all-reduced in any case.
-
-    Returns:
-        The capture of the layers that go by factors, the units in the model's order, and the path of every parameter.
+        name: name of the weight, of two dimensions or more.
+        parameter: the weight.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owners: dict[int, set[str]] = defaultdict(set)
-    for module_name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)].add(module_name)
-    groups: dict[int, dict[str, nn.Module]] = defaultdict(dict)  # by weight: the layers that may be captured
-    for layer_name, layer in capturable_layers(model).items():
-        groups[id(_weight(layer))][layer_name] = layer
-    paths: dict[str, str] = {}
-    factored: list[tuple[nn.Parameter, nn.Parameter | None, dict[str, nn.Module]]] = []
-    for layers in groups.values():
-        weight = _weight(next(iter(layers.values())))
-        biases = {id(_bias(layer)): _bias(layer) for layer in layers.values()}
-        bias = next(iter(biases.values()))
-        alone = owners[id(weight)] == set(layers) and len(biases) == 1
-        alone = alone and (bias is None or owners[id(bias)] == set(layers))
-        path = method.path(*weight.shape) if alone and weight.dim() == 2 else "allreduce"
-        if path != "allreduce" and names[id(weight)] not in keep_dense:
-            factored.append((weight, bias, layers))
-            paths[names[id(weight)]] = path
-            if bias is not None:
-                paths[names[id(bias)]] = path
-    capture = LayerCapture(model, [name for *_, layers in factored for name in layers], weight_gradients=False)
-    by_lead: dict[str, Unit] = {}
-    for weight, bias, layers in factored:
-        weight_name, bias_name = names[id(weight)], None if bias is None else names[id(bias)]
-        parameters = {weight_name: weight} if bias is None else {weight_name: weight, str(bias_name): bias}
-        captured = [capture.layers[name] for name in layers]
-        by_lead[weight_name] = FactorUnit(weight_name, bias_name, parameters, captured)
-    units: list[Unit] = []
-    for name, parameter in model.named_parameters():
-        if name in by_lead:
-            units.append(by_lead[name])
-        elif name not in paths:
-            paths[name] = "allreduce" if parameter.requires_grad else "frozen"
-            if parameter.requires_grad:
-                units.append(DenseUnit(name, {name: parameter}))
-    return capture, units, paths
 
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        super().__init__(name, None, {name: parameter}, [], "lowrank", LINEAR)
+        self._earlier: Tensor | None = None
+        self._sum: Tensor | None = None
 
-def _weight(layer: nn.Module) -> nn.Parameter:
-    family = family_of(layer)
-    assert family is not None
-    return getattr(layer, family.weight)
+    def _on_dense(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._earlier, self.lead.grad = self.lead.grad, None
 
+    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
+        def arrive(parameter: Tensor) -> None:
+            gradient, parameter.grad, self._earlier = parameter.grad, self._earlier, None
+            if gradient is not None:
+                self._sum = gradient if self._sum is None else self._sum.add_(gradient)
+                on_arrival(self)
 
-def _bias(layer: nn.Module) -> nn.Parameter | None:
-    family = family_of(layer)
-    assert family is not None
-    bias = getattr(layer, family.bias, None)
-    return bias if bias is not None and bias.requires_grad else None
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(arrive))
+
+    @property
+    def rows(self) -> int:
+        return 0 if self._sum is None else min(self.shape)
+
+    def take(self) -> Factor | None:
+        gradient, self._sum = self._sum, None
+        return None if gradient is None else Factor.formed(gradient)
+
+    def keep(self) -> None:
+        pass
+
+    def form_gradients(self) -> None:
+        if self._sum is not None:
+            add_gradient(self.lead, self._sum)
+            self._sum = None

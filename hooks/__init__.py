@@ -1,14 +1,17 @@
 """Hooks on layers: they know tensors and layers, and no trainer and no network."""
 
-from . import linear  # noqa: F401  (registers its family)
+from . import conv, conv_transpose, embedding, embedding_bag, linear  # noqa: F401  (each registers its family)
 from .capture import CapturedLayer, LayerCapture
-from .factor import Factor
+from .factor import Factor, stack_by_form
+from .form import LINEAR, Form
 from .override import ForwardOverride, overridden
-from .registry import LayerFamily, Recorder, capturable_layers, family_of, register_family
+from .registry import LayerFamily, Recorder, capturable_layers, family_of, refusal_of, register_family
 
 __all__ = [
     "CapturedLayer",
+    "LINEAR",
     "Factor",
+    "Form",
     "ForwardOverride",
     "LayerCapture",
     "LayerFamily",
@@ -16,5 +19,7 @@ __all__ = [
     "capturable_layers",
     "family_of",
     "overridden",
+    "refusal_of",
     "register_family",
+    "stack_by_form",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .factor import Factor
+from .factor import Factor, stack_by_form
+from .form import LINEAR, Form
 from .override import ForwardOverride
 from .registry import LayerFamily, capturable_layers, family_of
 
@@ -55,12 +57,12 @@ class CapturedLayer:
         bias = getattr(self.module, self.family.bias, None)
         return bias if bias is not None and bias.requires_grad else None
 
-    def record(self, activations: Tensor, deltas: Tensor) -> None:
+    def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
         """Takes one call's factors; called by the family during backward."""
         now = _backward_pass()
         if not any(backward_pass == now for backward_pass, _ in self._pending):
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._drop(now))
-        self._pending.append((now, Factor(activations, deltas)))
+        self._pending.append((now, Factor(activations, deltas, form)))
 
     def commit(self) -> None:
         """Keeps what the running backward pass recorded; called when the weight's gradient is due in it."""
@@ -85,7 +87,7 @@ class CapturedLayer:
         if self.fed_by_data:
             for index in range(self._kept, len(self._factors)):
                 factor = self._factors[index]
-                self._factors[index] = Factor(factor.activations.clone(), factor.deltas)
+                self._factors[index] = replace(factor, activations=factor.activations.clone())
         self._kept = len(self._factors)
 
     def release(self) -> None:
@@ -107,9 +109,8 @@ class _CapturedForward(ForwardOverride):
         layer = self._layer
         if not (torch.is_grad_enabled() and layer.weight.requires_grad):
             return self.plain(*args, **kwargs)
-        inputs = (*args, *kwargs.values())
-        layer.fed_by_data |= not inputs[0].requires_grad
-        return layer.family.forward(layer.module, layer.record, layer.weight_gradients, *inputs)
+        layer.fed_by_data |= not (args[0] if args else kwargs["input"]).requires_grad
+        return layer.family.forward(layer.module, layer.record, layer.weight_gradients, *args, **kwargs)
 
 
 class LayerCapture:
@@ -148,7 +149,14 @@ class LayerCapture:
     @property
     def factors(self) -> dict[str, Factor]:
         """Factors by layer name since the last `clear`, the rows of repeated calls stacked; silent layers left out."""
-        return {name: Factor.stack(layer.peek()) for name, layer in self.layers.items() if layer.peek()}
+        factors = {}
+        for name, layer in self.layers.items():
+            stacked = stack_by_form(layer.peek())
+            if len(stacked) > 1:  # a convolution of inputs of several sizes
+                stacked = [Factor.stack([factor.matrix(layer.weight.shape) for factor in stacked])]
+            if stacked:
+                factors[name] = stacked[0]
+        return factors
 
     def clear(self) -> None:
         """Forgets the factors, as ``zero_grad`` does with gradients."""

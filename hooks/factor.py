@@ -2,47 +2,113 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from .form import LINEAR, Flattened, Form
+
 
 @dataclass(frozen=True)
 class Factor:
-    """The two factors of a weight gradient, ``grad W = deltas.T @ activations``.
+    """The two factors of a weight gradient: of `nn.Linear`, ``grad W = deltas.T @ activations``.
+
+    Other layers have other forms. A convolution's rows are whole samples, input and output deltas as they are, which
+    take less room than the matrices that they stand for; `matrix` gives those. An embedding's activations are the
+    numbers of the rows that were looked up.
 
     Attributes:
         activations: input of the layer, ``A`` of shape (rows, in). Leading dimensions are flattened into rows.
         deltas: gradient of the loss at the layer's output, ``D`` of shape (rows, out).
+        form: how the two make the gradient.
+        bias: the bias's gradient, where the deltas do not tell it.
     """
 
     activations: Tensor
     deltas: Tensor
+    form: Form = LINEAR
+    bias: Tensor | None = None
 
     @property
     def rows(self) -> int:
-        """Number of rows N, the batch times all other leading dimensions, over all calls of the layer."""
+        """Number of rows N: for fully connected layers the batch times all other leading dimensions, over all calls."""
         return self.deltas.shape[0]
 
+    @property
+    def numel(self) -> int:
+        """Number of numbers in both factors."""
+        return self.activations.numel() + self.deltas.numel()
+
     def gradient(self) -> Tensor:
-        """Forms the weight gradient ``D^T A``, of shape (out, in)."""
-        return self.deltas.T @ self.activations
+        """Forms the weight gradient, in the weight's shape."""
+        return self.form.gradient(self.deltas, self.activations)
 
     def bias_gradient(self) -> Tensor:
-        """Forms the bias gradient ``D^T 1``, of shape (out,)."""
-        return self.deltas.sum(0)
+        """Forms the bias gradient, of shape (out,)."""
+        return self.form.bias_gradient(self.deltas) if self.bias is None else self.bias
+
+    def matrix(self, shape: Sequence[int]) -> Factor:
+        """Writes the same gradient as a product of matrices, ``deltas.T @ activations``.
+
+        A convolution's rows are unfolded: a row a position (and group), with all the inputs that the kernel sees
+        there. Where that is more rows than the smaller side of the gradient has, the gradient itself is formed, and is
+        one of the factors beside an identity. So what is compressed is never larger than it need be.
+
+        Args:
+            shape: shape of the weight.
+
+        Returns:
+            A factor with deltas of shape (rows, shape[0]) and activations of shape (rows, product of the others).
+        """
+        if self.form == LINEAR:
+            return self
+        flat = Flattened(tuple(shape))
+        out, width = flat.shape[0], math.prod(flat.shape[1:])
+        if self.rows * self.form.positions <= min(out, width):
+            deltas, activations = self.form.unfold(self.deltas, self.activations)
+            return Factor(activations, deltas, flat, self.bias_gradient())
+        return replace(Factor.formed(self.gradient()), bias=self.bias_gradient())
+
+    @staticmethod
+    def formed(gradient: Tensor) -> Factor:
+        """Writes a gradient that has been formed as a product: of itself as a matrix, and of an identity."""
+        flat = gradient.reshape(gradient.shape[0], -1)
+        out, width = flat.shape
+        identity = torch.eye(min(out, width), dtype=gradient.dtype, device=gradient.device)
+        pair = (flat, identity) if out <= width else (identity, flat.T)
+        return Factor(*pair, Flattened(tuple(gradient.shape)))
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        """Converts what is in floating point."""
+        activations = self.activations.to(dtype) if self.activations.is_floating_point() else self.activations
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, activations=activations, deltas=self.deltas.to(dtype), bias=bias)
 
     @staticmethod
     def stack(factors: Sequence[Factor]) -> Factor:
-        """Stacks the rows of several factors: their gradients add up.
+        """Stacks the rows of several factors of one form: their gradients add up.
 
         Args:
-            factors: at least one factor, all of the same widths.
+            factors: at least one factor, all of the same form and widths.
         """
         if len(factors) == 1:
             return factors[0]
-        return Factor(
-            torch.cat([factor.activations for factor in factors]), torch.cat([factor.deltas for factor in factors])
+        form = factors[0].form
+        deltas, activations = form.merge(
+            torch.cat([factor.deltas for factor in factors]), torch.cat([factor.activations for factor in factors])
         )
+        bias = None
+        if any(factor.bias is not None for factor in factors):
+            bias = torch.stack([factor.bias_gradient() for factor in factors]).sum(0)
+        return Factor(activations, deltas, form, bias)
+
+
+def stack_by_form(factors: Sequence[Factor]) -> list[Factor]:
+    """Stacks those factors that can be; returns one factor a form."""
+    groups: dict[Form, list[Factor]] = {}
+    for factor in factors:
+        groups.setdefault(factor.form, []).append(factor)
+    return [Factor.stack(group) for group in groups.values()]

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .registry import Recorder, register_family
+from .form import LINEAR, Form
+from .registry import LayerFamily, Recorder, register_family
 
 
 class _LinearWithFactors(torch.autograd.Function):
@@ -39,12 +40,14 @@ class _LinearWithFactors(torch.autograd.Function):
 
 
 @register_family(nn.Linear)
-class Linear:
+class Linear(LayerFamily):
     """The family of fully connected layers; inputs may have any number of leading dimensions."""
 
-    weight = "weight"
-    bias = "bias"
+    def known_form(self, module: nn.Module) -> Form:
+        return LINEAR
 
-    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, *inputs: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor
+    ) -> Tensor:
         weight, bias = module._parameters["weight"], module._parameters["bias"]
-        return _LinearWithFactors.apply(inputs[0], weight, bias, record, weight_gradients)  # type: ignore[no-any-return]
+        return _LinearWithFactors.apply(input, weight, bias, record, weight_gradients)  # type: ignore[no-any-return]

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-Recorder = Callable[[Tensor, Tensor], None]
-"""Takes a layer's activations (rows x in) and deltas (rows x out) when backward has reached it."""
+from .form import LINEAR, Form
 
 
-class LayerFamily(Protocol):
-    """What a family of layers must offer; see `hooks/linear.py` for the smallest one."""
+class Recorder(Protocol):
+    """Takes a layer's factors when backward has reached it."""
 
-    weight: str
-    """Name of the parameter that has factors; its gradient is ``deltas.T @ activations`` in the parameter's shape."""
-    bias: str
-    """Name of the parameter whose gradient is the sum of the deltas; a layer may have none."""
+    def __call__(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+        """Takes activations (rows x in) and deltas (rows x out), which make the gradient in the given form."""
 
-    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, *inputs: Tensor) -> Tensor:
-        """Computes what ``module(*inputs)`` would, and calls `record` in backward.
+
+class LayerFamily(ABC):
+    """What a family of layers offers; see `hooks/linear.py` for the smallest one.
+
+    Attributes:
+        weight: name of the parameter that has factors.
+        bias: name of the parameter whose gradient is the sum of the deltas; a layer may have none.
+        methods: the methods of the layer that `forward` stands in for: a subclass that overrides one is left alone.
+    """
+
+    weight = "weight"
+    bias = "bias"
+    methods: tuple[str, ...] = ("forward",)
+
+    @abstractmethod
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes what ``module(*args, **kwargs)`` would, and calls `record` in backward.
 
         Args:
             module: the layer.
             record: where the factors go.
             weight_gradients: whether backward also computes the gradients of weight and bias.
-            inputs: the positional inputs of the layer's forward.
+            args: the arguments of the layer's forward.
+            kwargs: those by keyword.
         """
+
+    def known_form(self, module: nn.Module) -> Form | None:
+        """Tells the form of the layer's factors, or None if that depends on its inputs."""
+        return None
+
+    def refuses(self, module: nn.Module) -> str:
+        """Says why a layer of a fitting type has no factors after all; an empty string if it has."""
+        return ""
 
 
 _FAMILIES: dict[type[nn.Module], LayerFamily] = {}
@@ -35,10 +57,10 @@ _FAMILIES: dict[type[nn.Module], LayerFamily] = {}
 _OPAQUE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
 
 
-def register_family(*layer_types: type[nn.Module]) -> Callable[[type], type]:
+def register_family(*layer_types: type[nn.Module]) -> Callable[[type[LayerFamily]], type[LayerFamily]]:
     """Registers a family for layer types; a decorator for a class without constructor arguments."""
 
-    def decorate(family: type) -> type:
+    def decorate(family: type[LayerFamily]) -> type[LayerFamily]:
         for layer_type in layer_types:
             _FAMILIES[layer_type] = family()
         return family
@@ -50,15 +72,26 @@ def family_of(module: nn.Module) -> LayerFamily | None:
     """Finds the family of a layer, or None where there is none.
 
     A subclass counts only while it keeps the forward and the plain weight of the registered type: an overridden
-    forward may use the weight in ways that have no factors, and a parametrized weight is no parameter.
+    forward may use the weight in ways that have no factors, and a parametrized weight is no parameter. Complex weights
+    have no factors here.
     """
+    family = _fitting(module)
+    return None if family is None or family.refuses(module) else family
+
+
+def refusal_of(module: nn.Module) -> str:
+    """Says why a layer has no factors although layers of its type do; an empty string for all other layers."""
+    family = _fitting(module)
+    return "" if family is None else family.refuses(module)
+
+
+def _fitting(module: nn.Module) -> LayerFamily | None:
     for layer_type, family in _FAMILIES.items():
-        if (
-            isinstance(module, layer_type)
-            and type(module).forward is layer_type.forward
-            and _has_own_forward(module)
-            and isinstance(module._parameters.get(family.weight), nn.Parameter)
-        ):
+        if not isinstance(module, layer_type):
+            continue
+        weight = module._parameters.get(family.weight)
+        kept = all(getattr(type(module), each) is getattr(layer_type, each) for each in family.methods)
+        if kept and _has_own_forward(module) and isinstance(weight, nn.Parameter) and weight.is_floating_point():
             return family
     return None
 

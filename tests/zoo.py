@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import zoo_layers as layers
 from torch import Tensor, nn
 
 
@@ -184,7 +185,25 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator], T
         floats,
     ),
     "prelu": (lambda: nn.Sequential(nn.Linear(6, 5), nn.PReLU(), nn.Linear(5, 4)), floats),
+    "conv1d": (layers.conv1d, floats),
+    "conv2d": (layers.conv2d, floats),
+    "conv3d": (layers.conv3d, floats),
+    "transposed": (layers.transposed, floats),
+    "transposed 1 and 3": (layers.transposed_1_and_3, floats),
+    "images": (layers.Images, floats),
+    "attention": (layers.Attention, floats),
+    "words": (layers.Words, tokens),
+    "sparse": (lambda: layers.Words(sparse=True), tokens),
+    "bags": (layers.Bags, tokens),
+    "renormed": (layers.Renormed, tokens),
+    "language": (layers.Language, tokens),
+    "resumed": (lambda: layers.Resumed(False), tokens),
+    "resumed reentrant": (lambda: layers.Resumed(True), tokens),
+    "towers": (layers.Towers, tokens),
+    "sizes": (layers.Sizes, floats),
+    "waves": (layers.Waves, floats),
 }
+BY_BATCH = ("partly", "towers", "sizes")  # models whose way depends on the batch, not only on each sample
 
 
 class Last(nn.Module):
@@ -203,7 +222,14 @@ class Twice(nn.Module):
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Builds a model of the zoo, the same for the same random state."""
-    return ZOO[name][0]().to(dtype)
+    model = ZOO[name][0]()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # a complex one stays as it is
+            parameter.data = parameter.data.to(dtype)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+    return model
 
 
 def batch(name: str, count: int, seed: int) -> tuple[Tensor, Tensor]:

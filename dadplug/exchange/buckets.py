@@ -171,8 +171,8 @@ class FactorBucket:
         for site, payload in enumerate(self._gather.wait()):
             count, *rows = self._integers(payload).tolist()
             samples.append(count)
-            for index, share in enumerate(self._cut(payload.to(self._dtype), site)):
-                shares[index].append(share.part(0, rows[index]))
+            for index, share in enumerate(self._cut(payload, site)):
+                shares[index].append(share.part(0, rows[index]).to(payload.device, self._dtype))
         return samples, shares
 
     def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], Share]:
@@ -204,7 +204,7 @@ class FactorBucket:
         gather.launch()
         shares: dict[tuple[int, int], Share] = {}
         for site, payload in enumerate(gather.wait()):
-            shares |= cut(payload.to(self._dtype), site)
+            shares |= {place: share.to(payload.device, self._dtype) for place, share in cut(payload, site).items()}
         return shares
 
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:
@@ -237,6 +237,8 @@ class DenseBucket:
         part = self._parts[index]
         if gradient is None or weight == 0.0:
             part.zero_()
+        elif gradient.is_sparse:
+            part.copy_(gradient.to_dense().reshape(-1) * weight)
         elif gradient.dtype == part.dtype and gradient.device == part.device:
             torch.mul(gradient.reshape(-1), weight, out=part)
         else:

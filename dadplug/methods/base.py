@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..hooks import Factor
+from ..hooks import LINEAR, Factor, Form
 from ..share import Share
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Method(ABC):
     """Whether the agreed gradient is that of one process, up to rounding."""
     max_rank: int | None = None
     """Largest rank of a compressed gradient; None for a method without."""
+    takes_factors: bool = True
+    """Whether it sends factors at all; then an embedding's gradient is sent as the rows that it has."""
     sends_bias: bool = False
     """Whether a bias gradient is sent beside the rows; otherwise it is the sum of the rows of `left`."""
 
@@ -52,9 +54,12 @@ class Method(ABC):
     def path(self, out: int, width: int) -> str:
         """Chooses the path of a layer that has factors: ``"factors"``, ``"lowrank"`` or ``"allreduce"``.
 
+        On the path ``"factors"`` a layer's rows are encoded in the form that they have; on ``"lowrank"`` always as
+        matrices D (rows x out) and A (rows x width), whose product is the gradient.
+
         Args:
-            out: width of the layer's output.
-            width: width of its input.
+            out: height of the weight as a matrix, its first width: of a fully connected layer that of the output.
+            width: width of the weight as a matrix, all its other widths: that of the input.
         """
 
     @abstractmethod
@@ -87,9 +92,14 @@ class Method(ABC):
 
 
 def decode(
-    shares: Sequence[Share], weights: Sequence[float], with_bias: bool, *, site_by_site: bool = False
+    shares: Sequence[Share],
+    weights: Sequence[float],
+    with_bias: bool,
+    *,
+    site_by_site: bool = False,
+    form: Form = LINEAR,
 ) -> tuple[Tensor, Tensor | None]:
-    """Forms the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s``.
+    """Forms the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s`` for fully connected ones.
 
     Every site computes it from the same numbers in the same order, so that all get the same bits.
 
@@ -100,21 +110,22 @@ def decode(
         site_by_site: adds up one product a site, each rounded as that site would have rounded its own gradient, so
             that two sites with equal batches get the bits of an all-reduce; costs nothing where sites have as many
             rows as a batch. Otherwise the sites' rows are stacked and multiplied at once, which is faster for few.
+        form: how rows make a gradient.
 
     Returns:
-        The gradients of the weight, of shape (out, in), and of the bias, of shape (out,), or None.
+        The gradients of the weight, in its shape or as a matrix, and of the bias, of shape (out,), or None.
     """
     rows = [Share(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
     rows = [share for share in rows if share.rows] or rows[:1]
-    if not site_by_site and len(rows) > 1:
+    if not site_by_site and form == LINEAR and len(rows) > 1:
         rows = [Share(torch.cat([share.left for share in rows]), torch.cat([share.right for share in rows]))]
-    gradient = rows[0].left.T @ rows[0].right
+    gradient = form.gradient(rows[0].left, rows[0].right)
     for share in rows[1:]:
-        gradient.addmm_(share.left.T, share.right)
+        gradient = form.add_to(gradient, share.left, share.right)
     if not with_bias:
         return gradient, None
     if shares[0].bias is None:
-        sums = [share.left.sum(0) for share in rows]
+        sums = [form.bias_gradient(share.left) for share in rows]
         return gradient, sum(sums[1:], sums[0])
     bias = torch.zeros_like(shares[0].bias)
     for share, weight in zip(shares, weights, strict=True):

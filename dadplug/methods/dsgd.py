@@ -10,6 +10,7 @@ class DSGD(Method):
     """Sends m n numbers a layer, in buckets that are summed while backward goes on."""
 
     exact = True
+    takes_factors = False
 
     def path(self, out: int, width: int) -> str:
         return "allreduce"

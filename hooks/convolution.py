@@ -1,0 +1,208 @@
+"""Factors of convolutions, plain and transposed: whole samples of input and output deltas.
+
+A convolution's weight gradient is ``grad W = sum over positions p of d_p u_p^T`` with d_p the deltas at an output
+position and u_p the inputs that the kernel sees there, unfolded. Unfolded rows repeat an input as often as kernels
+overlap, so the input stays folded here: a row of the factors is one sample, (channels x positions) numbers of input
+and of deltas, from which `torch.ops.aten.convolution_backward` forms the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .form import Form
+from .registry import Recorder
+
+_FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_FORWARD_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a convolution does to positions; one entry a spatial dimension.
+
+    Attributes:
+        stride: stride.
+        padding: zeros before and after the input; of a transposed convolution, what is cut off its output.
+        dilation: distance between the kernel's elements.
+        transposed: whether it is a transposed convolution.
+        output_padding: of a transposed convolution, what its output is longer by.
+        groups: number of groups of channels that do not see one another.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolves inputs of shape (batch, channels, positions…)."""
+        dims = len(self.stride)
+        if not self.transposed:
+            return _FORWARD[dims](inputs, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return _FORWARD_TRANSPOSED[dims](
+            inputs, weight, bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation
+        )
+
+    def backward(self, deltas: Tensor, inputs: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+        """Computes the gradients of input and weight that are wanted."""
+        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+            deltas,
+            inputs,
+            weight,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            self.groups,
+            (*wanted, False),
+        )
+
+
+@dataclass(frozen=True)
+class ConvolutionForm(Form):
+    """The form of a convolution of inputs of one size.
+
+    Attributes:
+        geometry: the convolution's geometry.
+        weight_shape: (out, in / groups, kernel…); of a transposed convolution (in, out / groups, kernel…).
+        input_size: (channels, positions…) of the input.
+        output_size: (channels, positions…) of the output.
+    """
+
+    geometry: Geometry
+    weight_shape: tuple[int, ...]
+    input_size: tuple[int, ...]
+    output_size: tuple[int, ...]
+
+    def widths(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return math.prod(self.output_size), math.prod(self.input_size)
+
+    @property
+    def may_be_dense(self) -> bool:
+        return True
+
+    @property
+    def positions(self) -> int:
+        size = self.input_size if self.geometry.transposed else self.output_size
+        return math.prod(size[1:]) * self.geometry.groups
+
+    def gradient(self, deltas: Tensor, activations: Tensor) -> Tensor:
+        if not deltas.shape[0]:
+            return deltas.new_zeros(self.weight_shape)
+        weight = deltas.new_empty(1).expand(self.weight_shape)  # only its shape and type count
+        inputs, outputs = activations.unflatten(1, self.input_size), deltas.unflatten(1, self.output_size)
+        with _reproducible():
+            return self.geometry.backward(outputs, inputs, weight, (False, True))[1]
+
+    def add_to(self, gradient: Tensor, deltas: Tensor, activations: Tensor) -> Tensor:
+        return gradient.add_(self.gradient(deltas, activations))
+
+    def bias_gradient(self, deltas: Tensor) -> Tensor:
+        return deltas.unflatten(1, (self.output_size[0], math.prod(self.output_size[1:]))).sum((0, 2))
+
+    def unfold(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, outputs = activations.unflatten(1, self.input_size), deltas.unflatten(1, self.output_size)
+        seen, seeing = (outputs, inputs) if self.geometry.transposed else (inputs, outputs)
+        return self._by_group(seeing.flatten(2).transpose(1, 2), self._windows(seen, seeing.shape[2:]))
+
+    def _windows(self, seen: Tensor, positions: torch.Size) -> Tensor:
+        """What the kernel sees at each position, of shape (batch, positions, channels, kernel)."""
+        geometry, kernel = self.geometry, self.weight_shape[2:]
+        windows = F.pad(seen, [pad for each in reversed(geometry.padding) for pad in (each, each)])
+        for dim, size in enumerate(kernel):
+            step, apart = geometry.stride[dim], geometry.dilation[dim]
+            windows = windows.unfold(2 + dim, apart * (size - 1) + 1, step)[..., ::apart]
+            windows = windows.narrow(2 + dim, 0, positions[dim])  # a large output padding leaves one too many
+        dims = len(kernel)
+        windows = windows.permute(0, *range(2, 2 + dims), 1, *range(2 + dims, 2 + 2 * dims))
+        return windows.reshape(seen.shape[0], math.prod(positions), seen.shape[1], math.prod(kernel))
+
+    def _by_group(self, outer: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Gives each group rows of its own, with zeros in the columns of the others' deltas."""
+        groups = self.geometry.groups
+        windows = windows.reshape(-1, groups, windows.shape[2] // groups * windows.shape[3]).transpose(0, 1)
+        outer = outer.reshape(-1, groups, outer.shape[2] // groups)
+        if groups == 1:
+            return outer.flatten(1), windows.flatten(0, 1)
+        blocks = outer.new_zeros(groups, outer.shape[0], groups, outer.shape[2])
+        for group in range(groups):
+            blocks[group, :, group] = outer[:, group]
+        return blocks.flatten(2).flatten(0, 1), windows.flatten(0, 1)
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """Keeps cuDNN from algorithms whose results differ from run to run: every site has to get the same bits."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before
+
+
+class ConvolutionWithFactors(torch.autograd.Function):
+    """A convolution whose backward hands over the factors, and forms the weight gradient only if asked."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        record: Recorder,
+        weight_gradients: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.geometry = geometry
+        ctx.record = record
+        ctx.weight_gradients = weight_gradients
+        return geometry.forward(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs, weight = ctx.saved_tensors
+        form = ConvolutionForm(ctx.geometry, tuple(weight.shape), tuple(inputs.shape[1:]), tuple(deltas.shape[1:]))
+        ctx.record(inputs.detach().flatten(1), deltas.detach().flatten(1), form)
+        grad_bias = None
+        wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and ctx.weight_gradients
+        grad_inputs = grad_weight = None
+        if any(wanted):  # under autocast the deltas come in a narrower type than weight or input
+            grad_inputs, grad_weight, _ = ctx.geometry.backward(
+                deltas, inputs.to(deltas.dtype), weight.to(deltas.dtype), wanted
+            )
+            grad_inputs = grad_inputs.to(inputs.dtype) if wanted[0] else None
+            grad_weight = grad_weight.to(weight.dtype) if wanted[1] else None
+        if ctx.needs_input_grad[2] and ctx.weight_gradients:
+            grad_bias = deltas.flatten(2).sum((0, 2)).to(weight.dtype)
+        return grad_inputs, grad_weight, grad_bias, None, None, None
+
+
+def convolve(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    record: Recorder,
+    weight_gradients: bool,
+) -> Tensor:
+    """Convolves inputs with or without a batch dimension, and records factors in backward."""
+    batched = inputs.dim() == len(geometry.stride) + 2
+    inputs = inputs if batched else inputs[None]
+    outputs = ConvolutionWithFactors.apply(inputs, weight, bias, geometry, record, weight_gradients)
+    return outputs if batched else outputs[0]  # type: ignore[no-any-return]

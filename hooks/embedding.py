@@ -1,0 +1,65 @@
+"""Factors of `nn.Embedding`; see `hooks/table.py` for their form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .form import Form
+from .registry import LayerFamily, Recorder, register_family
+from .table import TableForm, factors_of_lookups, form_of, why_dense
+
+
+class _EmbeddingWithFactors(torch.autograd.Function):
+    """`F.embedding` whose backward hands over the factors, and forms the table's gradient only if asked."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        numbers: Tensor,
+        padding_idx: int | None,
+        form: TableForm,
+        record: Recorder,
+        weight_gradients: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.padding_idx = padding_idx
+        ctx.form = form
+        ctx.record = record
+        ctx.weight_gradients = weight_gradients
+        return F.embedding(numbers, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (numbers,) = ctx.saved_tensors
+        rows, sums, form = factors_of_lookups(ctx.form, numbers, deltas.detach(), ctx.padding_idx)
+        ctx.record(rows, sums, form)
+        grad_weight = form.gradient(sums, rows) if ctx.weight_gradients else None
+        return grad_weight, None, None, None, None, None
+
+
+@register_family(nn.Embedding)
+class Embedding(LayerFamily):
+    """The family of embeddings, sparse or not."""
+
+    bias = ""
+
+    def forward(  # type: ignore[override]
+        self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor
+    ) -> Tensor:
+        assert isinstance(module, nn.Embedding)
+        return _EmbeddingWithFactors.apply(  # type: ignore[no-any-return]
+            module._parameters["weight"], input, module.padding_idx, form_of(module), record, weight_gradients
+        )
+
+    def known_form(self, module: nn.Module) -> Form:
+        assert isinstance(module, nn.Embedding)
+        return form_of(module)
+
+    def refuses(self, module: nn.Module) -> str:
+        assert isinstance(module, nn.Embedding)
+        return why_dense(module)

@@ -1,0 +1,87 @@
+"""The whole zoo in every mode: unequal rows, accumulation, checkpointing, over many steps.
+
+A few steps of each model and 200 of some by default; ``DADPLUG_ZOO=full`` takes 200 of all, at 2 and at 4 sites.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from test_reduction import off_by, shares
+
+import dadplug
+from dadplug.methods import method_names
+from dadplug.methods.base import _METHODS
+
+FULL = os.environ.get("DADPLUG_ZOO") == "full"
+LONG = ("mlp", "conv1d", "words")
+SIZES = (2, 4) if FULL else (2,)
+SAMPLES = 14
+
+
+def micro_batches(name: str, step: int, world_size: int) -> list:
+    """The batches of a step: one, or in every third step three, each cut into the sites' shares."""
+    groups = []
+    for group in range(3 if step % 3 == 2 else 1):
+        inputs, targets = zoo.batch(name, SAMPLES - step % 2, seed=10 * step + group)
+        pieces = [shares(len(targets), rank, world_size, step + group) for rank in range(world_size)]
+        groups.append([(inputs[piece], targets[piece]) for piece in pieces])
+    return groups
+
+
+def trains(name: str, mode: str, steps: int) -> float:
+    """Trains beside one process with all rows; returns the largest error of a gradient, relative to its norm."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(5)
+    reference = zoo.build(name)
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, reference)]
+    exact, worst = _METHODS[mode].exact, 0.0
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        groups = micro_batches(name, step, world_size)
+        for number, pieces in enumerate(groups):
+            if len(pieces[rank][1]):
+                with reduction.no_sync() if number + 1 < len(groups) else nullcontext():
+                    zoo.loss(model, *pieces[rank]).backward()
+        reduction.synchronize()
+        if exact:
+            agreed_loss(reference, groups).backward()
+            for (parameter, p), q in zip(model.named_parameters(), reference.parameters()):
+                assert (p.grad is None) == (q.grad is None), f"step {step}: {parameter}"
+                if q.grad is not None:
+                    worst = max(worst, error := off_by(p.grad, q.grad))
+                    assert error < 1e-5, f"step {step}: {parameter} is off by {error:.1e}"
+        for optimizer in optimizers[: 1 + exact]:
+            optimizer.step()
+    assert reduction.first_difference() is None
+    reduction.detach()
+    return worst
+
+
+def agreed_loss(model: torch.nn.Module, groups: list) -> torch.Tensor:
+    """The loss that the sites agree on: each weighs by the samples of all its micro-batches."""
+    counts = [sum(len(pieces[rank][1]) for pieces in groups) for rank in range(len(groups[0]))]
+    shares_of_sites = [count / sum(counts) for count in counts]
+    return sum(
+        share * zoo.loss(model, *piece)
+        for pieces in groups
+        for share, piece in zip(shares_of_sites, pieces)
+        if len(piece[1])
+    )
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("mode", method_names())
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_the_zoo_trains_in_every_mode(sites, name, mode, world_size):
+    steps = 200 if FULL or name in LONG else 6
+    sites(world_size).run(trains, name, mode, steps)
