@@ -10,7 +10,7 @@ from typing import Any
 from .exchange.rendezvous import DEFAULT_TIMEOUT
 
 WEIGHTINGS = ("samples", "uniform")
-WIRES = ("fp32", "bf16")
+WIRES = ("fp32", "bf16", "int8")
 DENSES = ("allreduce", "lowrank")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .exchange import Transport
 from .exchange.buckets import DenseBucket, FactorBucket, Slot
+from .exchange.codes import CodedBucket, CodedSlot
 from .exchange.indices import IndexSlot
 from .methods import Method, decode
 from .notes import Note, NoteExchange, raise_fault
@@ -19,6 +20,7 @@ from .units import FactorUnit, Unit, add_gradient
 
 _FACTOR_MB = 0.03  # small, since a slow link should not wait for the next layer
 _DENSE_MB = 4.0
+_WIRES = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Pipeline:
@@ -83,8 +85,8 @@ class Pipeline:
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
         """Says in which type numbers of a parameter's type travel."""
-        rounded = self.options.wire == "bf16" and dtype.itemsize > 2 and dtype.is_floating_point
-        return torch.bfloat16 if rounded else dtype
+        narrower = dtype.itemsize > 2 and dtype.is_floating_point
+        return _WIRES.get(self.options.wire, dtype) if narrower else dtype
 
     def arrive(self, unit: Unit) -> None:
         """Takes a unit whose gradient is complete, and launches what can leave."""
@@ -179,7 +181,7 @@ class Pipeline:
             if not any(note.dense[index] for note in notes):
                 continue
             for parameter in unit.parameters.values():
-                bucket = DenseBucket([parameter.numel()], self.transport, self.wire(parameter.dtype))
+                bucket = DenseBucket([parameter.numel()], self.transport, parameter.dtype)
                 bucket.fill(0, parameter.grad, weights[self.transport.rank])
                 bucket.launch()
                 _write(parameter, bucket.wait()[0], 1.0)
@@ -248,7 +250,8 @@ class _FactorStage(_Stage):
         if unit.form.table_rows:
             return IndexSlot(out, unit.form.table_rows, self.pipeline.wire(self.dtype), sites)
         sends_bias = unit.bias is not None and self.pipeline.method.sends_bias
-        return Slot(out, width, unit.parameters[str(unit.bias)].numel() if sends_bias else 0, sites)
+        kind = CodedSlot if self.pipeline.wire(self.dtype) == torch.int8 else Slot
+        return kind(out, width, unit.parameters[str(unit.bias)].numel() if sends_bias else 0, sites)
 
     def post(self) -> None:
         self.bucket.post()
@@ -351,7 +354,9 @@ class _DenseStage(_Stage):
     def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
         super().__init__(units, pipeline)
         sizes = [unit.lead.numel() for unit in units]
-        self.bucket = DenseBucket(sizes, pipeline.transport, pipeline.wire(self.dtype))
+        wire, transport = pipeline.wire(self.dtype), pipeline.transport
+        coded = wire == torch.int8
+        self.bucket = CodedBucket(sizes, transport) if coded else DenseBucket(sizes, transport, wire)
         self._samples = 0
         self._arrivals: dict[str, int] = {}
         self._sums: Sequence[Tensor] = ()

@@ -292,12 +292,16 @@ class GradientReduction:
                 nbytes = dense_bytes = 0
             elif isinstance(unit, FactorUnit):
                 nbytes = self._factor_bytes(unit, name)
+            elif self.options.wire == "int8":  # gathered
+                nbytes = (self.world_size - 1) * parameter.numel()
+            else:
+                nbytes = dense_bytes * self._wire_bytes(parameter) // parameter.element_size()
             reason = self._reasons.get(name) or self._notices.get(name, "")
             rows.append(PlanRow(name, tuple(parameter.shape), self._paths[name], nbytes, dense_bytes, reason))
         return Plan(rows, self.options.mode, self.world_size)
 
     def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
-        size = 2 if self.options.wire == "bf16" else unit.lead.element_size()
+        size = self._wire_bytes(unit.lead)
         if name != unit.name:
             return (self.world_size - 1) * size * unit.parameters[name].numel() * self._method.sends_bias
         if self._pipeline is not None and self._settled:
@@ -305,6 +309,9 @@ class GradientReduction:
         else:
             rows = self._method.rows_sent(1, *unit.shape)
         return (self.world_size - 1) * size * rows * sum(unit.widths)
+
+    def _wire_bytes(self, parameter: nn.Parameter) -> int:
+        return {"bf16": 2, "int8": 1}.get(self.options.wire, parameter.element_size())
 
     def _dense_bytes(self, parameter: nn.Parameter) -> int:
         return int(2 * (self.world_size - 1) / self.world_size * parameter.numel() * parameter.element_size())

@@ -64,6 +64,14 @@ class Slot:
         bias = payload[start : start + self.bias] if self.bias else None
         return Share(left, right, bias), start + bias_size
 
+    def pack(self, share: Share) -> Share:
+        """Turns a share into what lies in the payload."""
+        return share
+
+    def unpack(self, share: Share) -> Share:
+        """Turns what lay in a payload into a share."""
+        return share
+
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -122,10 +130,11 @@ class FactorBucket:
         self.post()
         own = self._own[index]
         fit = min(share.rows, own.rows)
-        own.left[:fit], own.right[:fit] = share.left[:fit], share.right[:fit]
+        packed = self.slots[index].pack(share.part(0, fit))
+        own.left[:fit], own.right[:fit] = packed.left, packed.right
         own.left[fit:], own.right[fit:] = 0, 0
-        if own.bias is not None and share.bias is not None:
-            own.bias.copy_(share.bias)
+        if own.bias is not None and packed.bias is not None:
+            own.bias.copy_(packed.bias)
         self._rows[index] = fit
         if share.rows > fit:
             self.add_late(index, share.part(fit, with_bias=False))
@@ -172,7 +181,8 @@ class FactorBucket:
             count, *rows = self._integers(payload).tolist()
             samples.append(count)
             for index, share in enumerate(self._cut(payload, site)):
-                shares[index].append(share.part(0, rows[index]).to(payload.device, self._dtype))
+                share = self.slots[index].unpack(share.part(0, rows[index]))
+                shares[index].append(share.to(payload.device, self._dtype))
         return samples, shares
 
     def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], Share]:
@@ -198,13 +208,14 @@ class FactorBucket:
             return shares
 
         for (index, _), place in cut(gather.payload, self._transport.rank).items():
-            for part, value in zip(place, self._late[index], strict=True):
+            for part, value in zip(place, self.slots[index].pack(self._late[index]), strict=True):
                 if part is not None and value is not None:
                     part.copy_(value)
         gather.launch()
         shares: dict[tuple[int, int], Share] = {}
         for site, payload in enumerate(gather.wait()):
-            shares |= {place: share.to(payload.device, self._dtype) for place, share in cut(payload, site).items()}
+            for (index, _), share in cut(payload, site).items():
+                shares[index, site] = self.slots[index].unpack(share).to(payload.device, self._dtype)
         return shares
 
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:

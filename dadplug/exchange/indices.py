@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..share import Share
 from .buckets import Slot
+from .codes import SCALE, pack, unpack
 
 
 class IndexSlot(Slot):
@@ -25,8 +26,15 @@ class IndexSlot(Slot):
     def __init__(self, out: int, table_rows: int, wire: torch.dtype, world_size: int) -> None:
         small = table_rows <= torch.iinfo(torch.int32).max and wire.itemsize <= torch.int32.itemsize
         self._integers = torch.int32 if small else torch.int64
-        super().__init__(out, self._integers.itemsize // wire.itemsize, 0, world_size)
+        self._coded = wire == torch.int8
+        super().__init__(out + SCALE * self._coded, self._integers.itemsize // wire.itemsize, 0, world_size)
 
     def cut(self, payload: Tensor, start: int, rows: int) -> tuple[Share, int]:
         share, end = super().cut(payload, start, rows)
         return share._replace(right=share.right.view(self._integers)), end
+
+    def pack(self, share: Share) -> Share:
+        return share._replace(left=pack(share.left)) if self._coded else share
+
+    def unpack(self, share: Share) -> Share:
+        return share._replace(left=unpack(share.left)) if self._coded else share

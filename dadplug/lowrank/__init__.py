@@ -3,7 +3,7 @@
 from . import sparse
 from .compress import Carry, Compressed, compress, compress_matrix, squared_norm
 from .dispatch import warmup
-from .packing import dequantise, quantise, sum_of_products, top_k
+from .packing import dequantise, quantise, rounded, sum_of_products, top_k
 
 __all__ = [
     "Carry",
@@ -12,6 +12,7 @@ __all__ = [
     "compress_matrix",
     "dequantise",
     "quantise",
+    "rounded",
     "sparse",
     "squared_norm",
     "sum_of_products",

@@ -192,7 +192,7 @@ def _compress(
     with torch.no_grad():
         further, values = _project(operator, algorithm, search, result)
         scale = 1.0
-        if not values.is_cuda and not _SAFE[0] < values[0].item() < _SAFE[1]:  # NaN, too
+        if not _on_device(values) and not _SAFE[0] < values[0].item() < _SAFE[1]:  # NaN, too
             scale = operator.rescale()
             if scale == 0.0:
                 return Compressed(result[0].zero_().T, result[1].zero_().T, values.zero_(), 0)
@@ -218,9 +218,9 @@ def _project(
     find = direct if k == operator.most else ALGORITHMS[algorithm]
     block = find(operator, k, search)
     kernels = kernels_for(block)
-    basis, _ = kernels.orthonormalise(block)
+    basis, independent = kernels.orthonormalise(block)
     projected = operator.apply_transposed(basis)
-    if block.is_cuda:  # diagonalising would wait for the device; orthogonal iteration aligns the columns in time
+    if _on_device(block):  # diagonalising would wait for the device; orthogonal iteration aligns the columns in time
         turn = torch.eye(len(basis), dtype=basis.dtype, device=basis.device)
     else:
         count = len(basis)
@@ -230,7 +230,14 @@ def _project(
     torch.mm(turn[:k], basis, out=left)
     torch.mm(turn[:k], projected, out=right)
     further = torch.mm(turn[k:], projected) if len(turn) > k else None
-    return further, torch.linalg.vector_norm(right, dim=1, dtype=torch.float64)
+    values = torch.linalg.vector_norm(right, dim=1).double()
+    values[independent:] = 0.0  # rounding error
+    return further, values
+
+
+def _on_device(tensor: Tensor) -> bool:
+    """Says whether a look at the tensor's numbers would wait for a device."""
+    return tensor.is_cuda
 
 
 def _places(operator: Operator, k: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -303,7 +310,7 @@ def _check_options(rank: int, iterations: int, tolerance: float, algorithm: str)
 
 def _truncate(left: Tensor, right: Tensor, values: Tensor, tolerance: float) -> int:
     """Zeroes the rows of small singular values; returns how many are left (on CUDA all count, without a look)."""
-    if left.is_cuda:
+    if _on_device(left):
         kept = values > tolerance * values[0]
         left *= kept[:, None]
         right *= kept[:, None]

@@ -36,7 +36,7 @@ def inverse_triangle(gram: NDArray[np.floating], inverse: NDArray[np.floating]) 
         The least square of what is left of a row beside the earlier ones: 1.0 for orthonormal rows, NaN for NaN.
     """
     k = gram.shape[0]
-    least = 1.0
+    least = np.float64(1.0)
     lower = np.zeros((k, k))
     full = np.zeros((k, k))
     for i in range(k):
@@ -49,12 +49,13 @@ def inverse_triangle(gram: NDArray[np.floating], inverse: NDArray[np.floating]) 
             else:
                 if not dot > 1e-14:  # NaN, too
                     return dot if np.isnan(dot) else 0.0
-                least = float(min(least, dot))
+                if dot < least:
+                    least = dot
                 lower[i, i] = np.sqrt(dot)
     for i in range(k):
         full[i, i] = 1.0 / lower[i, i]
         for j in range(i):
-            dot = 0.0
+            dot = np.float64(0.0)
             for x in range(j, i):
                 dot += lower[i, x] * full[x, j]
             full[i, j] = -dot * full[i, i]
@@ -233,9 +234,10 @@ def gram_vectors(
     """
     rows = of_deltas.shape[0]
     k = found.shape[0]
-    largest = 0.0
+    largest = np.float64(0.0)
     for i in range(rows):
-        largest = float(max(largest, of_activations[i, i]))
+        if of_activations[i, i] > largest:
+            largest = np.float64(of_activations[i, i])
     root = np.zeros((rows, rows))  # C
     for i in range(rows):
         for j in range(i + 1):
@@ -268,7 +270,7 @@ def gram_vectors(
         return np.nan
     for i in range(k):
         for x in range(rows):
-            dot = 0.0
+            dot = np.float64(0.0)
             for j in range(x + 1):
                 dot += root[x, j] * vectors[i, j]
             found[i, x] = dot

@@ -42,6 +42,22 @@ def dequantise(codes: Tensor, scales: Tensor, rows: Tensor) -> None:
     kernels_for(rows).dequantise(codes, scales, rows)
 
 
+def rounded(rows: Tensor) -> Tensor:
+    """Tells what is left of rows that travel as codes.
+
+    Args:
+        rows: of shape (k, width), any floating-point type.
+
+    Returns:
+        float32 of the same shape.
+    """
+    codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    scales, result = torch.empty(len(rows), device=rows.device), torch.empty(rows.shape, device=rows.device)
+    quantise(rows.float(), codes, scales)
+    dequantise(codes, scales, result)
+    return result
+
+
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Finds the k elements of largest size; of equal ones the first count. NaN counts as largest.
 

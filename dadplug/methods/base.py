@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hooks import LINEAR, Factor, Form
+from ..lowrank import sum_of_products
 from ..share import Share
 
 if TYPE_CHECKING:
@@ -115,18 +116,20 @@ def decode(
     Returns:
         The gradients of the weight, in its shape or as a matrix, and of the bias, of shape (out,), or None.
     """
-    rows = [Share(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
-    rows = [share for share in rows if share.rows] or rows[:1]
-    if not site_by_site and form == LINEAR and len(rows) > 1:
-        rows = [Share(torch.cat([share.left for share in rows]), torch.cat([share.right for share in rows]))]
-    gradient = form.gradient(rows[0].left, rows[0].right)
-    for share in rows[1:]:
-        gradient = form.add_to(gradient, share.left, share.right)
+    if form == LINEAR and not site_by_site and not (with_bias and shares[0].bias is None):
+        gradient = sum_of_products([share.left for share in shares], [share.right for share in shares], weights)
+    else:
+        rows = [Share(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
+        rows = [share for share in rows if share.rows] or rows[:1]
+        gradient = form.gradient(rows[0].left, rows[0].right)
+        for share in rows[1:]:
+            gradient = form.add_to(gradient, share.left, share.right)
+        if with_bias and shares[0].bias is None:
+            sums = [form.bias_gradient(share.left) for share in rows]
+            return gradient, sum(sums[1:], sums[0])
     if not with_bias:
         return gradient, None
-    if shares[0].bias is None:
-        sums = [form.bias_gradient(share.left) for share in rows]
-        return gradient, sum(sums[1:], sums[0])
+    assert shares[0].bias is not None
     bias = torch.zeros_like(shares[0].bias)
     for share, weight in zip(shares, weights, strict=True):
         assert share.bias is not None

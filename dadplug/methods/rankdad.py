@@ -9,8 +9,11 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..hooks import Factor
-from ..lowrank import Carry, compress
+from ..lowrank import Carry, compress, rounded
 from ..share import Share
 from .base import Method, Quality, register_method
 
@@ -31,6 +34,7 @@ class RankDAD(Method):
         super().__init__(options)
         self.max_rank: int = options.rank
         self._carried: dict[str, Carry] = {}
+        self._sent: dict[str, Share] = {}
         self._calls: dict[str, int] = {}
         self._quality: dict[str, Quality] = {}
 
@@ -42,9 +46,10 @@ class RankDAD(Method):
         return min(self.max_rank, rows, out, width)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
+        deltas, activations = self._with_lost(name, factor)
         compressed = compress(
-            factor.deltas,
-            factor.activations,
+            deltas,
+            activations,
             self.max_rank,
             iterations=self.options.iterations,
             tolerance=self.options.tolerance,
@@ -57,11 +62,21 @@ class RankDAD(Method):
             self._carried[name] = compressed.carry
         calls = self._calls[name] = self._calls.get(name, -1) + 1
         if calls % _MEASURE_EVERY == 0 or name not in self._quality:
-            residual = compressed.residual(factor.deltas, factor.activations)
+            residual = compressed.residual(deltas, activations)
         else:
             residual = self._quality[name].residual
         self._quality[name] = Quality(kept, residual)
-        return Share(left.T, right.T, factor.bias_gradient() if with_bias else None)
+        share = Share(left.T, right.T, factor.bias_gradient() if with_bias else None)
+        if self.options.wire == "int8":
+            self._sent[name] = share
+        return share
+
+    def _with_lost(self, name: str, factor: Factor) -> tuple[Tensor, Tensor]:
+        """Adds, as further rows of both factors, what rounding to int8 took away from the last step's share."""
+        if (last := self._sent.pop(name, None)) is None:
+            return factor.deltas, factor.activations
+        left, right = rounded(last.left).to(last.left), rounded(last.right).to(last.right)
+        return torch.cat([factor.deltas, last.left, -left]), torch.cat([factor.activations, last.right, right])
 
     def quality(self) -> dict[str, Quality]:
         return dict(self._quality)
@@ -69,11 +84,13 @@ class RankDAD(Method):
     def state_dict(self) -> dict[str, Any]:
         return {
             "carried": {name: carry.right.clone() for name, carry in self._carried.items()},
+            "sent": {name: (share.left.clone(), share.right.clone()) for name, share in self._sent.items()},
             "calls": dict(self._calls),
             "rank": self.max_rank,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
+        self._sent = {name: Share(*(part.clone() for part in parts)) for name, parts in state["sent"].items()}
         self._calls = dict(state["calls"])
         self.max_rank = state.get("rank", self.max_rank)
