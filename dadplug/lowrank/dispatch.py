@@ -18,7 +18,7 @@ from .scratch import scratch
 _log = logging.getLogger(__name__)
 DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
 _CHOLESKY = 1e-4  # least square of what is left of a row for which Cholesky's factor is precise enough
-_ONCE = 0.1  # and for which one turn is
+_ONCE = 0.5  # and for which one turn is
 
 
 class Kernels(Protocol):
