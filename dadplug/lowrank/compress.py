@@ -218,21 +218,19 @@ def _project(
     find = direct if k == operator.most else ALGORITHMS[algorithm]
     block = find(operator, k, search)
     kernels = kernels_for(block)
-    basis, independent = kernels.orthonormalise(block)
+    basis, count = kernels.orthonormalise(block)
+    basis = basis[:count]
     projected = operator.apply_transposed(basis)
     if _on_device(block):  # diagonalising would wait for the device; orthogonal iteration aligns the columns in time
-        turn = torch.eye(len(basis), dtype=basis.dtype, device=basis.device)
+        turn = torch.eye(count, dtype=basis.dtype, device=basis.device)
     else:
-        count = len(basis)
         gram = torch.mm(projected, projected.T, out=scratch.take("gram", (count, count), projected))
-        vectors = kernels.eigh(gram)[1]
-        turn = scratch.take("turn", (count, count), projected).copy_(vectors)
-    torch.mm(turn[:k], basis, out=left)
-    torch.mm(turn[:k], projected, out=right)
-    further = torch.mm(turn[k:], projected) if len(turn) > k else None
-    values = torch.linalg.vector_norm(right, dim=1).double()
-    values[independent:] = 0.0  # rounding error
-    return further, values
+        turn = scratch.take("turn", (count, count), projected).copy_(kernels.eigh(gram)[1])
+    torch.mm(turn[:k], basis, out=left[:count])
+    torch.mm(turn[:k], projected, out=right[:count])
+    left[count:], right[count:] = 0, 0  # where G has less than k independent columns
+    further = torch.mm(turn[k:], projected) if count > k else None
+    return further, torch.linalg.vector_norm(right, dim=1).double()
 
 
 def _on_device(tensor: Tensor) -> bool:
