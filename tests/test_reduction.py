@@ -85,11 +85,11 @@ def test_exact_modes_match_one_process_at_more_sites(sites, mode):
     sites(4).run(matches_one_process, "repeated", mode, 4, {})
 
 
-def replicas_stay_equal(name: str, mode: str) -> None:
+def replicas_stay_equal(name: str, mode: str, options: dict) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     model = zoo.build(name, torch.float32)
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)
     kind = torch.optim.SGD if name in ("sparse", "bags") else torch.optim.AdamW  # the latter takes no sparse gradients
     optimizer = kind(model.parameters(), lr=0.01)
     for step in range(20):
@@ -107,7 +107,13 @@ def replicas_stay_equal(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_replicas_are_equal_to_the_bit_after_20_steps(sites, mode):
     for name in zoo.ZOO:
-        sites(2).run(replicas_stay_equal, name, mode)
+        sites(2).run(replicas_stay_equal, name, mode, {})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_are_equal_to_the_bit_on_a_rounding_wire(sites, mode):
+    for name in ("mixed", "conv1d", "transposed", "bags", "images"):
+        sites(2).run(replicas_stay_equal, name, mode, {"wire": "bf16", "dense": "lowrank"})
 
 
 def curve(mode: str) -> list[float]:
