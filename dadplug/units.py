@@ -117,7 +117,9 @@ class FactorUnit(Unit):
 
     @property
     def rows(self) -> int:
-        """Number of rows that have arrived."""
+        """Number of rows that have arrived; of matrices where those are compressed."""
+        if self.path == "lowrank":
+            return sum(factor.rows * factor.form.positions for factor in self._peek())
         return sum(factor.rows for factor in self._peek()) + sum(self._formed.values())
 
     @property

@@ -9,6 +9,7 @@ import torch
 from dadplug.hooks import Factor, LayerCapture, capturable_layers
 from dadplug.hooks.registry import refusal_of
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -141,6 +142,23 @@ def test_a_convolution_saves_what_autograd_saves():
     plain = saved(layer)
     with LayerCapture(layer):
         assert saved(layer) == plain
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"), [(nn.Conv2d(8, 6, 3), (9, 9)), (nn.ConvTranspose1d(8, 6, 3, 2), (9,)), (nn.Linear(8, 6), ())]
+)
+def test_without_weight_gradients_backward_is_as_short_as_that(layer, size):
+    def operations(run):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    inputs = torch.randn(4, 8, *size, requires_grad=True)
+    forward = operations(lambda: layer(inputs))
+    whole = operations(lambda: layer(inputs).sum().backward())
+    with LayerCapture(layer, weight_gradients=False) as capture:
+        assert operations(lambda: layer(inputs).sum().backward()) == forward + (whole - forward) // 2
+        assert capture.factors
 
 
 def test_autocast_keeps_a_convolution_in_its_types():
