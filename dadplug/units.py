@@ -18,7 +18,10 @@ class Unit:
         expected: the most that ever arrived in one step; with so many it is taken to be complete.
         sent: whether its share has gone to a bucket in this step.
         dense: whether a gradient has arrived that its bucket does not carry, so that it has to be all-reduced.
+        path: the path that it takes, which says what kind of stage it goes through.
     """
+
+    path = "allreduce"
 
     def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
         self.name = name

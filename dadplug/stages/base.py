@@ -1,0 +1,110 @@
+"""Stages: a bucket and the units that share it, from their gradients' arrival to the agreed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..notes import Note
+from ..units import Unit
+
+if TYPE_CHECKING:
+    from ..pipeline import Pipeline
+
+
+class Stage:
+    """A bucket and the units that fill it; one kind for each path that a parameter can take.
+
+    Args:
+        units: the units that share the bucket, in the order in which backward is expected to reach them.
+        pipeline: the pipeline that the stage belongs to.
+    """
+
+    bucket_mb: ClassVar[float] = 4.0
+    """Payload at which a bucket is full by default, in MB."""
+
+    def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
+        self.units = list(units)
+        self.pipeline = pipeline
+        self.dtype = units[0].lead.dtype
+        self._slots = {unit.name: slot for slot, unit in enumerate(units)}
+        self.missing = len(self.units)
+
+    def post(self) -> None:
+        """Makes ready to receive."""
+
+    def fill(self, unit: Unit) -> None:
+        """Puts a unit's gradient, or its absence, into the bucket."""
+        raise NotImplementedError
+
+    def launch(self) -> None:
+        """Sends the bucket."""
+        raise NotImplementedError
+
+    def settle_late(self) -> None:
+        """Deals with gradients that arrived after their unit had been sent."""
+        raise NotImplementedError
+
+    def present(self, unit: Unit) -> bool:
+        """Says whether this site has a gradient for a unit at all."""
+        raise NotImplementedError
+
+    def room(self, unit: Unit) -> int:
+        """Tells how many rows of a unit this site sends in a step."""
+        return 0
+
+    def extra_rows(self, unit: Unit) -> int:
+        """Tells how many of this site's rows go in a second round."""
+        return 0
+
+    def receive(self) -> None:
+        """Waits for the bucket."""
+        raise NotImplementedError
+
+    def finish(self, notes: Sequence[Note], write: bool) -> None:
+        """Writes the agreed gradients, or throws them away."""
+        raise NotImplementedError
+
+    @classmethod
+    def numbers(cls, unit: Unit, rows: int) -> int:
+        """Tells about how many numbers of a unit travel.
+
+        Args:
+            unit: the unit.
+            rows: rows that it is expected to send, where it has rows.
+        """
+        return unit.lead.numel()
+
+    def _indices(self) -> list[int]:
+        return [self.pipeline.index[unit.name] for unit in self.units]
+
+
+def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) -> None:
+    """Replaces ``.grad`` by a flat tensor times a scale."""
+    if parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = torch.empty_like(parameter)
+    parameter.grad.copy_(flat.view(parameter.shape))
+    if scale != 1.0:
+        parameter.grad.mul_(scale)
+
+
+_KINDS: dict[str, type[Stage]] = {}
+
+
+def register_stage(*paths: str) -> Callable[[type[Stage]], type[Stage]]:
+    """Registers the kind of stage for units that take one of these paths; a class decorator."""
+
+    def decorate(kind: type[Stage]) -> type[Stage]:
+        for path in paths:
+            _KINDS[path] = kind
+        return kind
+
+    return decorate
+
+
+def stage_kind(path: str) -> type[Stage]:
+    """Finds the kind of stage for a path."""
+    return _KINDS[path]

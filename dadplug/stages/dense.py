@@ -1,0 +1,68 @@
+"""The stage of units whose gradients are summed over sites as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..exchange.buckets import DenseBucket
+from ..exchange.codes import CodedBucket
+from ..notes import Note
+from ..share import finite
+from ..units import Unit
+from .base import Stage, register_stage, write_gradient
+
+if TYPE_CHECKING:
+    from ..pipeline import Pipeline
+
+
+@register_stage("allreduce")
+class DenseStage(Stage):
+    """All-reduces gradients in a bucket, or gathers them as codes."""
+
+    def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
+        super().__init__(units, pipeline)
+        sizes = [unit.lead.numel() for unit in units]
+        wire, transport = pipeline.wire(self.dtype), pipeline.transport
+        coded = wire == torch.int8
+        self.bucket = CodedBucket(sizes, transport) if coded else DenseBucket(sizes, transport, wire)
+        self._samples = 0
+        self._arrivals: dict[str, int] = {}
+        self._sums: Sequence[Tensor] = ()
+
+    def fill(self, unit: Unit) -> None:
+        if not self._arrivals:
+            self._samples = self.pipeline.samples()
+        slot = self._slots[unit.name]
+        self.bucket.fill(slot, unit.lead.grad, self._samples / self.pipeline.reference)
+        if self.pipeline.options.check_finite and not self.bucket.finite(slot):
+            self.pipeline.faults.append((3, unit.name))
+        self._arrivals[unit.name] = unit.arrivals
+
+    def launch(self) -> None:
+        self.bucket.launch()
+
+    def settle_late(self) -> None:
+        samples = self.pipeline.samples()
+        for unit in self.units:
+            unit.dense |= unit.arrivals != self._arrivals[unit.name] or self._samples != samples
+            gradient = unit.lead.grad if unit.dense and self.pipeline.options.check_finite else None
+            if gradient is not None and not finite(gradient):
+                self.pipeline.faults.append((3, unit.name))
+
+    def present(self, unit: Unit) -> bool:
+        return unit.lead.grad is not None
+
+    def receive(self) -> None:
+        self._sums = self.bucket.wait()
+
+    def finish(self, notes: Sequence[Note], write: bool) -> None:
+        scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
+        for unit, index, value in zip(self.units, self._indices(), self._sums, strict=True):
+            reduced_already = any(note.dense[index] for note in notes)
+            if write and not reduced_already and any(note.present[index] for note in notes):
+                write_gradient(unit.lead, value, scale)
+        self._arrivals.clear()

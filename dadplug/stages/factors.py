@@ -1,0 +1,149 @@
+"""The stage of units that send rows: factors, low-rank factors, rows of tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..exchange.buckets import FactorBucket, Slot
+from ..exchange.codes import CodedSlot
+from ..exchange.indices import IndexSlot
+from ..methods import decode
+from ..notes import Note
+from ..share import Share, finite
+from ..units import FactorUnit, Unit, add_gradient
+from .base import Stage, register_stage
+
+if TYPE_CHECKING:
+    from ..pipeline import Pipeline
+
+
+@register_stage("factors", "lowrank")
+class FactorStage(Stage):
+    """Gathers rows from all sites, and forms the agreed gradients of them."""
+
+    bucket_mb = 0.03  # small, since a slow link should not wait for the next layer
+
+    @classmethod
+    def numbers(cls, unit: Unit, rows: int) -> int:
+        assert isinstance(unit, FactorUnit)
+        return rows * sum(unit.widths)
+
+    def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
+        super().__init__(units, pipeline)
+        slots = [self._slot(unit) for unit in units]
+        self.bucket = FactorBucket(slots, pipeline.transport, self.dtype, pipeline.wire(self.dtype))
+        self._present: set[str] = set()
+        self._samples: list[int] = []
+        self._shares: list[list[Share]] = []
+        self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    def _slot(self, unit: Unit) -> Slot:
+        assert isinstance(unit, FactorUnit)
+        assert unit.form is not None
+        sites, (out, width) = self.pipeline.transport.world_size, unit.widths
+        if unit.form.table_rows:
+            return IndexSlot(out, unit.form.table_rows, self.pipeline.wire(self.dtype), sites)
+        sends_bias = unit.bias is not None and self.pipeline.method.sends_bias
+        kind = CodedSlot if self.pipeline.wire(self.dtype) == torch.int8 else Slot
+        return kind(out, width, unit.parameters[str(unit.bias)].numel() if sends_bias else 0, sites)
+
+    def post(self) -> None:
+        self.bucket.post()
+
+    def fill(self, unit: Unit) -> None:
+        share = self._encode(unit)
+        if share is None:
+            self.bucket.clear(self._slots[unit.name])
+        else:
+            self.bucket.fill(self._slots[unit.name], share)
+
+    def _encode(self, unit: Unit) -> Share | None:
+        """Encodes what has arrived; takes note of NaN and Inf, and passes them on as such."""
+        assert isinstance(unit, FactorUnit)
+        factor = unit.take()
+        if factor is None:
+            return None
+        self._present.add(unit.name)
+        try:
+            if factor.form.encoded:
+                share = self.pipeline.method.encode(unit.name, factor, unit.bias is not None)
+            else:
+                share = Share(factor.deltas, factor.activations)
+            if not self.pipeline.options.check_finite or share.finite():
+                return share
+        except FloatingPointError:
+            pass
+        kind = 2 if finite(factor.activations) else 1
+        if self.pipeline.options.check_finite:
+            self.pipeline.faults.append((kind, unit.name))
+        out, width = unit.widths
+        left, right = factor.deltas.new_full((1, out), math.nan), factor.activations.new_zeros(1, width)
+        bias = self.bucket.slots[self._slots[unit.name]].bias
+        return Share(left, right, left.new_full((bias,), math.nan) if bias else None)
+
+    def room(self, unit: Unit) -> int:
+        """Tells how many rows of a unit this site sends in a step."""
+        return self.bucket.slots[self._slots[unit.name]].capacity[self.pipeline.transport.rank]
+
+    def launch(self) -> None:
+        self.bucket.launch(self.pipeline.samples())
+
+    def settle_late(self) -> None:
+        for unit in self.units:
+            share = self._encode(unit)
+            if share is not None:
+                self.bucket.add_late(self._slots[unit.name], share)
+            gradient = unit.lead.grad if unit.dense and self.pipeline.options.check_finite else None
+            if gradient is not None and not finite(gradient):
+                self.pipeline.faults.append((3, unit.name))
+
+    def present(self, unit: Unit) -> bool:
+        return unit.name in self._present
+
+    def extra_rows(self, unit: Unit) -> int:
+        return self.bucket.extra_rows[self._slots[unit.name]]
+
+    def receive(self) -> None:
+        self._samples, self._shares = self.bucket.receive()
+        self._decode(self._samples)
+
+    def _decode(self, samples: Sequence[int]) -> None:
+        """Forms the gradients of what has arrived, with each site's share in the samples."""
+        self._gradients.clear()
+        if any(samples):
+            for unit, shares in zip(self.units, self._shares, strict=True):
+                self._gradients[unit.name] = self._decode_unit(unit, shares, samples)
+
+    def _decode_unit(self, unit: Unit, shares: Sequence[Share], samples: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(unit, FactorUnit)
+        assert unit.form is not None
+        local = [share.to(unit.lead.device, self.dtype) for share in shares]
+        weights, exact = [count / sum(samples) for count in samples], self.pipeline.method.exact
+        return decode(local, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
+
+    def finish(self, notes: Sequence[Note], write: bool) -> None:
+        samples = [note.samples for note in notes]
+        if write and samples != self._samples:  # a backward pass came after the bucket had left
+            self._decode(samples)
+        extra = [[note.extra_rows[index] for note in notes] for index in self._indices()]
+        for (slot, site), share in self.bucket.second_round(extra).items():
+            self._shares[slot][site] = self._shares[slot][site].plus(share)
+        for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
+            if write and any(note.present[index] for note in notes):
+                if any(extra[slot]):
+                    self._gradients[unit.name] = self._decode_unit(unit, self._shares[slot], samples)
+                self._write_gradients(unit, *self._gradients[unit.name])
+        self.bucket.end_step([[share.rows for share in shares] for shares in self._shares])
+        self._present.clear()
+        self._gradients.clear()
+
+    def _write_gradients(self, unit: Unit, weight: Tensor, bias: Tensor | None) -> None:
+        assert isinstance(unit, FactorUnit)
+        add_gradient(unit.lead, weight)
+        if unit.bias is not None and bias is not None:
+            add_gradient(unit.parameters[unit.bias], bias)
