@@ -9,7 +9,7 @@ from torch import nn
 
 from .hooks import Form, LayerCapture, capturable_layers, family_of, refusal_of
 from .methods import Method
-from .units import DenseUnit, FactorUnit, GradientUnit, Unit
+from .units import DenseUnit, FactorUnit, GradientUnit, Unit, matrix_shape
 
 
 class Division(NamedTuple):
@@ -91,8 +91,9 @@ def find_units(model: nn.Module, method: Method, keep_dense: set[str], compress_
                 reasons[name] = "dense='lowrank'"
                 units.append(GradientUnit(name, parameter))
             else:
-                paths[name] = "allreduce"
-                units.append(DenseUnit(name, {name: parameter}))
+                may = name not in keep_dense and parameter.is_floating_point() and parameter.dim() > 1
+                paths[name] = method.gradient_path(*matrix_shape(parameter)) if may else "allreduce"
+                units.append(DenseUnit(name, parameter, paths[name]))
     return Division(capture, units, paths, reasons)
 
 

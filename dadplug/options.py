@@ -27,10 +27,14 @@ class Options:
     """
 
     mode: str = _option("rankdad", "method of agreement")
-    rank: int = _option(8, "rankdad: largest rank of a layer's compressed gradient")
+    rank: int = _option(8, "rankdad, powersgd: largest rank of a layer's compressed gradient")
     iterations: int = _option(1, "rankdad: power iterations a step")
     tolerance: float = _option(1e-3, "rankdad: singular values up to this share of the largest are not sent")
     warm_start: bool = _option(True, "rankdad: begin from the last step's basis")
+    density: float = _option(0.01, "topk: share of a gradient's elements that is sent")
+    error_feedback: bool | None = _option(
+        None, "add what was not sent to the next step's gradient; None: powersgd and topk do, rankdad does not"
+    )
     weighting: str = _option("samples", "share of a site in the mean over sites: by its rows, or equal", WEIGHTINGS)
     wire: str = _option("fp32", "number format on the network; fp32 stands for the parameters' own", WIRES)
     dense: str = _option("allreduce", "rankdad: what becomes of weights that have no factors", DENSES)
@@ -54,6 +58,10 @@ class Options:
         _at_least("iterations", self.iterations, 0, int)
         if not (isinstance(self.tolerance, (int, float)) and 0 <= self.tolerance < 1):
             raise ValueError(f"tolerance must be a number from 0 up to, but not, 1, got {self.tolerance!r}")
+        if not (isinstance(self.density, (int, float)) and 0 < self.density <= 1):
+            raise ValueError(f"density must be a number above 0 and up to 1, got {self.density!r}")
+        if self.error_feedback not in (None, True, False):
+            raise ValueError(f"error_feedback must be True, False or None, got {self.error_feedback!r}")
         if self.bucket_mb is not None and not (isinstance(self.bucket_mb, (int, float)) and self.bucket_mb > 0):
             raise ValueError(f"bucket_mb must be a positive number or None, got {self.bucket_mb!r}")
         if not (isinstance(self.timeout, (int, float)) and self.timeout > 0):

@@ -9,6 +9,7 @@ import torch
 from .exchange import Transport
 from .exchange.buckets import DenseBucket
 from .methods import Method
+from .methods.feedback import ErrorFeedback
 from .notes import Note, NoteExchange, raise_fault
 from .options import Options
 from .stages import Stage, stage_kind, write_gradient
@@ -64,7 +65,7 @@ class Pipeline:
             kind, dtype = stage_kind(unit.path), unit.lead.dtype
             group, size = open_groups.pop((kind, dtype), ([], 0))
             group.append(unit)
-            size += kind.numbers(unit, rows.get(unit.name, 1)) * self.wire(dtype).itemsize
+            size += kind.numbers(unit, rows.get(unit.name, 1), self.method) * self.wire(dtype).itemsize
             if size >= self.options.bucket_bytes(kind.bucket_mb):
                 stages.append(kind(group, self))
             else:
@@ -138,6 +139,27 @@ class Pipeline:
         """Tells how many rows of a unit this site sends in a step."""
         stage = self._stage_of[unit.name]
         return stage.room(unit)
+
+    def share_state(self) -> None:
+        """Hands to all sites what of rank 0's state has to be the same; all sites must call it."""
+        for stage in self._stages:
+            stage.share_state()
+
+    def rounding(self) -> ErrorFeedback:
+        """Tells what rounding of dense gradients has taken away, and the next step adds."""
+        kept = ErrorFeedback(True)
+        kept.refer(self.reference)
+        for stage in self._stages:
+            for name, lost in stage.rounding().items():
+                kept.of(name, lost).copy_(lost)
+        return kept
+
+    def add_rounding(self, kept: ErrorFeedback) -> None:
+        """Takes over what another pipeline's rounding has taken away."""
+        kept.refer(self.reference)
+        for stage in self._stages:
+            for name, lost in stage.rounding().items():
+                lost.copy_(kept.of(name, lost))
 
     def retire(self, step: int, version: int) -> None:
         """Takes an empty step under the number of the next plan, to learn whether the other sites have one too.

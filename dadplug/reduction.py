@@ -19,10 +19,12 @@ from .division import find_units
 from .exchange import Traffic, open_transport
 from .guards import check_model, refuse_unsynchronised
 from .methods import Quality, make_method
+from .methods.feedback import ErrorFeedback
 from .options import Options
 from .pipeline import Pipeline
 from .plan import Plan, PlanRow
 from .samples import SampleCounter
+from .stages import stage_kind
 from .units import DenseUnit, FactorUnit, Unit
 
 
@@ -95,6 +97,8 @@ class GradientReduction:
         self._pending = False
         self._reasons: dict[str, str] = {}
         self._pipeline: Pipeline | None = None
+        self._rounding = ErrorFeedback(True)
+        self._reference = 0  # samples of a step, about; 0 before the first
         self._build()
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self.traffic.start()
@@ -200,11 +204,13 @@ class GradientReduction:
     def _settle(self) -> None:
         """Agrees, in the first step of a plan, on what only a step can show: the order of units, and special cases."""
         if self._pipeline is not None:
+            self._rounding = self._pipeline.rounding()
             self._pipeline.retire(self._step, self._version)
         own = FirstStep.of(self._units, self._order, self.options.share_inputs, self._samples())
         agreed = agree(self._transport.gather_objects(own), self._units, self._method)
         self._reasons = agreed.reasons | self._reasons
         self._units = [new for unit in self._units for new in self._allreduce_if_told(unit)]
+        self._reference = self._reference or agreed.samples
         self._pipeline = Pipeline(
             agreed.order(self._units),
             self._method,
@@ -212,9 +218,10 @@ class GradientReduction:
             self.options,
             agreed.rows,
             self._samples,
-            agreed.samples,
+            self._reference,
             self._version,
         )
+        self._pipeline.add_rounding(self._rounding)
         self.traffic.dense_bytes = sum(self._dense_bytes(p) for p in self.model.parameters() if p.requires_grad)
         self._settled = True
         for unit in self._units:
@@ -230,7 +237,7 @@ class GradientReduction:
             self._capture.release(layer.name)
         units: list[Unit] = []
         for name, parameter in unit.parameters.items():
-            new = DenseUnit(name, {name: parameter})
+            new = DenseUnit(name, parameter)
             new.arrivals = unit.arrivals
             new.watch(self._arrived)
             self._paths[name] = "allreduce"
@@ -292,10 +299,10 @@ class GradientReduction:
                 nbytes = dense_bytes = 0
             elif isinstance(unit, FactorUnit):
                 nbytes = self._factor_bytes(unit, name)
-            elif self.options.wire == "int8":  # gathered
-                nbytes = (self.world_size - 1) * parameter.numel()
             else:
-                nbytes = dense_bytes * self._wire_bytes(parameter) // parameter.element_size()
+                numbers = stage_kind(unit.path).numbers(unit, 0, self._method)
+                rate = self.world_size - 1 if self._gathers(unit) else 2 * (self.world_size - 1) / self.world_size
+                nbytes = int(rate * numbers * self._wire_bytes(parameter))
             reason = self._reasons.get(name) or self._notices.get(name, "")
             rows.append(PlanRow(name, tuple(parameter.shape), self._paths[name], nbytes, dense_bytes, reason))
         return Plan(rows, self.options.mode, self.world_size)
@@ -309,6 +316,9 @@ class GradientReduction:
         else:
             rows = self._method.rows_sent(1, *unit.shape)
         return (self.world_size - 1) * size * rows * sum(unit.widths)
+
+    def _gathers(self, unit: Unit) -> bool:
+        return unit.path == "topk" or self.options.wire == "int8"
 
     def _wire_bytes(self, parameter: nn.Parameter) -> int:
         return {"bf16": 2, "int8": 1}.get(self.options.wire, parameter.element_size())
@@ -385,10 +395,21 @@ class GradientReduction:
 
         It involves no other site. Each site may save its own; one that gets another's starts a little colder.
         """
-        return {"step": self._step, "mode": self.options.mode, "method": self._method.state_dict()}
+        if self._pipeline is not None:
+            self._rounding = self._pipeline.rounding()
+        rounding, method = self._rounding.state_dict(), self._method.state_dict()
+        return {
+            "step": self._step,
+            "mode": self.options.mode,
+            "reference": self._reference,
+            "method": method,
+            "rounding": rounding,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned.
+
+        With powersgd, whose state sites share, all sites must call it once training has begun.
 
         Raises:
             ValueError: if the state is of another mode.
@@ -397,6 +418,12 @@ class GradientReduction:
             raise ValueError(f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}")
         self._step = state["step"]
         self._method.load_state_dict(state["method"])
+        self._rounding.load_state_dict(state["rounding"])
+        self._reference = self._reference or state["reference"]
+        if self._pipeline is not None:
+            self._pipeline.add_rounding(self._rounding)
+            if self._method.shares_state:
+                self._pipeline.share_state()
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Restores this site's state among those of all sites, as a checkpoint holds them.
@@ -410,7 +437,9 @@ class GradientReduction:
         if self.rank < len(states):
             self.load_state_dict(states[self.rank])
         elif states:
-            self.load_state_dict(states[0] | {"method": self._method.state_dict()})
+            self.load_state_dict(
+                states[0] | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
+            )
 
     def detach(self) -> None:
         """Takes everything off the model, which then trains alone. May be called twice."""

@@ -37,6 +37,11 @@ class Unit:
         """The parameter that leads the unit."""
         return self.parameters[self.name]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the weight as a matrix: for fully connected layers the widths of output and input."""
+        return matrix_shape(self.lead)
+
     def watch(self, on_arrival: Callable[[Unit], None]) -> None:
         """Calls back whenever autograd has delivered all of a backward pass's gradient for the leading parameter."""
         self._hooks.append(self.lead.register_post_accumulate_grad_hook(lambda _: on_arrival(self)))
@@ -56,7 +61,17 @@ class Unit:
 
 
 class DenseUnit(Unit):
-    """A parameter whose gradient is all-reduced."""
+    """A parameter whose gradient autograd forms.
+
+    Args:
+        name: its name.
+        parameter: the parameter.
+        path: what becomes of the gradient.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, path: str = "allreduce") -> None:
+        super().__init__(name, {name: parameter})
+        self.path = path
 
 
 class FactorUnit(Unit):
@@ -99,11 +114,6 @@ class FactorUnit(Unit):
     def _on_dense(self, gradient: Tensor | None) -> None:
         if gradient is not None:
             self.dense = self.outside = True
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Height and width of the weight as a matrix: for fully connected layers the widths of output and input."""
-        return self.lead.shape[0], self.lead.numel() // max(1, self.lead.shape[0])
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -187,6 +197,12 @@ class FactorUnit(Unit):
         super().begin_step()
         self.outside = False
         self._formed.clear()
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """Height and width of a parameter as a matrix; of a vector or a scalar, the width is 1."""
+    height = parameter.shape[0] if parameter.dim() else 1
+    return height, parameter.numel() // max(1, height)
 
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -58,27 +58,32 @@ class CodedSlot(Slot):
 class CodedBucket:
     """Dense gradients of several parameters, gathered as codes and summed by each site in the same order.
 
-    What rounding takes away is kept, and added to the next step's gradient. Sends (S - 1) bytes a number to S - 1
+    What rounding takes away is kept, and added to the next step's gradient. It sends (S - 1) bytes a number to S - 1
     sites, where an all-reduce in single precision sends 8 (S - 1) / S.
 
     Args:
         sizes: number of elements of each gradient.
         transport: the transport.
+        feedback: whether what rounding takes away is kept.
+
+    Attributes:
+        lost: what rounding has taken away, one flat tensor a gradient.
     """
 
-    def __init__(self, sizes: Sequence[int], transport: Transport) -> None:
+    def __init__(self, sizes: Sequence[int], transport: Transport, feedback: bool = True) -> None:
         self._transport = transport
+        self._feedback = feedback
         numbers = -(-sum(sizes) // _BLOCK) * _BLOCK
         self._rows = torch.zeros(numbers // _BLOCK, _BLOCK, device=transport.device)
         self._lost = torch.zeros_like(self._rows)
-        self._parts = self._rows.view(-1)[: sum(sizes)].split(list(sizes))
-        self._lost_parts = self._lost.view(-1)[: sum(sizes)].split(list(sizes))
+        *self._parts, self._padding = self._rows.view(-1).split([*sizes, numbers - sum(sizes)])
+        self.lost = self._lost.view(-1)[: sum(sizes)].split(list(sizes))
         self._gather: Gather | None = None
 
     def fill(self, index: int, gradient: Tensor | None, weight: float) -> None:
         """Puts a gradient into its place, times the site's weight, with what it lost before; None counts as zero."""
         part = self._parts[index]
-        part.copy_(self._lost_parts[index])
+        part.copy_(self.lost[index])
         if gradient is not None and weight != 0.0:
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             part.add_(gradient.reshape(-1).to(part), alpha=weight)
@@ -89,9 +94,11 @@ class CodedBucket:
 
     def launch(self) -> None:
         """Starts the exchange."""
+        self._padding.zero_()  # the sums of the last step are there, and may have been NaN
         packed = pack(self._rows)
-        torch.sub(self._rows, unpack(packed), out=self._lost)
-        self._lost.nan_to_num_(0.0, 0.0, 0.0)
+        if self._feedback:
+            torch.sub(self._rows, unpack(packed), out=self._lost)
+            self._lost.nan_to_num_(0.0, 0.0, 0.0)
         if self._gather is None:
             self._gather = self._transport.gather([packed.numel()] * self._transport.world_size, torch.int8)
         self._gather.payload.copy_(packed.view(-1))

@@ -3,7 +3,7 @@
 from . import sparse
 from .compress import Carry, Compressed, compress, compress_matrix, squared_norm
 from .dispatch import warmup
-from .packing import dequantise, quantise, rounded, sum_of_products, top_k
+from .packing import dequantise, orthonormalise, quantise, rounded, sum_of_products, top_k
 
 __all__ = [
     "Carry",
@@ -11,6 +11,7 @@ __all__ = [
     "compress",
     "compress_matrix",
     "dequantise",
+    "orthonormalise",
     "quantise",
     "rounded",
     "sparse",

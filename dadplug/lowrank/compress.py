@@ -74,7 +74,14 @@ class Compressed:
         Returns:
             The error: 0.0 is exact, 1.0 what sending nothing would have.
         """
-        whole = squared_norm(deltas, activations)
+        return self.residual_of(squared_norm(deltas, activations))
+
+    def residual_of(self, whole: float) -> float:
+        """Measures the relative error where the squared Frobenius norm of G is known.
+
+        Args:
+            whole: ``|G|^2``.
+        """
         kept = float((self.singular_values[: self.effective_rank] ** 2).sum())
         return math.sqrt(max(0.0, 1.0 - kept / whole)) if whole > 0 else 0.0
 

@@ -79,6 +79,20 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return indices, found
 
 
+def orthonormalise(rows: Tensor) -> Tensor:
+    """Makes rows orthonormal, in place or not; those that depend on others become zero.
+
+    Args:
+        rows: of shape (k, width), k at most width, contiguous.
+
+    Returns:
+        The orthonormal rows, in memory that nothing else has.
+    """
+    exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+    result, _ = kernels_for(exact).orthonormalise(exact)
+    return result.to(rows.dtype, copy=True)
+
+
 def sum_of_products(lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Computes ``sum over s of weights[s] * lefts[s].T @ rights[s]``, all rows in one product.
 

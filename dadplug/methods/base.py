@@ -45,6 +45,8 @@ class Method(ABC):
     """Largest rank of a compressed gradient; None for a method without."""
     takes_factors: bool = True
     """Whether it sends factors at all; then an embedding's gradient is sent as the rows that it has."""
+    shares_state: bool = False
+    """Whether sites that resume have to have the same state, which rank 0's then is."""
     sends_bias: bool = False
     """Whether a bias gradient is sent beside the rows; otherwise it is the sum of the rows of `left`."""
 
@@ -62,6 +64,15 @@ class Method(ABC):
             out: height of the weight as a matrix, its first width: of a fully connected layer that of the output.
             width: width of the weight as a matrix, all its other widths: that of the input.
         """
+
+    def gradient_path(self, out: int, width: int) -> str:
+        """Chooses the path of a weight whose gradient autograd forms; ``"allreduce"`` unless a method has its own.
+
+        Args:
+            out: height of the weight as a matrix.
+            width: its width.
+        """
+        return "allreduce"
 
     @abstractmethod
     def rows_sent(self, rows: int, out: int, width: int) -> int:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..hooks import Factor
-from ..lowrank import Carry, compress, rounded
+from ..lowrank import Carry, compress, compress_matrix, rounded, squared_norm
 from ..share import Share
 from .base import Method, Quality, register_method
+from .feedback import ErrorFeedback
 
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 
@@ -34,6 +35,7 @@ class RankDAD(Method):
         super().__init__(options)
         self.max_rank: int = options.rank
         self._carried: dict[str, Carry] = {}
+        self.errors = ErrorFeedback(bool(options.error_feedback))
         self._sent: dict[str, Share] = {}
         self._calls: dict[str, int] = {}
         self._quality: dict[str, Quality] = {}
@@ -46,36 +48,53 @@ class RankDAD(Method):
         return min(self.max_rank, rows, out, width)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
-        deltas, activations = self._with_lost(name, factor)
-        compressed = compress(
-            deltas,
-            activations,
-            self.max_rank,
-            iterations=self.options.iterations,
-            tolerance=self.options.tolerance,
-            warm_start=self._carried.get(name) if self.options.warm_start else None,
-            seed=zlib.crc32(name.encode()),
-        )
+        start = self._carried.get(name) if self.options.warm_start else None
+        how: dict[str, Any] = {
+            "iterations": self.options.iterations,
+            "tolerance": self.options.tolerance,
+            "warm_start": start,
+        }
+        seed = zlib.crc32(name.encode())
+        measure = self._calls.get(name, 0) % _MEASURE_EVERY == 0 or name not in self._quality
+        self._calls[name] = self._calls.get(name, 0) + 1
+        if self.errors.enabled:
+            whole = self.errors.of(name, factor.deltas.new_empty(factor.deltas.shape[1], factor.activations.shape[1]))
+            whole.addmm_(factor.deltas.T, factor.activations)
+            try:
+                compressed = compress_matrix(whole, self.max_rank, seed=seed, **how)
+            except FloatingPointError:
+                self.errors.forget(name)
+                raise
+            size = float(whole.double().square().sum()) if measure else 0.0
+        else:
+            deltas, activations = self._with_lost(name, factor)
+            compressed = compress(deltas, activations, self.max_rank, seed=seed, **how)
+            size = squared_norm(deltas, activations) if measure else 0.0
         kept = compressed.effective_rank
-        left, right = compressed.left[:, :kept], compressed.right[:, :kept]
         if kept and self.options.warm_start:
             self._carried[name] = compressed.carry
-        calls = self._calls[name] = self._calls.get(name, -1) + 1
-        if calls % _MEASURE_EVERY == 0 or name not in self._quality:
-            residual = compressed.residual(deltas, activations)
-        else:
-            residual = self._quality[name].residual
+        residual = compressed.residual_of(size) if measure else self._quality[name].residual
         self._quality[name] = Quality(kept, residual)
-        share = Share(left.T, right.T, factor.bias_gradient() if with_bias else None)
-        if self.options.wire == "int8":
+        left, right = compressed.left.T[:kept], compressed.right.T[:kept]
+        share = Share(left, right, factor.bias_gradient() if with_bias else None)
+        if self.errors.enabled:
+            left, right = (self._on_the_wire(part) for part in (left, right))
+            whole.addmm_(left.T, right, alpha=-1)
+        elif self.options.wire == "int8":
             self._sent[name] = share
         return share
+
+    def _on_the_wire(self, part: Tensor) -> Tensor:
+        """Tells what is left of numbers once they have travelled."""
+        if self.options.wire == "int8":
+            return rounded(part).to(part)
+        return part.bfloat16().to(part) if self.options.wire == "bf16" else part
 
     def _with_lost(self, name: str, factor: Factor) -> tuple[Tensor, Tensor]:
         """Adds, as further rows of both factors, what rounding to int8 took away from the last step's share."""
         if (last := self._sent.pop(name, None)) is None:
             return factor.deltas, factor.activations
-        left, right = rounded(last.left).to(last.left), rounded(last.right).to(last.right)
+        left, right = self._on_the_wire(last.left), self._on_the_wire(last.right)
         return torch.cat([factor.deltas, last.left, -left]), torch.cat([factor.activations, last.right, right])
 
     def quality(self) -> dict[str, Quality]:
@@ -85,6 +104,7 @@ class RankDAD(Method):
         return {
             "carried": {name: carry.right.clone() for name, carry in self._carried.items()},
             "sent": {name: (share.left.clone(), share.right.clone()) for name, share in self._sent.items()},
+            "errors": self.errors.state_dict(),
             "calls": dict(self._calls),
             "rank": self.max_rank,
         }
@@ -92,5 +112,6 @@ class RankDAD(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
         self._sent = {name: Share(*(part.clone() for part in parts)) for name, parts in state["sent"].items()}
+        self.errors.load_state_dict(state["errors"])
         self._calls = dict(state["calls"])
         self.max_rank = state.get("rank", self.max_rank)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from ..methods import Method
 from ..notes import Note
 from ..units import Unit
 
@@ -60,6 +61,13 @@ class Stage:
         """Tells how many of this site's rows go in a second round."""
         return 0
 
+    def share_state(self) -> None:
+        """Hands to all sites what of rank 0's state has to be the same; all sites must call it."""
+
+    def rounding(self) -> dict[str, Tensor]:
+        """Tells what rounding on the wire has taken away and the next step adds, by name of the unit."""
+        return {}
+
     def receive(self) -> None:
         """Waits for the bucket."""
         raise NotImplementedError
@@ -69,12 +77,13 @@ class Stage:
         raise NotImplementedError
 
     @classmethod
-    def numbers(cls, unit: Unit, rows: int) -> int:
+    def numbers(cls, unit: Unit, rows: int, method: Method) -> int:
         """Tells about how many numbers of a unit travel.
 
         Args:
             unit: the unit.
             rows: rows that it is expected to send, where it has rows.
+            method: the method.
         """
         return unit.lead.numel()
 

@@ -25,20 +25,34 @@ class DenseStage(Stage):
 
     def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
         super().__init__(units, pipeline)
-        sizes = [unit.lead.numel() for unit in units]
-        wire, transport = pipeline.wire(self.dtype), pipeline.transport
-        coded = wire == torch.int8
-        self.bucket = CodedBucket(sizes, transport) if coded else DenseBucket(sizes, transport, wire)
         self._samples = 0
         self._arrivals: dict[str, int] = {}
+        self._open()
+
+    def _open(self) -> None:
+        """Makes the bucket."""
+        sizes = [unit.lead.numel() for unit in self.units]
+        wire, transport = self.pipeline.wire(self.dtype), self.pipeline.transport
+        coded = wire == torch.int8
+        self.bucket = CodedBucket(sizes, transport) if coded else DenseBucket(sizes, transport, wire)
         self._sums: Sequence[Tensor] = ()
+
+    def rounding(self) -> dict[str, Tensor]:
+        if not isinstance(self.bucket, CodedBucket):
+            return {}
+        return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost, strict=True)}
+
+    def put(self, unit: Unit, weight: float) -> bool:
+        """Puts a unit's gradient into the bucket, times the site's weight; says whether it is finite."""
+        slot = self._slots[unit.name]
+        self.bucket.fill(slot, unit.lead.grad, weight)
+        return not self.pipeline.options.check_finite or self.bucket.finite(slot)
 
     def fill(self, unit: Unit) -> None:
         if not self._arrivals:
             self._samples = self.pipeline.samples()
-        slot = self._slots[unit.name]
-        self.bucket.fill(slot, unit.lead.grad, self._samples / self.pipeline.reference)
-        if self.pipeline.options.check_finite and not self.bucket.finite(slot):
+        finite_there = self.put(unit, self._samples / self.pipeline.reference)
+        if self.pipeline.options.check_finite and not finite_there:
             self.pipeline.faults.append((3, unit.name))
         self._arrivals[unit.name] = unit.arrivals
 

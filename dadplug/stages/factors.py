@@ -12,7 +12,7 @@ from torch import Tensor
 from ..exchange.buckets import FactorBucket, Slot
 from ..exchange.codes import CodedSlot
 from ..exchange.indices import IndexSlot
-from ..methods import decode
+from ..methods import Method, decode
 from ..notes import Note
 from ..share import Share, finite
 from ..units import FactorUnit, Unit, add_gradient
@@ -29,7 +29,7 @@ class FactorStage(Stage):
     bucket_mb = 0.03  # small, since a slow link should not wait for the next layer
 
     @classmethod
-    def numbers(cls, unit: Unit, rows: int) -> int:
+    def numbers(cls, unit: Unit, rows: int, method: Method) -> int:
         assert isinstance(unit, FactorUnit)
         return rows * sum(unit.widths)
 
@@ -48,9 +48,13 @@ class FactorStage(Stage):
         sites, (out, width) = self.pipeline.transport.world_size, unit.widths
         if unit.form.table_rows:
             return IndexSlot(out, unit.form.table_rows, self.pipeline.wire(self.dtype), sites)
-        sends_bias = unit.bias is not None and self.pipeline.method.sends_bias
         kind = CodedSlot if self.pipeline.wire(self.dtype) == torch.int8 else Slot
-        return kind(out, width, unit.parameters[str(unit.bias)].numel() if sends_bias else 0, sites)
+        return kind(out, width, self._bias(unit), sites)
+
+    def _bias(self, unit: FactorUnit) -> int:
+        """Number of elements of the bias gradient that is sent beside a unit's rows."""
+        sent = unit.bias is not None and self.pipeline.method.sends_bias
+        return unit.parameters[str(unit.bias)].numel() if sent else 0
 
     def post(self) -> None:
         self.bucket.post()
@@ -83,8 +87,7 @@ class FactorStage(Stage):
             self.pipeline.faults.append((kind, unit.name))
         out, width = unit.widths
         left, right = factor.deltas.new_full((1, out), math.nan), factor.activations.new_zeros(1, width)
-        bias = self.bucket.slots[self._slots[unit.name]].bias
-        return Share(left, right, left.new_full((bias,), math.nan) if bias else None)
+        return Share(left, right, left.new_full((self._bias(unit),), math.nan) if self._bias(unit) else None)
 
     def room(self, unit: Unit) -> int:
         """Tells how many rows of a unit this site sends in a step."""

@@ -1,0 +1,93 @@
+"""The stage of top-k: the largest elements of each site's gradient, gathered with their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..exchange.transport import Gather
+from ..lowrank import top_k
+from ..methods import Method
+from ..methods.topk import TopK
+from ..notes import Note
+from ..share import finite
+from ..units import Unit
+from .base import register_stage, write_gradient
+from .dense import DenseStage
+
+_ALIGNMENT = 16  # bytes
+_INDEX = torch.int32
+
+
+@register_stage("topk")
+class TopKStage(DenseStage):
+    """A payload holds, unit by unit, indices as int32 and then numbers; all sites add them up by rank."""
+
+    bucket_mb = 0.25
+
+    @classmethod
+    def numbers(cls, unit: Unit, rows: int, method: Method) -> int:
+        assert isinstance(method, TopK)
+        return 2 * method.elements(unit.lead.numel())
+
+    def _open(self) -> None:
+        method, transport = self.pipeline.method, self.pipeline.transport
+        assert isinstance(method, TopK)
+        self.method = method
+        method.errors.refer(self.pipeline.reference)
+        self._wire = self.pipeline.wire(self.dtype)
+        if self._wire == torch.int8:
+            self._wire = torch.bfloat16  # numbers of one sign and size gain little from a scale
+        self._counts = [method.elements(unit.lead.numel()) for unit in self.units]
+        self._starts = [0]
+        for count in self._counts:
+            for size in (count * _INDEX.itemsize, count * self._wire.itemsize):
+                self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        self._gather: Gather = transport.gather([self._starts[-1]] * transport.world_size, torch.uint8)
+        self._sent: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def _places(self, payload: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """Cuts a unit's indices and numbers out of a payload."""
+        count, (first, second) = self._counts[slot], self._starts[2 * slot : 2 * slot + 2]
+        indices = payload[first : first + count * _INDEX.itemsize].view(_INDEX)
+        return indices, payload[second : second + count * self._wire.itemsize].view(self._wire)
+
+    def rounding(self) -> dict[str, Tensor]:
+        return {}
+
+    def put(self, unit: Unit, weight: float) -> bool:
+        slot, gradient = self._slots[unit.name], unit.lead.grad
+        left = self.method.errors.of(unit.name, unit.lead).view(-1)
+        if gradient is not None:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            left.add_(gradient.reshape(-1), alpha=weight)
+        indices, values = top_k(left, self._counts[slot])
+        place, numbers = self._places(self._gather.payload, slot)
+        place.copy_(indices)
+        numbers.copy_(values)
+        self._sent[unit.name] = (left, indices, numbers.to(left.dtype))
+        return finite(values)
+
+    def launch(self) -> None:
+        self._gather.launch()
+
+    def receive(self) -> None:
+        self._payloads = self._gather.wait()
+
+    def finish(self, notes: Sequence[Note], write: bool) -> None:
+        scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
+        for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
+            reduced_already = any(note.dense[index] for note in notes)
+            if any(note.fault for note in notes) or reduced_already:
+                self.method.errors.forget(unit.name)  # it holds gradients that are lost, or that have been agreed on
+            elif write and any(note.present[index] for note in notes):
+                agreed = torch.zeros_like(unit.lead).view(-1)
+                for payload in self._payloads:
+                    indices, numbers = self._places(payload, slot)
+                    agreed.index_add_(0, indices, numbers.to(agreed.dtype))
+                write_gradient(unit.lead, agreed, scale)
+                left, indices, sent = self._sent[unit.name]
+                left.index_add_(0, indices, sent, alpha=-1)
+        self._arrivals.clear()
