@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..share import Share
 from .buckets import Slot
+
+_SPARE = 16  # one row in so many is kept free
 
 
 class IndexSlot(Slot):
@@ -26,6 +30,10 @@ class IndexSlot(Slot):
         small = table_rows <= torch.iinfo(torch.int32).max and wire.itemsize <= torch.int32.itemsize
         self._integers = torch.int32 if small else torch.int64
         super().__init__(out, self._integers.itemsize // wire.itemsize, 0, world_size)
+
+    def learn(self, rows: Sequence[int]) -> bool:
+        # Every batch looks up another number of rows; without some room to spare each record would take a second round.
+        return super().learn([count + count // _SPARE for count in rows])
 
     def cut(self, payload: Tensor, start: int, rows: int) -> tuple[Share, int]:
         share, end = super().cut(payload, start, rows)
