@@ -84,6 +84,7 @@ class DADStrategy:
         warm_start: bool = True,
         weighting: str = "samples",
         wire: str = "fp32",
+        dense: str = "allreduce",
         share_inputs: bool = True,
         sync_batchnorm: bool = False,
         average_buffers: bool = True,

@@ -138,6 +138,14 @@ def test_row_numbers_lie_in_a_payload_of_any_type():
             assert share.left.dtype == torch.float32 or wire == torch.int8
 
 
+def test_a_table_keeps_room_for_a_few_more_rows():
+    slot = IndexSlot(2, 1000, torch.float32, 2)
+    assert slot.learn([160, 8])
+    assert slot.capacity == [170, 8]
+    assert not slot.learn([159, 8])
+    assert slot.learn([161, 8])
+
+
 def sparse_tables(mode: str, rows: int) -> None:
     """A gradient that torch gives as sparse comes out as sparse, over steps without zero_grad too."""
     rank = dist.get_rank()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..share import Share
 from .buckets import Slot
 from .codes import SCALE, pack, unpack
+
+_SPARE = 16  # one row in so many is kept free
 
 
 class IndexSlot(Slot):
@@ -28,6 +32,10 @@ class IndexSlot(Slot):
         self._integers = torch.int32 if small else torch.int64
         self._coded = wire == torch.int8
         super().__init__(out + SCALE * self._coded, self._integers.itemsize // wire.itemsize, 0, world_size)
+
+    def learn(self, rows: Sequence[int]) -> bool:
+        # Every batch looks up another number of rows; without some room to spare each record would take a second round.
+        return super().learn([count + count // _SPARE for count in rows])
 
     def cut(self, payload: Tensor, start: int, rows: int) -> tuple[Share, int]:
         share, end = super().cut(payload, start, rows)
