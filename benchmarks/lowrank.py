@@ -115,9 +115,13 @@ def table(ranks: list[int], rounds: int) -> None:
             peers = "  ".join(
                 f"{value / took['warm']:8.1f}" for value in (took["deflation"], took["lowrank"], svd, took["gemm"])
             )
-            errors = [error(deltas, activations, *found) / best for found in (cold, warm)]
+            if best < 1e-5:  # the rank is as large as the gradient's
+                ratios = f"{'exact':>10} {'exact':>6}"
+            else:
+                first, second = (error(deltas, activations, *found) / best for found in (cold, warm))
+                ratios = f"{first:10.4f} {second:6.3f}"
             print(
-                f"{name:24} {rows:5} {out:5} x {width:4} {rank:4}  {errors[0]:10.4f} {errors[1]:6.3f}  "
+                f"{name:24} {rows:5} {out:5} x {width:4} {rank:4}  {ratios}  "
                 f"{1e3 * took['cold']:8.2f} {1e3 * took['warm']:8.2f}  {peers}",
                 flush=True,
             )

@@ -24,7 +24,7 @@ from .options import Options
 from .pipeline import Pipeline
 from .plan import Plan, PlanRow
 from .samples import SampleCounter
-from .stages import stage_kind
+from .stages import DenseStage, stage_kind
 from .units import DenseUnit, FactorUnit, Unit
 
 
@@ -300,9 +300,9 @@ class GradientReduction:
             elif isinstance(unit, FactorUnit):
                 nbytes = self._factor_bytes(unit, name)
             else:
-                numbers = stage_kind(unit.path).numbers(unit, 0, self._method)
-                rate = self.world_size - 1 if self._gathers(unit) else 2 * (self.world_size - 1) / self.world_size
-                nbytes = int(rate * numbers * self._wire_bytes(parameter))
+                kind = stage_kind(unit.path)
+                assert issubclass(kind, DenseStage)
+                nbytes = kind.payload_bytes(unit, self._method, self.options.wire, self.world_size)
             reason = self._reasons.get(name) or self._notices.get(name, "")
             rows.append(PlanRow(name, tuple(parameter.shape), self._paths[name], nbytes, dense_bytes, reason))
         return Plan(rows, self.options.mode, self.world_size)
@@ -316,9 +316,6 @@ class GradientReduction:
         else:
             rows = self._method.rows_sent(1, *unit.shape)
         return (self.world_size - 1) * size * rows * sum(unit.widths)
-
-    def _gathers(self, unit: Unit) -> bool:
-        return unit.path == "topk" or self.options.wire == "int8"
 
     def _wire_bytes(self, parameter: nn.Parameter) -> int:
         return {"bf16": 2, "int8": 1}.get(self.options.wire, parameter.element_size())

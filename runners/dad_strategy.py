@@ -36,7 +36,7 @@ class DADStrategy:
     without weight in some steps.
 
     Args:
-        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        mode: name of a method, such as ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
         rank: and all up to `timeout`: options of the reduction, see `dadplug.options.Options`.
         accelerator: and the following: as in ``DDPStrategy``.
         parallel_devices: as in ``DDPStrategy``.
@@ -85,6 +85,8 @@ class DADStrategy:
         weighting: str = "samples",
         wire: str = "fp32",
         dense: str = "allreduce",
+        density: float = 0.01,
+        error_feedback: bool | None = None,
         share_inputs: bool = True,
         sync_batchnorm: bool = False,
         average_buffers: bool = True,

@@ -152,7 +152,10 @@ class Finished:
 
 
 def run_programs(
-    commands: Sequence[Sequence[str]], timeout: float = 120.0, env: dict[str, str] | None = None
+    commands: Sequence[Sequence[str]],
+    timeout: float = 120.0,
+    env: dict[str, str] | None = None,
+    folder: Path | None = None,
 ) -> list[Finished]:
     """Runs programs side by side and waits for all; those that take too long are killed, and the test fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (env or {})
@@ -160,6 +163,7 @@ def run_programs(
         subprocess.Popen(
             [sys.executable, *command],
             env=environment,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -168,8 +168,18 @@ class FactorBucket:
         self._integers(self._gather.payload).copy_(torch.tensor([samples, *self._rows], dtype=torch.int32))
         self._gather.launch()
 
+    def slot_bytes(self, index: int, site: int) -> int:
+        """Tells how many bytes of a site's payload a slot takes."""
+        slot = self.slots[index]
+        return sum(slot.sizes(slot.capacity[site])) * self._wire.itemsize
+
+    def wait(self) -> None:
+        """Waits until every site's payload is there."""
+        assert self._gather is not None
+        self._gather.wait()
+
     def receive(self) -> tuple[list[int], list[list[Share]]]:
-        """Waits for every site's payload.
+        """Waits for every site's payload, where that has not been done, and reads them.
 
         Returns:
             The samples of each site, and by slot and site what was sent; valid until the next step's `post`.

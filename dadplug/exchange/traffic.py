@@ -5,10 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class LayerTraffic:
+    """One unit's part in a step: a weight with its bias, or a parameter.
+
+    Attributes:
+        bytes: payload bytes handed to the transport, in its first round.
+        encode_seconds: time spent on what is sent.
+        decode_seconds: time spent on the agreed gradient.
+        wait_seconds: its share of the time spent waiting for its bucket.
+    """
+
+    bytes: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Counts time of a kind: ``"encode"``, ``"decode"`` or ``"wait"``."""
+        if kind == "encode":
+            self.encode_seconds += seconds
+        elif kind == "decode":
+            self.decode_seconds += seconds
+        else:
+            self.wait_seconds += seconds
 
 
 class Traffic:
-    """The meter of one site's traffic.
+    """The meter of one site's traffic. Prints as a table of the last step, a line a unit.
 
     Attributes:
         bytes_sent: payload bytes that this site handed to the transport in the last step, to all other sites together.
@@ -18,6 +45,7 @@ class Traffic:
         steps: number of steps counted.
         bytes_in_steps: the sum of `bytes_sent` over all steps.
         wait_in_steps: the sum of `wait_seconds` over all steps.
+        layers: by the name of a unit's weight or parameter, its part in the last step.
     """
 
     def __init__(self) -> None:
@@ -28,13 +56,35 @@ class Traffic:
         self.steps = 0
         self.bytes_in_steps = 0
         self.wait_in_steps = 0.0
+        self.layers: dict[str, LayerTraffic] = {}
         self._bytes = 0
         self._wait = 0.0
+        self._layers: dict[str, LayerTraffic] = {}
 
     @property
     def ratio(self) -> float:
         """How many times fewer bytes than all-reducing every gradient the last step sent; 1.0 before any were."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time in the last step spent on encoding and decoding, in seconds."""
+        return sum(layer.encode_seconds + layer.decode_seconds for layer in self.layers.values())
+
+    def of(self, name: str) -> LayerTraffic:
+        """Returns a unit's part in the running step, to be added to."""
+        layer = self._layers.get(name)
+        if layer is None:
+            layer = self._layers[name] = LayerTraffic()
+        return layer
+
+    def __str__(self) -> str:
+        lines = [f"{'':40} {'bytes':>12} {'encode ms':>10} {'decode ms':>10} {'wait ms':>10}"]
+        for name, layer in self.layers.items():
+            times = (layer.encode_seconds, layer.decode_seconds, layer.wait_seconds)
+            lines.append(f"{name:40} {layer.bytes:12,} " + " ".join(f"{1e3 * seconds:10.3f}" for seconds in times))
+        whole = f"{1e3 * self.compute_seconds:.3f} ms of it computing, {1e3 * self.wait_seconds:.3f} ms waiting"
+        return "\n".join([*lines, f"step {self.steps}: {self.bytes_sent:,} bytes in all, {whole}"])
 
     def add(self, nbytes: int) -> None:
         """Counts bytes handed to the transport."""
@@ -54,6 +104,7 @@ class Traffic:
         """Closes a step: what was counted since the last close is the last step's."""
         self.bytes_sent, self._bytes = self._bytes, 0
         self.wait_seconds, self._wait = self._wait, 0.0
+        self.layers, self._layers = self._layers, {}
         self.steps += 1
         self.bytes_in_steps += self.bytes_sent
         self.wait_in_steps += self.wait_seconds

@@ -30,6 +30,7 @@ class RankDAD(Method):
 
     exact = False
     sends_bias = True
+    finds_what_is_not_finite = True
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)

@@ -2,5 +2,6 @@
 
 from . import dense, factors, powersgd, topk  # noqa: F401  (each registers itself)
 from .base import Stage, register_stage, stage_kind, write_gradient
+from .dense import DenseStage
 
-__all__ = ["Stage", "register_stage", "stage_kind", "write_gradient"]
+__all__ = ["DenseStage", "Stage", "register_stage", "stage_kind", "write_gradient"]

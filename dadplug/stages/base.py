@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..exchange.traffic import Traffic
 from ..methods import Method
 from ..notes import Note
 from ..units import Unit
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
+
+
+class Timing:
+    """Counts time on the meter, for one unit or in equal shares for several."""
+
+    __slots__ = ("_kind", "_record", "_start", "_traffic", "_units")
+
+    def __init__(self, traffic: Traffic, kind: str, units: Sequence[Unit]) -> None:
+        self._traffic = traffic
+        self._kind = kind
+        self._units = units
+        self._record: torch.profiler.record_function | None = None
+
+    def __enter__(self) -> None:
+        if torch.autograd._profiler_enabled():
+            self._record = torch.profiler.record_function(f"dadplug {self._kind} {self._units[0].name}")
+            self._record.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        seconds = time.perf_counter() - self._start
+        if self._record is not None:
+            self._record.__exit__(*error)
+        for unit in self._units:
+            self._traffic.of(unit.name).add(self._kind, seconds / len(self._units))
 
 
 class Stage:
@@ -60,6 +87,15 @@ class Stage:
     def extra_rows(self, unit: Unit) -> int:
         """Tells how many of this site's rows go in a second round."""
         return 0
+
+    def timing(self, kind: str, unit: Unit | None = None) -> Timing:
+        """Counts the time inside on the meter, and gives it a name in a profile; a context manager.
+
+        Args:
+            kind: ``"encode"``, ``"decode"`` or ``"wait"``.
+            unit: the unit that it is for; where None, all of the stage have equal shares of it.
+        """
+        return Timing(self.pipeline.transport.traffic, kind, self.units if unit is None else (unit,))
 
     def share_state(self) -> None:
         """Hands to all sites what of rank 0's state has to be the same; all sites must call it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..exchange.buckets import DenseBucket
 from ..exchange.codes import CodedBucket
+from ..methods import Method
 from ..notes import Note
 from ..share import finite
 from ..units import Unit
@@ -37,6 +38,16 @@ class DenseStage(Stage):
         self.bucket = CodedBucket(sizes, transport) if coded else DenseBucket(sizes, transport, wire)
         self._sums: Sequence[Tensor] = ()
 
+    gathers: ClassVar[bool] = False
+    """Whether payloads are gathered on any wire, and never summed on their way."""
+
+    @classmethod
+    def payload_bytes(cls, unit: Unit, method: Method, wire: str, sites: int) -> int:
+        """Tells how many bytes a site hands to the transport for a unit in a step."""
+        size = {"bf16": 2, "int8": 1}.get(wire, unit.lead.element_size())
+        rate = sites - 1 if cls.gathers or wire == "int8" else 2 * (sites - 1) / sites
+        return int(rate * cls.numbers(unit, 0, method) * size)
+
     def rounding(self) -> dict[str, Tensor]:
         if not isinstance(self.bucket, CodedBucket):
             return {}
@@ -51,7 +62,11 @@ class DenseStage(Stage):
     def fill(self, unit: Unit) -> None:
         if not self._arrivals:
             self._samples = self.pipeline.samples()
-        finite_there = self.put(unit, self._samples / self.pipeline.reference)
+        with self.timing("encode", unit):
+            finite_there = self.put(unit, self._samples / self.pipeline.reference)
+        transport, options = self.pipeline.transport, self.pipeline.options
+        nbytes = self.payload_bytes(unit, self.pipeline.method, options.wire, transport.world_size)
+        transport.traffic.of(unit.name).bytes += nbytes
         if self.pipeline.options.check_finite and not finite_there:
             self.pipeline.faults.append((3, unit.name))
         self._arrivals[unit.name] = unit.arrivals
@@ -71,12 +86,14 @@ class DenseStage(Stage):
         return unit.lead.grad is not None
 
     def receive(self) -> None:
-        self._sums = self.bucket.wait()
+        with self.timing("wait"):
+            self._sums = self.bucket.wait()
 
     def finish(self, notes: Sequence[Note], write: bool) -> None:
         scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
         for unit, index, value in zip(self.units, self._indices(), self._sums, strict=True):
             reduced_already = any(note.dense[index] for note in notes)
             if write and not reduced_already and any(note.present[index] for note in notes):
-                write_gradient(unit.lead, value, scale)
+                with self.timing("decode", unit):
+                    write_gradient(unit.lead, value, scale)
         self._arrivals.clear()

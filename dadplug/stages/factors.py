@@ -60,11 +60,16 @@ class FactorStage(Stage):
         self.bucket.post()
 
     def fill(self, unit: Unit) -> None:
-        share = self._encode(unit)
-        if share is None:
-            self.bucket.clear(self._slots[unit.name])
-        else:
-            self.bucket.fill(self._slots[unit.name], share)
+        slot = self._slots[unit.name]
+        with self.timing("encode", unit):
+            share = self._encode(unit)
+            if share is None:
+                self.bucket.clear(slot)
+            else:
+                self.bucket.fill(slot, share)
+        transport = self.pipeline.transport
+        nbytes = self.bucket.slot_bytes(slot, transport.rank)
+        transport.traffic.of(unit.name).bytes += (transport.world_size - 1) * nbytes
 
     def _encode(self, unit: Unit) -> Share | None:
         """Encodes what has arrived; takes note of NaN and Inf, and passes them on as such."""
@@ -74,8 +79,11 @@ class FactorStage(Stage):
             return None
         self._present.add(unit.name)
         try:
+            method = self.pipeline.method
             if factor.form.encoded:
-                share = self.pipeline.method.encode(unit.name, factor, unit.bias is not None)
+                share = method.encode(unit.name, factor, unit.bias is not None)
+                if method.finds_what_is_not_finite:
+                    return share
             else:
                 share = Share(factor.deltas, factor.activations)
             if not self.pipeline.options.check_finite or share.finite():
@@ -112,6 +120,8 @@ class FactorStage(Stage):
         return self.bucket.extra_rows[self._slots[unit.name]]
 
     def receive(self) -> None:
+        with self.timing("wait"):
+            self.bucket.wait()
         self._samples, self._shares = self.bucket.receive()
         self._decode(self._samples)
 
@@ -120,7 +130,8 @@ class FactorStage(Stage):
         self._gradients.clear()
         if any(samples):
             for unit, shares in zip(self.units, self._shares, strict=True):
-                self._gradients[unit.name] = self._decode_unit(unit, shares, samples)
+                with self.timing("decode", unit):
+                    self._gradients[unit.name] = self._decode_unit(unit, shares, samples)
 
     def _decode_unit(self, unit: Unit, shares: Sequence[Share], samples: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         assert isinstance(unit, FactorUnit)

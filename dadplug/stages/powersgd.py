@@ -72,26 +72,31 @@ class PowerStage(DenseStage):
         self._left.launch()
 
     def receive(self) -> None:
+        with self.timing("wait"):
+            lefts = self._left.wait()
         self._bases = []
-        for slot, (flat, matrix) in enumerate(zip(self._left.wait(), self._matrices, strict=True)):
-            basis = orthonormalise(flat.to(matrix.dtype).view(self._ranks[slot], -1))
-            self._bases.append(basis)
-            self._right.fill(slot, basis @ matrix, 1.0)
+        for slot, (unit, flat, matrix) in enumerate(zip(self.units, lefts, self._matrices, strict=True)):
+            with self.timing("encode", unit):
+                basis = orthonormalise(flat.to(matrix.dtype).view(self._ranks[slot], -1))
+                self._bases.append(basis)
+                self._right.fill(slot, basis @ matrix, 1.0)
         self._right.launch()
 
     def finish(self, notes: Sequence[Note], write: bool) -> None:
         total = max(1, sum(note.samples for note in notes))
         scale, share = self.pipeline.reference / total, 1 / len(notes)
-        rights = self._right.wait()
+        with self.timing("wait"):
+            rights = self._right.wait()
         for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
             matrix, left = self._matrices[slot], self._bases[slot]
             reduced_already = any(note.dense[index] for note in notes)
             if any(note.fault for note in notes) or reduced_already:
                 self.method.errors.forget(unit.name)  # it holds gradients that are lost, or that have been agreed on
             elif write and any(note.present[index] for note in notes):
-                right = rights[slot].to(matrix.dtype).view(self._ranks[slot], -1).clone()
-                agreed = left.T @ right
-                write_gradient(unit.lead, agreed, scale)
-                matrix.sub_(agreed, alpha=share)
-                self.method.keep(unit.name, right)
+                with self.timing("decode", unit):
+                    right = rights[slot].to(matrix.dtype).view(self._ranks[slot], -1).clone()
+                    agreed = left.T @ right
+                    write_gradient(unit.lead, agreed, scale)
+                    matrix.sub_(agreed, alpha=share)
+                    self.method.keep(unit.name, right)
         self._arrivals.clear()

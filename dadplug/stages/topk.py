@@ -26,6 +26,7 @@ class TopKStage(DenseStage):
     """A payload holds, unit by unit, indices as int32 and then numbers; all sites add them up by rank."""
 
     bucket_mb = 0.25
+    gathers = True
 
     @classmethod
     def numbers(cls, unit: Unit, rows: int, method: Method) -> int:
@@ -74,7 +75,8 @@ class TopKStage(DenseStage):
         self._gather.launch()
 
     def receive(self) -> None:
-        self._payloads = self._gather.wait()
+        with self.timing("wait"):
+            self._payloads = self._gather.wait()
 
     def finish(self, notes: Sequence[Note], write: bool) -> None:
         scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
@@ -83,11 +85,12 @@ class TopKStage(DenseStage):
             if any(note.fault for note in notes) or reduced_already:
                 self.method.errors.forget(unit.name)  # it holds gradients that are lost, or that have been agreed on
             elif write and any(note.present[index] for note in notes):
-                agreed = torch.zeros_like(unit.lead).view(-1)
-                for payload in self._payloads:
-                    indices, numbers = self._places(payload, slot)
-                    agreed.index_add_(0, indices, numbers.to(agreed.dtype))
-                write_gradient(unit.lead, agreed, scale)
-                left, indices, sent = self._sent[unit.name]
-                left.index_add_(0, indices, sent, alpha=-1)
+                with self.timing("decode", unit):
+                    agreed = torch.zeros_like(unit.lead).view(-1)
+                    for payload in self._payloads:
+                        indices, numbers = self._places(payload, slot)
+                        agreed.index_add_(0, indices, numbers.to(agreed.dtype))
+                    write_gradient(unit.lead, agreed, scale)
+                    left, indices, sent = self._sent[unit.name]
+                    left.index_add_(0, indices, sent, alpha=-1)
         self._arrivals.clear()

@@ -1,0 +1,82 @@
+"""Where a step's time goes: forward and backward, encoding, decoding, waiting; by layer, and as a trace.
+
+    torchrun --nproc-per-node 2 benchmarks/step_profile.py --mode rankdad --rank 4
+    torchrun --nproc-per-node 2 benchmarks/step_profile.py --trace trace.json    (for Perfetto)
+
+One thread a site. Times are medians over steps by the meter, `reduction.traffic`; "one process" is forward and backward
+of the same model and batch without dadplug, its weight gradients formed, measured in turns with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dadplug
+from dadplug.models import build_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", default="rankdad")
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--trace", help="file for a Chrome trace of five steps at site 0")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dadplug.connect()
+    model = build_model("MNISTNet")
+    alone = copy.deepcopy(model)
+    reduction = dadplug.GradientReduction(model, mode=arguments.mode, rank=arguments.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs = torch.randn(arguments.batch_size, 1, 28, 28, generator=torch.Generator().manual_seed(dist.get_rank()))
+    targets = torch.arange(arguments.batch_size) % 10
+
+    def train() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        reduction.synchronize()
+        optimizer.step()
+
+    times: dict[str, list[float]] = {"one process": [], "encode": [], "decode": [], "wait": [], "step": []}
+    for step in range(arguments.steps + 10):
+        dist.barrier()
+        start = time.perf_counter()
+        alone.zero_grad()
+        nn.functional.cross_entropy(alone(inputs), targets).backward()
+        own = time.perf_counter() - start
+        dist.barrier()
+        start = time.perf_counter()
+        train()
+        whole, layers = time.perf_counter() - start, reduction.traffic.layers.values()
+        if step >= 10:
+            times["one process"].append(own)
+            times["step"].append(whole)
+            for kind in ("encode", "decode", "wait"):
+                times[kind].append(sum(getattr(layer, f"{kind}_seconds") for layer in layers))
+    if arguments.trace and dist.get_rank() == 0:
+        with torch.profiler.profile() as profiler:
+            for _ in range(5):
+                train()
+        profiler.export_chrome_trace(arguments.trace)
+    elif arguments.trace:
+        for _ in range(5):
+            train()
+    if dist.get_rank() == 0:
+        print(reduction.traffic)
+        medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+        print("medians in ms:", ", ".join(f"{name} {value:.2f}" for name, value in medians.items()))
+        share = (medians["encode"] + medians["decode"]) / medians["one process"]
+        print(f"encoding and decoding take {100 * share:.0f} % of one process's forward and backward")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
