@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .hooks import Form
+from .link import Link
 from .methods import Method
 from .units import FactorUnit, Unit
 
@@ -20,6 +21,7 @@ class FirstStep:
         rows: by unit of factors, number of rows.
         forms: by unit of factors, the forms in which they came.
         samples: samples of the step.
+        link: what it measured of the link, where the method chooses by it.
     """
 
     order: list[str]
@@ -27,9 +29,12 @@ class FirstStep:
     rows: dict[str, int]
     forms: dict[str, set[Form]]
     samples: int
+    link: Link | None
 
     @classmethod
-    def of(cls, units: Sequence[Unit], order: Sequence[Unit], share_inputs: bool, samples: int) -> FirstStep:
+    def of(
+        cls, units: Sequence[Unit], order: Sequence[Unit], share_inputs: bool, samples: int, link: Link | None
+    ) -> FirstStep:
         """Looks at the units after a step's backward passes."""
         factored = [unit for unit in units if isinstance(unit, FactorUnit)]
         reasons = {unit.name: "used outside its layer too" for unit in factored if unit.outside}
@@ -37,7 +42,7 @@ class FirstStep:
             fed = "share_inputs=False: its layer is fed by data"
             reasons |= {unit.name: fed for unit in factored if unit.fed_by_data}
         rows, forms = {unit.name: unit.rows for unit in factored}, {unit.name: unit.forms for unit in factored}
-        return cls([unit.name for unit in order], reasons, rows, forms, samples)
+        return cls([unit.name for unit in order], reasons, rows, forms, samples, link)
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,19 @@ class Agreement:
 
     Attributes:
         reasons: by unit that is to be all-reduced after all: why.
+        chosen: by unit of factors that is to be all-reduced since that is faster: by how much.
+        notices: by unit that goes by factors since that is faster: by how much.
         rows: by unit of factors, the rows that a site is expected to send.
         samples: samples of all sites in a step.
+        largest: samples of the site that has most.
     """
 
     reasons: dict[str, str]
     rows: dict[str, int]
     samples: int
+    chosen: dict[str, str]
+    notices: dict[str, str]
+    largest: int
     _places: dict[str, int]
 
     def order(self, units: Sequence[Unit]) -> list[Unit]:
@@ -71,6 +82,10 @@ def agree(told: Sequence[FirstStep], units: Sequence[Unit], method: Method) -> A
     """
     reasons: dict[str, str] = {}
     rows: dict[str, int] = {}
+    chosen: dict[str, str] = {}
+    notices: dict[str, str] = {}
+    links = [each.link for each in told if each.link is not None]
+    link = Link.worst(links) if links and len(told) > 1 else None
     for unit in units:
         if not isinstance(unit, FactorUnit):
             continue
@@ -82,14 +97,19 @@ def agree(told: Sequence[FirstStep], units: Sequence[Unit], method: Method) -> A
                 unit.form = forms.pop()
             else:
                 given.append("inputs of several sizes" if forms else "no site used it in the first step")
-        if not given and (excess := _excess(unit, most, len(told))) >= 1.0:
+        if not given and link is not None and unit.form is not None and not unit.form.sparse:
+            dense, factors = _predict(unit, most, len(told), link)
+            words = f"{1e3 * factors:.2f} ms by factors, {1e3 * dense:.2f} ms by all-reduce"
+            (chosen if dense < factors else notices)[unit.name] = f"predicted: {words}"
+        elif not given and (excess := _excess(unit, most, len(told))) >= 1.0:
             given.append(f"its factors would be {excess:.1f} times the bytes")
         if given:
             reasons[unit.name] = given[0]
         encoded = unit.form is None or unit.form.encoded
         rows[unit.name] = method.rows_sent(most, *unit.shape) if encoded else most
     places = {name: place for place, name in enumerate(told[0].order)}
-    return Agreement(reasons, rows, sum(each.samples for each in told), places)
+    samples = [each.samples for each in told]
+    return Agreement(reasons, rows, sum(samples), chosen, notices, max(samples), places)
 
 
 def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
@@ -97,3 +117,12 @@ def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
     if unit.form is None or not unit.form.may_be_dense:
         return 0.0
     return max(sites, 2) * rows * sum(unit.widths) / (2 * unit.lead.numel())
+
+
+def _predict(unit: FactorUnit, rows: int, sites: int, link: Link) -> tuple[float, float]:
+    """Predicts the seconds of a unit's all-reduce, and of the exchange of its factors."""
+    assert unit.form is not None
+    numel, size = unit.lead.numel(), unit.lead.element_size()
+    multiplications = rows * unit.form.positions * (sum(unit.widths) if unit.form.table_rows else numel)
+    dense = link.dense(size * numel, multiplications)
+    return dense, link.factors(size * rows * sum(unit.widths), multiplications, sites)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from .batchnorm import SyncedBatchNorms
 from .division import find_units
 from .exchange import Traffic, open_transport
 from .guards import check_model, refuse_unsynchronised
+from .link import Link, measure_link
 from .methods import Quality, make_method
 from .methods.feedback import ErrorFeedback
 from .options import Options
@@ -26,6 +27,9 @@ from .plan import Plan, PlanRow
 from .samples import SampleCounter
 from .stages import DenseStage, stage_kind
 from .units import DenseUnit, FactorUnit, Unit
+
+_OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
+_SOME_STEPS = 8
 
 
 class GradientReduction:
@@ -37,7 +41,7 @@ class GradientReduction:
 
     Args:
         model: the model, on its device, the same on all sites but for the values of its parameters.
-        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        mode: name of a method, such as ``"dsgd"``, ``"dad"``, ``"rankdad"`` or ``"auto"``.
         process_group: the processes that are the sites; the default group where None. Without torch.distributed the
             site trains alone, by the same method.
         options: the other options, see `dadplug.options.Options`.
@@ -98,6 +102,9 @@ class GradientReduction:
         self._reasons: dict[str, str] = {}
         self._pipeline: Pipeline | None = None
         self._rounding = ErrorFeedback(True)
+        self._link: Link | None = None
+        self._agreed_samples = 0
+        self._off_plan = 0
         self._reference = 0  # samples of a step, about; 0 before the first
         self._build()
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
@@ -172,9 +179,11 @@ class GradientReduction:
         try:
             notes = self._pipeline.finish(self._step, stop)
             self.stopped = any(note.stop for note in notes)
+            self._agreed_samples = sum(note.samples for note in notes)
         finally:
             self._epoch_samples += self._counter.count
             self._end_step()
+        self._follow_sizes([note.samples for note in notes])
 
     def _end_step(self) -> None:
         for unit in self._units:
@@ -201,14 +210,32 @@ class GradientReduction:
         self._build()
         self._formed = formed
 
+    def _follow_sizes(self, samples: Sequence[int]) -> None:
+        """Chooses anew, where the method chooses, once batches have had another size for some steps."""
+        if not self._method.chooses or not any(samples):
+            return
+        off = not self._planned_for / _OTHER_SIZE <= max(samples) <= self._planned_for * _OTHER_SIZE
+        self._off_plan = self._off_plan + 1 if off else 0
+        if self._off_plan >= _SOME_STEPS:
+            for unit in self._units:
+                unit.release()
+            self._capture.detach()
+            self._version += 1
+            self._build()
+
     def _settle(self) -> None:
         """Agrees, in the first step of a plan, on what only a step can show: the order of units, and special cases."""
         if self._pipeline is not None:
             self._rounding = self._pipeline.rounding()
             self._pipeline.retire(self._step, self._version)
-        own = FirstStep.of(self._units, self._order, self.options.share_inputs, self._samples())
+        if self._method.chooses and self._link is None:
+            with self.traffic.apart():
+                self._link = measure_link(self._transport)
+        own = FirstStep.of(self._units, self._order, self.options.share_inputs, self._samples(), self._link)
         agreed = agree(self._transport.gather_objects(own), self._units, self._method)
         self._reasons = agreed.reasons | self._reasons
+        self._chosen, self._planned_for, self._off_plan = agreed.chosen, agreed.largest, 0
+        self._notices |= agreed.notices
         self._units = [new for unit in self._units for new in self._allreduce_if_told(unit)]
         self._reference = self._reference or agreed.samples
         self._pipeline = Pipeline(
@@ -229,7 +256,8 @@ class GradientReduction:
 
     def _allreduce_if_told(self, unit: Unit) -> list[Unit]:
         """Moves a unit to the dense path if a site has found a reason to; returns the units that it becomes."""
-        if not isinstance(unit, FactorUnit) or unit.name not in self._reasons:
+        reason = self._reasons.get(unit.name) or self._chosen.get(unit.name)
+        if not isinstance(unit, FactorUnit) or reason is None:
             return [unit]
         unit.form_gradients()
         unit.release()
@@ -241,7 +269,7 @@ class GradientReduction:
             new.arrivals = unit.arrivals
             new.watch(self._arrived)
             self._paths[name] = "allreduce"
-            self._reasons[name] = self._reasons[unit.name]
+            (self._reasons if unit.name in self._reasons else self._notices)[name] = reason
             units.append(new)
         return units
 
@@ -259,6 +287,27 @@ class GradientReduction:
             self._norms.end_step()
         if self._syncing:
             self.synchronize(stop=stop)
+
+    def join(self, step: Callable[[], object] | None = None) -> None:
+        """Takes part in the others' steps until all sites have come here: for a site whose batches are at an end.
+
+        All sites must call it, each after its last batch. Clears gradients before each step.
+
+        Args:
+            step: called after each step that has been agreed on, like ``optimizer.step``.
+
+        Example:
+            >>> for inputs, targets in loader:
+            ...     train(inputs, targets)
+            >>> reduction.join(optimizer.step)
+        """
+        while True:
+            self.model.zero_grad()
+            self.idle()
+            if not self._agreed_samples:
+                return
+            if step is not None:
+                step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -45,6 +45,8 @@ class Method(ABC):
     """Largest rank of a compressed gradient; None for a method without."""
     takes_factors: bool = True
     """Whether it sends factors at all; then an embedding's gradient is sent as the rows that it has."""
+    chooses: bool = False
+    """Whether layers are all-reduced where that is predicted to take less time than what `path` says."""
     finds_what_is_not_finite: bool = False
     """Whether `encode` raises where there is NaN or Inf, so that nobody else has to look."""
     shares_state: bool = False

@@ -1,0 +1,13 @@
+"""auto: for each layer the exact path that is predicted to take the least time, factors (dAD) or the all-reduce."""
+
+from __future__ import annotations
+
+from .base import register_method
+from .dad import DAD
+
+
+@register_method("auto")
+class Auto(DAD):
+    """Sends what `DAD` sends, or all-reduces; `dadplug.agreement` chooses by the link and by the rows."""
+
+    chooses = True
