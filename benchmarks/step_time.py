@@ -1,4 +1,4 @@
-"""Median time of a training step of MNISTNet at two sites, by DDP and by each method, in one run.
+"""Median time of a training step at two sites, by DDP and by each method, in one run.
 
     sudo python benchmarks/link.py 100mbit python benchmarks/step_time.py
     torchrun --nproc-per-node 2 benchmarks/step_time.py                     unshaped, on loopback
@@ -10,6 +10,7 @@ one another, outside of the measured time. Bytes are those of the network interf
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
@@ -18,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from workloads import WORKLOADS, loss
 
 import dadplug
-from dadplug.models import MNISTNet
 
 
 def sent() -> int:
@@ -32,13 +33,16 @@ def sent() -> int:
 def measure(name: str, arguments: argparse.Namespace) -> tuple[float, int]:
     """Returns the median step time in seconds, and bytes a step."""
     torch.manual_seed(0)
-    model = trained = MNISTNet()
+    workload = WORKLOADS[arguments.model]
+    model = trained = workload.build()
     reduction = None
     method, _, settings = name.partition(":")
-    if method in ("ddp", "powersgd"):
+    if method.startswith("ddp"):
         # PowerSGD's hook aborts with more than one bucket on gloo, so that it gets a single one.
-        trained = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100 if method == "powersgd" else 25)
-        if method == "powersgd":
+        trained = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100 if method == "ddp-powersgd" else 25)
+        if method == "ddp-fp16":
+            trained.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif method == "ddp-powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=arguments.rank, start_powerSGD_iter=2)
             trained.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif method != "alone":
@@ -48,16 +52,15 @@ def measure(name: str, arguments: argparse.Namespace) -> tuple[float, int]:
     make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[arguments.optimizer]
     optimizer = make(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    inputs = torch.randn(arguments.batch_size, 1, 28, 28, generator=generator)
-    targets = torch.randint(0, 10, (arguments.batch_size,), generator=generator)
-    steps = arguments.steps if method not in ("ddp", "dsgd") else min(arguments.steps, arguments.slow_steps)
+    inputs, targets = workload.draw(arguments.batch_size or workload.batch_size, generator)
+    steps = arguments.steps if method not in ("ddp", "ddp-fp16", "dsgd") else min(arguments.steps, arguments.slow_steps)
     times, before = [], 0
     for step in range(steps + 5):
         dist.barrier()
         if step == 5:
             before = sent()
         start = time.perf_counter()
-        nn.functional.cross_entropy(trained(inputs), targets).backward()
+        loss(trained(inputs), targets).backward()
         if reduction is not None:
             reduction.synchronize()
         optimizer.step()
@@ -72,9 +75,12 @@ def measure(name: str, arguments: argparse.Namespace) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="alone,ddp,powersgd,dsgd,dad,rankdad")
+    parser.add_argument("--methods", default="alone,ddp,ddp-powersgd,dsgd,dad,rankdad")
+    parser.add_argument("--model", choices=list(WORKLOADS), default="mnistnet")
+    parser.add_argument("--json", help="file to append the results to, a line a method")
+    parser.add_argument("--rate", default="", help="written into that file")
     parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, help="samples a site; by default each model's own")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument(
         "--slow-steps", type=int, default=15, help="steps of ddp and dsgd, which take long on slow links"
@@ -89,6 +95,10 @@ def main() -> None:
         if dist.get_rank() == 0:
             seconds, spent = results[name]
             ratio = f"{results['ddp'][0] / seconds:6.1f} x faster than ddp" if "ddp" in results else ""
+            if arguments.json:
+                row = {"model": arguments.model, "rate": arguments.rate, "method": name, "ms": 1e3 * seconds}
+                with open(arguments.json, "a") as results_file:
+                    results_file.write(json.dumps(row | {"bytes": spent}) + "\n")
             print(f"{name:24} {1e3 * seconds:8.1f} ms   {spent:12,} bytes   {ratio}", flush=True)
 
 
