@@ -11,6 +11,7 @@ from .exchange.buckets import DenseBucket
 from .methods import Method
 from .notes import Note, NoteExchange, raise_fault
 from .options import Options
+from .share import Share
 from .stages import Stage, stage_kind, write_gradient
 from .units import FactorUnit, Unit
 
@@ -50,6 +51,7 @@ class Pipeline:
         self.samples = samples
         self.reference = max(reference, 1)
         self.faults: list[tuple[int, str]] = []
+        self.known: dict[str, list[Share]] = {}  # what has arrived in the step, complete, by unit and site
         self.index = {unit.name: index for index, unit in enumerate(self.units)}
         self._stages = self._divide(rows)
         self._stage_of = {unit.name: stage for stage in self._stages for unit in stage.units}
@@ -130,6 +132,7 @@ class Pipeline:
             stage.finish(notes, write)
             stage.missing = len(stage.units)
         self._launched = 0
+        self.known.clear()
         self.faults.clear()
         raise_fault(notes, [unit.name for unit in self.units], self.transport.sites)
         return notes

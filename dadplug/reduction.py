@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import replicas
+from . import chains, replicas
 from .agreement import FirstStep, agree
 from .batchnorm import SyncedBatchNorms
 from .division import find_units
@@ -35,7 +35,7 @@ class GradientReduction:
 
     Args:
         model: the model, on its device, the same on all sites but for the values of its parameters.
-        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        mode: ``"dsgd"``, ``"dad"``, ``"edad"`` or ``"rankdad"``.
         process_group: the processes that are the sites; the default group where None. Without torch.distributed the
             site trains alone, by the same method.
         options: the other options, see `dadplug.options.Options`.
@@ -168,6 +168,8 @@ class GradientReduction:
         try:
             notes = self._pipeline.finish(self._step, stop)
             self.stopped = any(note.stop for note in notes)
+            if not self._settled:
+                self._pipeline = None  # no site has had any data yet
         finally:
             self._epoch_samples += self._counter.count
             self._end_step()
@@ -205,8 +207,9 @@ class GradientReduction:
         agreed = agree(self._transport.gather_objects(own), self._units, self._method)
         self._reasons = agreed.reasons | self._reasons
         self._units = [new for unit in self._units for new in self._allreduce_if_told(unit)]
+        self._settled = not self._method.chains or self._find_chains()
         self._pipeline = Pipeline(
-            agreed.order(self._units),
+            chains.followers_first(agreed.order(self._units)),
             self._method,
             self._transport,
             self.options,
@@ -216,9 +219,26 @@ class GradientReduction:
             self._version,
         )
         self.traffic.dense_bytes = sum(self._dense_bytes(p) for p in self.model.parameters() if p.requires_grad)
-        self._settled = True
         for unit in self._units:
             unit.dense |= unit.name in self._formed
+
+    def _find_chains(self) -> bool:
+        """Agrees on the layers whose deltas are recomputed; says whether there was anything to see yet."""
+        found = chains.agree(self._transport.gather_objects(chains.sights(self._units, self._capture)), self._units)
+        if found.seen and self._capture.tracer is not None:
+            self._capture.tracer.stop_naming()
+        if found.seen and not found.links:
+            message = chains.refuse(found, self._reasons)
+            if self._version == 0:
+                raise ValueError(message)
+            warnings.warn(message, stacklevel=4)
+        self._units = chains.chain_up(self._units, found.links)
+        self._notices = self._notices | found.notes
+        for unit in self._units:
+            if isinstance(unit, chains.ChainedUnit):
+                unit.watch(self._arrived)
+                self._paths |= dict.fromkeys(unit.parameters, unit.path)
+        return found.seen
 
     def _allreduce_if_told(self, unit: Unit) -> list[Unit]:
         """Moves a unit to the dense path if a site has found a reason to; returns the units that it becomes."""

@@ -1,6 +1,6 @@
 """The methods of gradient agreement, one a file."""
 
-from . import dad, dsgd, rankdad  # noqa: F401  (each registers itself)
+from . import dad, dsgd, edad, rankdad  # noqa: F401  (each registers itself)
 from .base import Method, Quality, decode, make_method, method_names, on_registration, register_method
 
 __all__ = ["Method", "Quality", "decode", "make_method", "method_names", "on_registration", "register_method"]

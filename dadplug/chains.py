@@ -1,0 +1,245 @@
+"""Chains of fully connected layers, whose deltas every site recomputes from those of the last one.
+
+``D_{i-1} = (D_i W_i) * phi'(z_{i-1})``: of a layer whose output goes through an elementwise function into the next one
+and nowhere else, a site that has all rows of ``D_i`` and ``A_i = phi(z_{i-1})`` needs no deltas. That is edAD
+(arXiv:2102.09631).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .hooks import LINEAR, Elementwise, Factor, LayerCapture, stack_by_form
+from .share import Share
+from .units import FactorUnit, Unit
+
+
+@dataclass(frozen=True)
+class Link:
+    """What follows a layer.
+
+    Attributes:
+        follower: name of the unit whose layer has the output as its input.
+        function: the function between the two.
+    """
+
+    follower: str
+    function: Elementwise
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one site saw of a layer in the first step.
+
+    Attributes:
+        link: what follows it, in all calls; None where that is nothing, or not always the same.
+        breach: what breaks its chain, in words.
+    """
+
+    link: Link | None
+    breach: str = ""
+
+
+class ChainedUnit(FactorUnit):
+    """A unit that sends activations alone, since its deltas follow from those of another unit.
+
+    Rows of the two are matched call by call: this one's are the first ones of the follower's. What does not fit, since
+    a step took another way through the model, becomes a dense gradient.
+
+    Args:
+        unit: the unit that it takes the place of.
+        link: what follows it.
+    """
+
+    def __init__(self, unit: FactorUnit, link: Link) -> None:
+        super().__init__(unit.name, unit.bias, unit.parameters, unit.layers, "activations", LINEAR)
+        self.arrivals, self.expected = unit.arrivals, unit.expected
+        self.dense, self.outside = unit.dense, unit.outside
+        self.link = link
+        self.follower: FactorUnit = unit  # until `chain_up` has replaced all
+        self._accepted: list[int] = []
+        self._refused: set[int] = set()
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return 0, self.shape[1]
+
+    @property
+    def row_keys(self) -> list[int]:
+        theirs = self.follower.row_keys
+        for factor in self._peek():
+            trace = factor.trace
+            if trace is None or trace.key in self._refused or trace.key in self._accepted:
+                continue
+            place = len(self._accepted)
+            fits = trace.function == self.link.function and theirs[place : place + 1] == [trace.follower_key]
+            if fits:
+                self._accepted.append(trace.key)
+            else:
+                self._refused.add(trace.key)
+        return self._accepted
+
+    def take(self) -> Factor | None:
+        accepted = set(self.row_keys)
+        fitting, others = [], []
+        for factor in self._collect():
+            fits = factor.trace is not None and factor.trace.key in accepted
+            (fitting if fits else others).append(factor)
+        for factor in stack_by_form(others):
+            self._form(factor)
+            self.dense = True
+        if not fitting:
+            return None
+        activations = torch.cat([factor.activations for factor in fitting]) if fitting[1:] else fitting[0].activations
+        return Factor(activations, activations.new_empty(len(activations), 0))
+
+    def complete(self, shares: Sequence[Share], known: dict[str, list[Share]]) -> list[Share] | None:
+        theirs = known.get(self.link.follower)
+        if theirs is None or any(mine.rows > their.rows for mine, their in zip(shares, theirs, strict=True)):
+            return None
+        weight = self.follower.lead.detach()
+        whole = []
+        for mine, their in zip(shares, theirs, strict=True):
+            behind = their.part(0, mine.rows)
+            deltas = self.link.function.backward(behind.left @ weight, behind.right)
+            whole.append(Share(deltas.to(mine.right.device), mine.right))
+        return whole
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._accepted.clear()
+        self._refused.clear()
+
+
+class Chains(NamedTuple):
+    """What all sites make of what they saw.
+
+    Attributes:
+        links: by name of a unit, what follows it.
+        notes: by name of a unit, its place in a chain, in words.
+        seen: whether a site has seen any layer at work.
+    """
+
+    links: dict[str, Link]
+    notes: dict[str, str]
+    seen: bool
+
+
+def sights(units: Sequence[Unit], capture: LayerCapture) -> dict[str, Sight]:
+    """Tells what this site saw of its fully connected layers, after the first step's backward passes.
+
+    Args:
+        units: the units.
+        capture: the capture of their layers, with traces.
+    """
+    assert capture.tracer is not None
+    linear = {unit.layers[0].name: unit for unit in units if isinstance(unit, FactorUnit) and _may_be_linked(unit)}
+    seen = {}
+    for layer, unit in linear.items():
+        traces = [factor.trace for factor in unit.layers[0].peek() if factor.trace is not None]
+        if not traces:
+            continue
+        link, follower = None, linear.get(traces[0].follower)
+        if follower is not None and follower is not unit and _alike(unit, follower):
+            keys = follower.row_keys[: len(traces)]
+            if all(each.function == traces[0].function for each in traces) and keys == [t.follower_key for t in traces]:
+                link = Link(follower.name, traces[0].function)
+        breach = capture.tracer.breaches.get(layer, "")
+        title = f"{layer} ({type(unit.layers[0].module).__name__})"
+        if any(each.shared for each in traces):
+            breach = f"{title} has an output that is used elsewhere too"
+        elif traces[0].follower and follower is None:
+            breach = f"{traces[0].follower} behind it is all-reduced, or shares its weight"
+        elif traces[0].follower and link is None:
+            breach = f"{traces[0].follower} does not follow {title} in all its calls"
+        seen[unit.name] = Sight(link, breach)
+    return seen
+
+
+def _may_be_linked(unit: FactorUnit) -> bool:
+    return unit.path == "factors" and unit.form == LINEAR and len(unit.layers) == 1
+
+
+def _alike(unit: FactorUnit, follower: FactorUnit) -> bool:
+    return unit.lead.dtype == follower.lead.dtype and unit.shape[0] == follower.shape[1]
+
+
+def agree(told: Sequence[dict[str, Sight]], units: Sequence[Unit]) -> Chains:
+    """Draws the conclusions; the same on every site.
+
+    Args:
+        told: what each site saw, by rank.
+        units: the units.
+    """
+    links: dict[str, Link] = {}
+    breaches: dict[str, str] = {}
+    names = [unit.name for unit in units if any(unit.name in seen for seen in told)]
+    for name in names:
+        given = [seen[name] for seen in told if name in seen]
+        link = given[0].link
+        if link is not None and all(sight.link == link for sight in given):
+            links[name] = link
+        else:
+            breach = next((sight.breach for sight in given if sight.breach), "")
+            breaches[name] = breach or ("" if link is None else "sites have it followed by different layers")
+    ends = {link.follower for link in links.values()}
+    notes = {}
+    for name in names:
+        if name in links:
+            notes[name] = f"its deltas are recomputed from those of {links[name].follower}"
+        elif name in ends:
+            notes[name] = "ends a chain" + (f": {breaches[name]}" if breaches[name] else "")
+        else:
+            notes[name] = "in no chain" + (f": {breaches[name]}" if breaches[name] else "")
+    return Chains(links, notes, bool(names))
+
+
+def refuse(chains: Chains, reasons: dict[str, str]) -> str:
+    """Says why a model has no chain, and what to do."""
+    told = [note.partition(": ")[2] for note in chains.notes.values()]
+    breach = next((each for each in told if each), "")
+    if not breach:
+        breach = next((f"{name} is all-reduced ({reason})" for name, reason in reasons.items()), "")
+    if not breach:
+        breach = "no fully connected layer in it follows another"
+    return (
+        "mode 'edad' recomputes deltas along chains of two fully connected layers or more, and this model has none: "
+        f"{breach}. Use mode='dad', which sends the deltas of every layer"
+    )
+
+
+def chain_up(units: Sequence[Unit], links: dict[str, Link]) -> list[Unit]:
+    """Puts units that send activations alone in the places of those that something follows."""
+    replaced = [_linked(unit, links.get(unit.name)) for unit in units]
+    by_name = {unit.name: unit for unit in replaced}
+    for unit in replaced:
+        if isinstance(unit, ChainedUnit):
+            follower = by_name[unit.link.follower]
+            assert isinstance(follower, FactorUnit)
+            unit.follower = follower
+    return replaced
+
+
+def _linked(unit: Unit, link: Link | None) -> Unit:
+    if link is None:
+        return unit
+    assert isinstance(unit, FactorUnit)
+    unit.release()
+    return ChainedUnit(unit, link)
+
+
+def followers_first(units: Sequence[Unit]) -> list[Unit]:
+    """Orders units so that each comes behind the one that follows its layer, and else as they are."""
+    places = {unit.name: (place, 0) for place, unit in enumerate(units)}
+
+    def place(unit: Unit) -> tuple[int, int]:
+        if not isinstance(unit, ChainedUnit):
+            return places[unit.name]
+        behind, depth = place(unit.follower)
+        return max(places[unit.name], (behind, depth + 1))
+
+    return sorted(units, key=place)

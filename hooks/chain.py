@@ -1,0 +1,196 @@
+"""Which layer's output became, through an elementwise function, which layer's input; checked call by call.
+
+A link from a layer to its follower is read off autograd's graph in forward. In backward the follower hands over what
+the layer's deltas should be if nothing else had used its output, ``(D W) * phi'(z)``, which autograd has computed
+anyway; only a call whose deltas are these counts as followed. Skip connections, outputs that are used twice, hooks
+that change gradients and second derivatives all show there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from .breaches import why_module, why_operation
+from .elementwise import IDENTITY, Elementwise
+from .form import LINEAR, Form
+
+if TYPE_CHECKING:
+    from .capture import CapturedLayer
+    from .registry import Recorder
+
+_CALL, _MODULE = "dadplug call", "dadplug module"  # what autograd's nodes are marked with
+_MOST_NODES = 10_000  # looked at behind a breach
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What became of the output of one call of a layer.
+
+    Attributes:
+        key: number of the call's pass through backward.
+        follower: name of the layer that had the output as its input; empty where there is none, or not it alone.
+        function: the function between the two.
+        follower_key: number of the follower's call.
+        shared: whether a layer had it as its input, but not it alone.
+    """
+
+    key: int
+    follower: str = ""
+    function: Elementwise = IDENTITY
+    follower_key: int = -1
+    shared: bool = False
+
+
+class _Claim(NamedTuple):
+    """What a follower says that the deltas of the layer before are."""
+
+    backward_pass: int
+    deltas: Tensor
+    layer: str
+    function: Elementwise
+    key: int
+
+
+class _Call:
+    """One call of a layer; records in the layer's stead."""
+
+    def __init__(self, layer: CapturedLayer, source: _Call | None, function: Elementwise) -> None:
+        self.layer = layer
+        self._source = source
+        self._function = function
+        self._claims: list[_Claim] = []
+        self._running: tuple[int, Tensor] | None = None
+
+    def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+        """Takes the call's factors, and finds out what the claims on its output are worth."""
+        key, now = next(_numbers), torch._C._current_graph_task_id()
+        claims = [claim for claim in self._claims if claim.backward_pass == now]
+        self._claims.clear()
+        trace = Trace(key, shared=bool(claims))
+        if len(claims) == 1 and _same(claims[0].deltas, deltas):
+            trace = Trace(key, claims[0].layer, claims[0].function, claims[0].key)
+        self._running = key, activations
+        self.layer.record(activations, deltas, form, trace)
+
+    def hand_over(self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
+        """Tells the call that made this one's input what its deltas are; called when backward has passed."""
+        running, self._running = self._running, None
+        gradient = grad_inputs[0]
+        if self._source is None or running is None or gradient is None or gradient.shape[-1:] != running[1].shape[1:]:
+            return
+        key, activations = running
+        rows = gradient.detach().reshape(-1, activations.shape[1])
+        deltas = self._function.backward(rows, activations.to(rows.dtype))
+        now = torch._C._current_graph_task_id()
+        self._source._claims.append(_Claim(now, deltas, self.layer.name, self._function, key))
+
+
+def _same(expected: Tensor, deltas: Tensor) -> bool:
+    """Says whether deltas are the expected ones; a rounding is allowed, since some kernels differ in place."""
+    if expected.shape != deltas.shape:
+        return False
+    expected = expected.to(deltas)
+    if torch.equal(expected, deltas):
+        return True
+    rounding = 2 * torch.finfo(deltas.dtype).eps
+    largest = float(expected.abs().nan_to_num(0.0, 0.0, 0.0).max()) if expected.numel() else 0.0
+    return torch.allclose(deltas, expected, rounding, rounding * largest, equal_nan=True)
+
+
+class ChainTracer:
+    """Follows layers' outputs through a model.
+
+    Until `stop_naming` it also finds words for what breaks chains.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        breaches: by name of a layer, what comes behind it first that chains do not go through.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.breaches: dict[str, str] = {}
+        self._names = {id(module): name for name, module in model.named_modules() if name}
+        # One for all modules, since hooks on each would go into copies and pickles of the model.
+        self._naming: Any = register_module_forward_hook(self._name)
+
+    def stop_naming(self) -> None:
+        """Names nothing more."""
+        if self._naming is not None:
+            self._naming.remove()
+            self._naming = None
+
+    def _name(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        for tensor in output if isinstance(output, (tuple, list)) else [output]:
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # the innermost module comes first, and stays
+                tensor.grad_fn.metadata.setdefault(_MODULE, (name, module))
+
+    def call(self, layer: CapturedLayer, inputs: Tensor, forward: Callable[[Recorder], Tensor]) -> Tensor:
+        """Calls a layer.
+
+        Args:
+            layer: the layer.
+            inputs: its input.
+            forward: computes its output from it, and gives the factors to a recorder in backward.
+        """
+        source, function, broken = _source(inputs)
+        if broken and self._naming is not None:
+            self._attribute(inputs.grad_fn, f"{layer.name} ({type(layer.module).__name__})")
+        call = _Call(layer, source, function)
+        output = forward(call.record)
+        if output.grad_fn is not None:
+            output.grad_fn.metadata[_CALL] = call
+            output.grad_fn.register_hook(call.hand_over)
+        return output
+
+    def _attribute(self, node: Any, before: str) -> None:
+        """Finds the layers behind a breach, and for each what breaks first on the way from it."""
+        todo, seen = [(node, IDENTITY, "")], [node]
+        while todo and len(seen) < _MOST_NODES:
+            node, passed, breach = todo.pop()
+            call = node.metadata.get(_CALL)
+            if call is not None:
+                if breach:
+                    self.breaches.setdefault(call.layer.name, breach)
+                continue
+            function = Elementwise.of(node)
+            if function is None or (function != IDENTITY and passed != IDENTITY):
+                made_by = node.metadata.get(_MODULE)
+                if function is not None and made_by is not None:
+                    breach = f"{made_by[0]} ({type(made_by[1]).__name__}) is followed by another function"
+                elif made_by is not None:
+                    breach = why_module(*made_by)
+                elif not breach:
+                    breach = why_operation(node, before)
+            passed = passed if function in (None, IDENTITY) else function
+            for behind, _ in node.next_functions:
+                if behind is not None and not any(behind is each for each in seen):
+                    seen.append(behind)
+                    todo.append((behind, passed, breach))
+
+
+def _source(inputs: Tensor) -> tuple[_Call | None, Elementwise, bool]:
+    """Finds the call that an input comes from, the function between, and whether something else comes between."""
+    node, passed = inputs.grad_fn, IDENTITY
+    while node is not None:
+        call = node.metadata.get(_CALL)
+        if call is not None:
+            return call, passed, False
+        function = Elementwise.of(node)
+        if function is None or (function != IDENTITY and passed != IDENTITY):
+            return None, IDENTITY, True
+        passed = passed if function == IDENTITY else function
+        node = node.next_functions[0][0]
+    return None, IDENTITY, False
