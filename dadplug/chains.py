@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from .hooks import LINEAR, Elementwise, Factor, LayerCapture, stack_by_form
+from .hooks import LINEAR, Elementwise, Factor, LayerCapture, Trace, stack_by_form
 from .share import Share
 from .units import FactorUnit, Unit
 
@@ -42,6 +43,18 @@ class Sight:
 
     link: Link | None
     breach: str = ""
+
+
+class Looks(NamedTuple):
+    """What one site saw in the first step.
+
+    Attributes:
+        sights: by name of a unit that was at work.
+        worked: whether the site had any gradient.
+    """
+
+    sights: dict[str, Sight]
+    worked: bool
 
 
 class ChainedUnit(FactorUnit):
@@ -121,7 +134,7 @@ class Chains(NamedTuple):
     Attributes:
         links: by name of a unit, what follows it.
         notes: by name of a unit, its place in a chain, in words.
-        seen: whether a site has seen any layer at work.
+        seen: whether any site had a gradient.
     """
 
     links: dict[str, Link]
@@ -129,7 +142,7 @@ class Chains(NamedTuple):
     seen: bool
 
 
-def sights(units: Sequence[Unit], capture: LayerCapture) -> dict[str, Sight]:
+def look(units: Sequence[Unit], capture: LayerCapture) -> Looks:
     """Tells what this site saw of its fully connected layers, after the first step's backward passes.
 
     Args:
@@ -137,38 +150,39 @@ def sights(units: Sequence[Unit], capture: LayerCapture) -> dict[str, Sight]:
         capture: the capture of their layers, with traces.
     """
     assert capture.tracer is not None
-    linear = {unit.layers[0].name: unit for unit in units if isinstance(unit, FactorUnit) and _may_be_linked(unit)}
-    seen = {}
-    for layer, unit in linear.items():
-        traces = [factor.trace for factor in unit.layers[0].peek() if factor.trace is not None]
+    linear = [unit for unit in units if isinstance(unit, FactorUnit) and unit.path == "factors" and unit.form == LINEAR]
+    by_layer = {layer.name: unit for unit in linear for layer in unit.layers}
+    sights = {}
+    for unit in linear:
+        title = f"{unit.layers[0].name} ({type(unit.layers[0].module).__name__})"
+        traces = [factor.trace for layer in unit.layers for factor in layer.peek() if factor.trace is not None]
         if not traces:
             continue
-        link, follower = None, linear.get(traces[0].follower)
-        if follower is not None and follower is not unit and _alike(unit, follower):
-            keys = follower.row_keys[: len(traces)]
-            if all(each.function == traces[0].function for each in traces) and keys == [t.follower_key for t in traces]:
-                link = Link(follower.name, traces[0].function)
-        breach = capture.tracer.breaches.get(layer, "")
-        title = f"{layer} ({type(unit.layers[0].module).__name__})"
-        if any(each.shared for each in traces):
-            breach = f"{title} has an output that is used elsewhere too"
-        elif traces[0].follower and follower is None:
-            breach = f"{traces[0].follower} behind it is all-reduced, or shares its weight"
-        elif traces[0].follower and link is None:
+        link, follower = None, by_layer.get(traces[0].follower) if traces[0].follower else None
+        breach = capture.tracer.breaches.get(unit.layers[0].name, "")
+        if len(unit.layers) > 1:
+            breach = f"{title} shares its weight with {unit.layers[1].name}"
+        elif broken := next((trace.breach for trace in traces if trace.breach), ""):
+            breach = f"{title} {broken}"
+        elif traces[0].follower and (follower is None or len(follower.layers) > 1):
+            breach = f"{traces[0].follower} behind {title} is all-reduced, or shares its weight"
+        elif follower is not None and not _follows(follower, unit, traces):
             breach = f"{traces[0].follower} does not follow {title} in all its calls"
-        seen[unit.name] = Sight(link, breach)
-    return seen
+        elif follower is not None:
+            link = Link(follower.name, traces[0].function)
+        sights[unit.name] = Sight(link, breach)
+    return Looks(sights, any(unit.arrivals for unit in units))
 
 
-def _may_be_linked(unit: FactorUnit) -> bool:
-    return unit.path == "factors" and unit.form == LINEAR and len(unit.layers) == 1
+def _follows(follower: FactorUnit, unit: FactorUnit, traces: Sequence[Trace]) -> bool:
+    """Says whether the calls of a unit's layer all went to a follower's, in the same order, and with what they need."""
+    keys = follower.row_keys[: len(traces)]
+    same = all(trace.function == traces[0].function for trace in traces)
+    fitting = follower is not unit and follower.lead.dtype == unit.lead.dtype
+    return same and fitting and keys == [trace.follower_key for trace in traces]
 
 
-def _alike(unit: FactorUnit, follower: FactorUnit) -> bool:
-    return unit.lead.dtype == follower.lead.dtype and unit.shape[0] == follower.shape[1]
-
-
-def agree(told: Sequence[dict[str, Sight]], units: Sequence[Unit]) -> Chains:
+def agree(told: Sequence[Looks], units: Sequence[Unit]) -> Chains:
     """Draws the conclusions; the same on every site.
 
     Args:
@@ -177,9 +191,9 @@ def agree(told: Sequence[dict[str, Sight]], units: Sequence[Unit]) -> Chains:
     """
     links: dict[str, Link] = {}
     breaches: dict[str, str] = {}
-    names = [unit.name for unit in units if any(unit.name in seen for seen in told)]
+    names = [unit.name for unit in units if any(unit.name in each.sights for each in told)]
     for name in names:
-        given = [seen[name] for seen in told if name in seen]
+        given = [each.sights[name] for each in told if name in each.sights]
         link = given[0].link
         if link is not None and all(sight.link == link for sight in given):
             links[name] = link
@@ -195,17 +209,22 @@ def agree(told: Sequence[dict[str, Sight]], units: Sequence[Unit]) -> Chains:
             notes[name] = "ends a chain" + (f": {breaches[name]}" if breaches[name] else "")
         else:
             notes[name] = "in no chain" + (f": {breaches[name]}" if breaches[name] else "")
-    return Chains(links, notes, bool(names))
+    return Chains(links, notes, any(each.worked for each in told))
 
 
-def refuse(chains: Chains, reasons: dict[str, str]) -> str:
-    """Says why a model has no chain, and what to do."""
-    told = [note.partition(": ")[2] for note in chains.notes.values()]
-    breach = next((each for each in told if each), "")
-    if not breach:
-        breach = next((f"{name} is all-reduced ({reason})" for name, reason in reasons.items()), "")
-    if not breach:
-        breach = "no fully connected layer in it follows another"
+def refusal(chains: Chains, model: nn.Module, reasons: dict[str, str]) -> str:
+    """Says why a model has no chain, and what to do.
+
+    Args:
+        chains: what the sites make of what they saw.
+        model: the model.
+        reasons: by name of a weight, why it takes the path that it does.
+    """
+    breaches = [note.partition(": ")[2] for note in chains.notes.values()]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and f"{name}.weight" in reasons.keys() - chains.notes.keys():
+            breaches.append(f"{name} ({type(module).__name__}) is all-reduced: {reasons[f'{name}.weight']}")
+    breach = next((each for each in breaches if each), "no fully connected layer in it follows another")
     return (
         "mode 'edad' recomputes deltas along chains of two fully connected layers or more, and this model has none: "
         f"{breach}. Use mode='dad', which sends the deltas of every layer"

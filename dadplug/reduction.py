@@ -224,11 +224,11 @@ class GradientReduction:
 
     def _find_chains(self) -> bool:
         """Agrees on the layers whose deltas are recomputed; says whether there was anything to see yet."""
-        found = chains.agree(self._transport.gather_objects(chains.sights(self._units, self._capture)), self._units)
+        found = chains.agree(self._transport.gather_objects(chains.look(self._units, self._capture)), self._units)
         if found.seen and self._capture.tracer is not None:
             self._capture.tracer.stop_naming()
         if found.seen and not found.links:
-            message = chains.refuse(found, self._reasons)
+            message = chains.refusal(found, self.model, self._notices | self._reasons)
             if self._version == 0:
                 raise ValueError(message)
             warnings.warn(message, stacklevel=4)

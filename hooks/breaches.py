@@ -39,4 +39,4 @@ def why_operation(node: Any, before: str) -> str:
     """Says how an operation outside of modules breaks a chain."""
     if "Compiled" in node.name():
         return f"code of torch.compile before {before} cannot be looked into"
-    return f"an operation outside of modules before {before} ({node.name()}) is no function that chains go through"
+    return f"{node.name()}, an operation outside of modules before {before}, is no function that chains go through"

@@ -36,17 +36,17 @@ class Trace:
 
     Attributes:
         key: number of the call's pass through backward.
-        follower: name of the layer that had the output as its input; empty where there is none, or not it alone.
+        follower: name of the layer that had the output as its input, it alone; empty where there is none.
         function: the function between the two.
         follower_key: number of the follower's call.
-        shared: whether a layer had it as its input, but not it alone.
+        breach: why a layer that the output led to does not follow all the same, in words; empty for none.
     """
 
     key: int
     follower: str = ""
     function: Elementwise = IDENTITY
     follower_key: int = -1
-    shared: bool = False
+    breach: str = ""
 
 
 class _Claim(NamedTuple):
@@ -74,9 +74,14 @@ class _Call:
         key, now = next(_numbers), torch._C._current_graph_task_id()
         claims = [claim for claim in self._claims if claim.backward_pass == now]
         self._claims.clear()
-        trace = Trace(key, shared=bool(claims))
         if len(claims) == 1 and _same(claims[0].deltas, deltas):
             trace = Trace(key, claims[0].layer, claims[0].function, claims[0].key)
+        elif not claims:
+            trace = Trace(key)
+        elif claims[0].deltas.shape != deltas.shape:
+            trace = Trace(key, breach="has an output that is cut into other rows on its way")
+        else:
+            trace = Trace(key, breach="has an output that is used elsewhere too")
         self._running = key, activations
         self.layer.record(activations, deltas, form, trace)
 
