@@ -98,7 +98,8 @@ class ChainedUnit(FactorUnit):
 
     def take(self) -> Factor | None:
         accepted = set(self.row_keys)
-        fitting, others = [], []
+        fitting: list[Factor] = []
+        others: list[Factor] = []
         for factor in self._collect():
             fits = factor.trace is not None and factor.trace.key in accepted
             (fitting if fits else others).append(factor)

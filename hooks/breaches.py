@@ -22,8 +22,19 @@ _REASONS: list[tuple[tuple[type[nn.Module], ...], str]] = [
 ]
 
 
-def why_module(name: str, module: nn.Module) -> str:
-    """Says how a module breaks a chain, as in ``3 (BatchNorm1d) mixes rows``."""
+def why_broken(node: Any, made_by: tuple[str, nn.Module] | None, before: str) -> str:
+    """Says how an operation breaks a chain, as in ``3 (BatchNorm1d) mixes rows``.
+
+    Args:
+        node: the operation's node in autograd's graph.
+        made_by: name and module of whose forward it was the last operation, if any.
+        before: the layer that it comes before.
+    """
+    if "Compiled" in node.name():
+        return f"torch.compile's code before {before} cannot be looked into"
+    if made_by is None:
+        return f"{node.name()}, an operation outside of modules before {before}, is no function that chains go through"
+    name, module = made_by
     title = f"{name} ({type(module).__name__})"
     if isinstance(module, _BatchNorm) and module.training:
         return f"{title} {_MIXES}"
@@ -33,10 +44,3 @@ def why_module(name: str, module: nn.Module) -> str:
         if isinstance(module, types):
             return f"{title} {reason}"
     return f"{title} is no function that chains go through"
-
-
-def why_operation(node: Any, before: str) -> str:
-    """Says how an operation outside of modules breaks a chain."""
-    if "Compiled" in node.name():
-        return f"code of torch.compile before {before} cannot be looked into"
-    return f"{node.name()}, an operation outside of modules before {before}, is no function that chains go through"

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
-from .breaches import why_module, why_operation
+from .breaches import why_broken
 from .elementwise import IDENTITY, Elementwise
 from .form import LINEAR, Form
 
@@ -110,6 +109,22 @@ def _same(expected: Tensor, deltas: Tensor) -> bool:
     return torch.allclose(deltas, expected, rounding, rounding * largest, equal_nan=True)
 
 
+class _Naming:
+    """Marks a module's outputs as its own; a hook that does nothing in a copied or pickled model."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, (tuple, list)) else [output]:
+            node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
+            if node is not None and self._name:  # the innermost module comes first, and stays
+                node.metadata.setdefault(_MODULE, (self._name, module))
+
+    def __reduce__(self) -> tuple[type[_Naming], tuple[()]]:
+        return _Naming, ()
+
+
 class ChainTracer:
     """Follows layers' outputs through a model.
 
@@ -124,23 +139,13 @@ class ChainTracer:
 
     def __init__(self, model: nn.Module) -> None:
         self.breaches: dict[str, str] = {}
-        self._names = {id(module): name for name, module in model.named_modules() if name}
-        # One for all modules, since hooks on each would go into copies and pickles of the model.
-        self._naming: Any = register_module_forward_hook(self._name)
+        self._naming = [module.register_forward_hook(_Naming(name)) for name, module in model.named_modules() if name]
 
     def stop_naming(self) -> None:
         """Names nothing more."""
-        if self._naming is not None:
-            self._naming.remove()
-            self._naming = None
-
-    def _name(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self._names.get(id(module))
-        if name is None:
-            return
-        for tensor in output if isinstance(output, (tuple, list)) else [output]:
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # the innermost module comes first, and stays
-                tensor.grad_fn.metadata.setdefault(_MODULE, (name, module))
+        for hook in self._naming:
+            hook.remove()
+        self._naming = []
 
     def call(self, layer: CapturedLayer, inputs: Tensor, forward: Callable[[Recorder], Tensor]) -> Tensor:
         """Calls a layer.
@@ -151,18 +156,19 @@ class ChainTracer:
             forward: computes its output from it, and gives the factors to a recorder in backward.
         """
         source, function, broken = _source(inputs)
-        if broken and self._naming is not None:
+        if broken and self._naming:
             self._attribute(inputs.grad_fn, f"{layer.name} ({type(layer.module).__name__})")
         call = _Call(layer, source, function)
         output = forward(call.record)
-        if output.grad_fn is not None:
-            output.grad_fn.metadata[_CALL] = call
-            output.grad_fn.register_hook(call.hand_over)
+        node: Any = output.grad_fn
+        if node is not None:
+            node.metadata[_CALL] = call
+            node.register_hook(call.hand_over)
         return output
 
     def _attribute(self, node: Any, before: str) -> None:
         """Finds the layers behind a breach, and for each what breaks first on the way from it."""
-        todo, seen = [(node, IDENTITY, "")], [node]
+        todo, seen = [(node, IDENTITY, "")], {id(node): node}
         while todo and len(seen) < _MOST_NODES:
             node, passed, breach = todo.pop()
             call = node.metadata.get(_CALL)
@@ -175,20 +181,20 @@ class ChainTracer:
                 made_by = node.metadata.get(_MODULE)
                 if function is not None and made_by is not None:
                     breach = f"{made_by[0]} ({type(made_by[1]).__name__}) is followed by another function"
-                elif made_by is not None:
-                    breach = why_module(*made_by)
-                elif not breach:
-                    breach = why_operation(node, before)
-            passed = passed if function in (None, IDENTITY) else function
+                elif made_by is not None or not breach:  # without a name it is part of the module behind it
+                    breach = why_broken(node, made_by, before)
+            if function != IDENTITY:  # behind a breach one function may come again
+                passed = function or IDENTITY
             for behind, _ in node.next_functions:
-                if behind is not None and not any(behind is each for each in seen):
-                    seen.append(behind)
+                if behind is not None and id(behind) not in seen:
+                    seen[id(behind)] = behind
                     todo.append((behind, passed, breach))
 
 
 def _source(inputs: Tensor) -> tuple[_Call | None, Elementwise, bool]:
     """Finds the call that an input comes from, the function between, and whether something else comes between."""
-    node, passed = inputs.grad_fn, IDENTITY
+    node: Any = inputs.grad_fn
+    passed = IDENTITY
     while node is not None:
         call = node.metadata.get(_CALL)
         if call is not None:

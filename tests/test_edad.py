@@ -544,4 +544,14 @@ def test_copies_made_while_chains_are_traced_are_plain():
     value.backward()
     assert torch.equal(copied(inputs), model(inputs))
     reduction.detach()
-    assert not torch.nn.modules.module._global_forward_hooks
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_compiled_code_between_layers_is_refused_with_its_name():
+    torch._dynamo.reset()
+    model, _ = pair("mlp")
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    loss(torch.compile(model, backend="aot_eager"), *draw(4, 0)).backward()
+    with pytest.raises(ValueError, match=r"torch.compile's code before 2 \(Linear\) cannot be looked into"):
+        reduction.synchronize()
+    reduction.detach()

@@ -105,7 +105,7 @@ def test_a_new_method_is_a_class_and_a_registration():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"mode": "foo"}, "unknown mode 'foo'; valid ones are 'dad', 'dsgd', 'rankdad'"),
+        ({"mode": "foo"}, "unknown mode 'foo'; valid ones are 'dad', 'dsgd', 'edad', 'rankdad'"),
         ({"mode": "DAD"}, "unknown mode 'DAD'"),
         ({"rnk": 3}, r"unknown option 'rnk' \(did you mean 'rank'\?\); valid options are mode, rank"),
         ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
