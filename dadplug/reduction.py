@@ -156,6 +156,7 @@ class GradientReduction:
 
         Raises:
             NonFiniteError: on all sites, if the gradients of one hold NaN or Inf; ``zero_grad`` and go on, or stop.
+            ValueError: on all sites, in the first step of mode edad, if the model has no chain of layers.
             SiteError: if a site is gone or does not answer in time.
             MismatchError: if the sites are not at the same step.
         """

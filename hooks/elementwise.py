@@ -20,6 +20,7 @@ class _Kind(NamedTuple):
     backward: Backward
     constants: tuple[str, ...]
     fits: Callable[..., bool]
+    rounds: bool
 
 
 _KINDS: dict[str, _Kind] = {}
@@ -51,6 +52,11 @@ class Elementwise:
         """
         return _KINDS[self.kind].backward(gradient, output, *self.constants) if self.kind else gradient
 
+    @property
+    def rounds(self) -> bool:
+        """Whether `backward` rounds in another way than autograd does, which may have used z."""
+        return bool(self.kind) and _KINDS[self.kind].rounds
+
     @staticmethod
     def of(node: Any) -> Elementwise | None:
         """Finds the function that a node of autograd's graph stands for, or None for all that are not known."""
@@ -72,6 +78,7 @@ def register_elementwise(
     backward: Backward,
     constants: Sequence[str] = (),
     fits: Callable[..., bool] = lambda *constants: True,
+    rounds: bool = False,
 ) -> None:
     """Registers a function.
 
@@ -80,16 +87,16 @@ def register_elementwise(
         backward: called with the gradient at the output, the output, and the constants; returns that at the input.
         constants: the constants, by the names under which the node saves them (``_saved_…``).
         fits: says whether, with these constants, the output tells the derivative.
+        rounds: whether `backward` rounds in another way than autograd does.
     """
     for node in nodes:
-        _KINDS[node] = _Kind(backward, tuple(constants), fits)
+        _KINDS[node] = _Kind(backward, tuple(constants), fits, rounds)
 
 
 _aten = torch.ops.aten
 register_elementwise(["ReluBackward0"], lambda gradient, output: _aten.threshold_backward(gradient, output, 0))
 register_elementwise(["TanhBackward0"], _aten.tanh_backward)
 register_elementwise(["SigmoidBackward0"], _aten.sigmoid_backward)
-register_elementwise(["HardtanhBackward0"], _aten.hardtanh_backward, ["min_val", "max_val"])
 register_elementwise(
     ["LeakyReluBackward0", "LeakyReluBackward1"],
     lambda gradient, output, slope: _aten.leaky_relu_backward(gradient, output, slope, True),
@@ -101,4 +108,5 @@ register_elementwise(
     lambda gradient, output, alpha, scale, inner: _aten.elu_backward(gradient, alpha, scale, inner, True, output),
     ["alpha", "scale", "input_scale"],
     lambda alpha, scale, inner: alpha > 0 and scale > 0 and inner > 0,
+    rounds=True,
 )

@@ -36,7 +36,7 @@ class DADStrategy:
     without weight in some steps.
 
     Args:
-        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        mode: ``"dsgd"``, ``"dad"``, ``"edad"`` or ``"rankdad"``.
         rank: and all up to `timeout`: options of the reduction, see `dadplug.options.Options`.
         accelerator: and the following: as in ``DDPStrategy``.
         parallel_devices: as in ``DDPStrategy``.

@@ -1,4 +1,4 @@
-"""edAD: dAD that sends deltas at the end of a chain of layers only; exact (arXiv:2102.09631, section 3).
+"""edAD: dAD that sends deltas at the end of a chain of layers only; exact (arXiv:2102.09631).
 
 Every site recomputes the others on the rows of all sites, ``D_{i-1} = (D_i W_i) * phi'(z_{i-1})``.
 """
