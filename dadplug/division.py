@@ -71,7 +71,8 @@ def find_units(model: nn.Module, method: Method, keep_dense: set[str], compress_
                 paths[names[id(bias)]] = path
             if not method.takes_factors:
                 reasons[names[id(weight)]] = "sparse=True: its gradient is sent as the rows that it has"
-    capture = LayerCapture(model, [name for *_, layers in factored for name in layers], weight_gradients=False)
+    captured_names = [name for *_, layers in factored for name in layers]
+    capture = LayerCapture(model, captured_names, weight_gradients=False, trace_chains=method.chains)
     by_lead: dict[str, Unit] = {}
     for weight, bias, layers in factored:
         weight_name, bias_name = names[id(weight)], None if bias is None else names[id(bias)]

@@ -12,6 +12,7 @@ from .methods import Method
 from .methods.feedback import ErrorFeedback
 from .notes import Note, NoteExchange, raise_fault
 from .options import Options
+from .share import Share
 from .stages import Stage, stage_kind, write_gradient
 from .units import FactorUnit, Unit
 
@@ -51,6 +52,7 @@ class Pipeline:
         self.samples = samples
         self.reference = max(reference, 1)
         self.faults: list[tuple[int, str]] = []
+        self.known: dict[str, list[Share]] = {}  # what has arrived in the step, complete, by unit and site
         self.index = {unit.name: index for index, unit in enumerate(self.units)}
         self._stages = self._divide(rows)
         self._stage_of = {unit.name: stage for stage in self._stages for unit in stage.units}
@@ -131,6 +133,7 @@ class Pipeline:
             stage.finish(notes, write)
             stage.missing = len(stage.units)
         self._launched = 0
+        self.known.clear()
         self.faults.clear()
         raise_fault(notes, [unit.name for unit in self.units], self.transport.sites)
         return notes

@@ -13,7 +13,8 @@ class PlanRow:
     Attributes:
         parameter: name of the parameter.
         shape: its shape.
-        path: ``"allreduce"``, ``"factors"``, ``"lowrank"``, or ``"frozen"`` for one that is not trained.
+        path: ``"allreduce"``, ``"factors"``, ``"activations"`` for one whose deltas are recomputed, ``"lowrank"``, or
+            ``"frozen"`` for one that is not trained.
         bytes: payload that this site is predicted to hand to the transport in a step for this parameter. Where it
             depends on the rows of a batch, it is for those of the last steps, and for a single row before the first.
         dense_bytes: what the all-reduce of its gradient would take.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import replicas
+from . import chains, replicas
 from .agreement import FirstStep, agree
 from .batchnorm import SyncedBatchNorms
 from .division import find_units
@@ -167,6 +167,7 @@ class GradientReduction:
 
         Raises:
             NonFiniteError: on all sites, if the gradients of one hold NaN or Inf; ``zero_grad`` and go on, or stop.
+            ValueError: on all sites, in the first step of mode edad, if the model has no chain of layers.
             SiteError: if a site is gone or does not answer in time.
             MismatchError: if the sites are not at the same step.
         """
@@ -180,6 +181,8 @@ class GradientReduction:
             notes = self._pipeline.finish(self._step, stop)
             self.stopped = any(note.stop for note in notes)
             self._agreed_samples = sum(note.samples for note in notes)
+            if not self._settled:
+                self._pipeline = None  # no site has had any data yet
         finally:
             self._epoch_samples += self._counter.count
             self._end_step()
@@ -238,8 +241,9 @@ class GradientReduction:
         self._notices |= agreed.notices
         self._units = [new for unit in self._units for new in self._allreduce_if_told(unit)]
         self._reference = self._reference or agreed.samples
+        self._settled = not self._method.chains or self._find_chains()
         self._pipeline = Pipeline(
-            agreed.order(self._units),
+            chains.followers_first(agreed.order(self._units)),
             self._method,
             self._transport,
             self.options,
@@ -250,9 +254,26 @@ class GradientReduction:
         )
         self._pipeline.add_rounding(self._rounding)
         self.traffic.dense_bytes = sum(self._dense_bytes(p) for p in self.model.parameters() if p.requires_grad)
-        self._settled = True
         for unit in self._units:
             unit.dense |= unit.name in self._formed
+
+    def _find_chains(self) -> bool:
+        """Agrees on the layers whose deltas are recomputed; says whether there was anything to see yet."""
+        found = chains.agree(self._transport.gather_objects(chains.look(self._units, self._capture)), self._units)
+        if found.seen and self._capture.tracer is not None:
+            self._capture.tracer.stop_naming()
+        if found.seen and not found.links:
+            message = chains.refusal(found, self.model, self._notices | self._reasons)
+            if self._version == 0:
+                raise ValueError(message)
+            warnings.warn(message, stacklevel=4)
+        self._units = chains.chain_up(self._units, found.links)
+        self._notices = self._notices | found.notes
+        for unit in self._units:
+            if isinstance(unit, chains.ChainedUnit):
+                unit.watch(self._arrived)
+                self._paths |= dict.fromkeys(unit.parameters, unit.path)
+        return found.seen
 
     def _allreduce_if_told(self, unit: Unit) -> list[Unit]:
         """Moves a unit to the dense path if a site has found a reason to; returns the units that it becomes."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from .hooks import LINEAR, CapturedLayer, Factor, Form, stack_by_form
+from .share import Share
 
 
 class Unit:
@@ -107,6 +108,7 @@ class FactorUnit(Unit):
         self.form = LINEAR if path == "lowrank" else form
         self.outside = False
         self._held: list[Factor] = []
+        self._taken_keys: list[int] = []
         self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
         for parameter in parameters.values():
             self._hooks.append(parameter.register_hook(self._on_dense))
@@ -136,6 +138,23 @@ class FactorUnit(Unit):
         return sum(factor.rows for factor in self._peek()) + sum(self._formed.values())
 
     @property
+    def row_keys(self) -> list[int]:
+        """Numbers of the calls whose rows are sent in this step, in the order of the rows; empty without traces."""
+        return self._taken_keys + _keys(self._peek())
+
+    def complete(self, shares: Sequence[Share], known: dict[str, list[Share]]) -> list[Share] | None:
+        """Adds to what arrived what the sites do not send, since it follows from what others sent.
+
+        Args:
+            shares: what arrived, by site.
+            known: complete shares by unit.
+
+        Returns:
+            Complete shares, or None if what they follow from is not there yet.
+        """
+        return list(shares)
+
+    @property
     def forms(self) -> set[Form]:
         """The forms in which rows have arrived."""
         return {factor.form for factor in self._peek()} | set(self._formed)
@@ -160,6 +179,7 @@ class FactorUnit(Unit):
     def _collect(self) -> list[Factor]:
         factors = self._held + [factor for layer in self.layers for factor in layer.take()]
         self._held = []
+        self._taken_keys += _keys(factors)
         return [factor.to(self.lead.dtype) for factor in factors]
 
     def _matrix(self, factors: list[Factor]) -> Factor:
@@ -197,6 +217,11 @@ class FactorUnit(Unit):
         super().begin_step()
         self.outside = False
         self._formed.clear()
+        self._taken_keys.clear()
+
+
+def _keys(factors: Sequence[Factor]) -> list[int]:
+    return [factor.trace.key for factor in factors if factor.trace is not None]
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:

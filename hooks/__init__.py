@@ -2,6 +2,8 @@
 
 from . import conv, conv_transpose, embedding, embedding_bag, linear  # noqa: F401  (each registers its family)
 from .capture import CapturedLayer, LayerCapture
+from .chain import Trace
+from .elementwise import Elementwise, register_elementwise
 from .factor import Factor, stack_by_form
 from .form import LINEAR, Form
 from .override import ForwardOverride, overridden
@@ -9,6 +11,7 @@ from .registry import LayerFamily, Recorder, capturable_layers, family_of, refus
 
 __all__ = [
     "CapturedLayer",
+    "Elementwise",
     "LINEAR",
     "Factor",
     "Form",
@@ -16,10 +19,12 @@ __all__ = [
     "LayerCapture",
     "LayerFamily",
     "Recorder",
+    "Trace",
     "capturable_layers",
     "family_of",
     "overridden",
     "refusal_of",
+    "register_elementwise",
     "register_family",
     "stack_by_form",
 ]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .chain import ChainTracer, Trace
 from .factor import Factor, stack_by_form
 from .form import LINEAR, Form
 from .override import ForwardOverride
-from .registry import LayerFamily, capturable_layers, family_of
+from .registry import LayerFamily, Recorder, capturable_layers, family_of
 
 
 def _backward_pass() -> int:
@@ -34,11 +35,19 @@ class CapturedLayer:
         fed_by_data: whether some captured input needed no gradient, as the model's raw input does.
     """
 
-    def __init__(self, name: str, module: nn.Module, family: LayerFamily, weight_gradients: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        family: LayerFamily,
+        weight_gradients: bool,
+        tracer: ChainTracer | None = None,
+    ) -> None:
         self.name = name
         self.module = module
         self.family = family
         self.weight_gradients = weight_gradients
+        self.tracer = tracer if family.known_form(module) == LINEAR else None
         self.fed_by_data = False
         self._pending: list[tuple[int, Factor]] = []
         self._factors: list[Factor] = []
@@ -57,12 +66,12 @@ class CapturedLayer:
         bias = getattr(self.module, self.family.bias, None)
         return bias if bias is not None and bias.requires_grad else None
 
-    def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+    def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR, trace: Trace | None = None) -> None:
         """Takes one call's factors; called by the family during backward."""
         now = _backward_pass()
         if not any(backward_pass == now for backward_pass, _ in self._pending):
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._drop(now))
-        self._pending.append((now, Factor(activations, deltas, form)))
+        self._pending.append((now, Factor(activations, deltas, form, trace=trace)))
 
     def commit(self) -> None:
         """Keeps what the running backward pass recorded; called when the weight's gradient is due in it."""
@@ -109,8 +118,14 @@ class _CapturedForward(ForwardOverride):
         layer = self._layer
         if not (torch.is_grad_enabled() and layer.weight.requires_grad):
             return self.plain(*args, **kwargs)
-        layer.fed_by_data |= not (args[0] if args else kwargs["input"]).requires_grad
-        return layer.family.forward(layer.module, layer.record, layer.weight_gradients, *args, **kwargs)
+        inputs = args[0] if args else kwargs["input"]
+        layer.fed_by_data |= not inputs.requires_grad
+        if layer.tracer is None:
+            return self._call(layer.record, *args, **kwargs)
+        return layer.tracer.call(layer, inputs, lambda record: self._call(record, *args, **kwargs))
+
+    def _call(self, record: Recorder, *args: Any, **kwargs: Any) -> Tensor:
+        return self._layer.family.forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
 
 
 class LayerCapture:
@@ -121,6 +136,8 @@ class LayerCapture:
         names: names of the layers to capture, as `named_modules` has them; all that can be captured by default.
         weight_gradients: whether ``.grad`` of captured weights and biases is still computed. Without it their
             gradients are what the factors say, and the matrix product that would form them does not run.
+        trace_chains: whether factors of fully connected layers tell which layer the output went to, see
+            `dadplug.hooks.Trace`.
 
     Raises:
         ValueError: if a name in `names` is not a layer of the model that can be captured.
@@ -133,18 +150,26 @@ class LayerCapture:
         (torch.Size([16, 784]), torch.Size([16, 2048]))
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str] | None = None, *, weight_gradients: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Iterable[str] | None = None,
+        *,
+        weight_gradients: bool = True,
+        trace_chains: bool = False,
+    ) -> None:
         capturable = capturable_layers(model)
         wanted = list(capturable) if names is None else list(names)
         for name in wanted:
             if name not in capturable:
                 raise ValueError(f"no layer named {name!r} can be captured; those that can: {', '.join(capturable)}")
+        self.tracer = ChainTracer(model) if trace_chains else None
         self.layers: dict[str, CapturedLayer] = {}
         for name in wanted:
             module = capturable[name]
             family = family_of(module)
             assert family is not None
-            self.layers[name] = CapturedLayer(name, module, family, weight_gradients)
+            self.layers[name] = CapturedLayer(name, module, family, weight_gradients, self.tracer)
 
     @property
     def factors(self) -> dict[str, Factor]:
@@ -171,6 +196,8 @@ class LayerCapture:
         """Stops capturing: every layer has its own forward back. May be called twice."""
         for name in list(self.layers):
             self.release(name)
+        if self.tracer is not None:
+            self.tracer.stop_naming()
 
     def __enter__(self) -> LayerCapture:
         return self

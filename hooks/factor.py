@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .chain import Trace
 from .form import LINEAR, Flattened, Form
 
 
@@ -25,12 +26,14 @@ class Factor:
         deltas: gradient of the loss at the layer's output, ``D`` of shape (rows, out).
         form: how the two make the gradient.
         bias: the bias's gradient, where the deltas do not tell it.
+        trace: what became of the layer's output, where that is traced.
     """
 
     activations: Tensor
     deltas: Tensor
     form: Form = LINEAR
     bias: Tensor | None = None
+    trace: Trace | None = None
 
     @property
     def rows(self) -> int:

@@ -49,7 +49,7 @@ class DistributedRunner(SupervisedRunner):
         model: the model; may be given to `train` instead.
         criterion: the loss; may be given to `train` instead. It should take the mean over its batch.
         optimizer: the optimizer; may be given to `train` instead.
-        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        mode: ``"dsgd"``, ``"dad"``, ``"edad"`` or ``"rankdad"``.
         input_key: as in `SupervisedRunner`.
         output_key: as in `SupervisedRunner`.
         target_key: as in `SupervisedRunner`.

@@ -203,6 +203,14 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator], T
     "sizes": (layers.Sizes, floats),
     "waves": (layers.Waves, floats),
 }
+CHAINS = (
+    "mixed",
+    "partly",
+    "checkpointed",
+    "reentrant",
+    "transformer",
+    "images",
+)  # models that edad can do something for
 BY_BATCH = ("partly", "towers", "sizes")  # models whose way depends on the batch, not only on each sample
 
 

@@ -26,6 +26,8 @@ def pack(rows: Tensor) -> Tensor:
         int8 of shape (k, width + 4): codes, and the bytes of the row's scale.
     """
     codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    if not rows.shape[1]:  # nothing needs no scale
+        return codes
     scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     quantise(rows.float(), codes, scales)
     return torch.cat([codes, scales.view(torch.int8).view(-1, SCALE)], 1)
@@ -33,6 +35,8 @@ def pack(rows: Tensor) -> Tensor:
 
 def unpack(packed: Tensor) -> Tensor:
     """Turns what `pack` made back into rows, float32 of shape (k, width)."""
+    if not packed.shape[1]:
+        return packed.float()
     codes = packed[:, :-SCALE].contiguous()
     scales = packed[:, -SCALE:].clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)
     rows = torch.empty(codes.shape, device=codes.device)
@@ -44,7 +48,7 @@ class CodedSlot(Slot):
     """Room for one layer's rows as codes; see `Slot`."""
 
     def __init__(self, out: int, width: int, bias: int, world_size: int) -> None:
-        super().__init__(out + SCALE, width + SCALE, bias + SCALE if bias else 0, world_size)
+        super().__init__(out + SCALE if out else 0, width + SCALE, bias + SCALE if bias else 0, world_size)
 
     def pack(self, share: Share) -> Share:
         bias = None if share.bias is None else pack(share.bias[None])[0]

@@ -54,6 +54,9 @@ class Method(ABC):
     sends_bias: bool = False
     """Whether a bias gradient is sent beside the rows; otherwise it is the sum of the rows of `left`."""
 
+    chains: bool = False
+    """Whether deltas along chains of layers are recomputed and not sent, see `dadplug.chains`."""
+
     def __init__(self, options: Options) -> None:
         self.options = options
 

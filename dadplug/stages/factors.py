@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..pipeline import Pipeline
 
 
-@register_stage("factors", "lowrank")
+@register_stage("factors", "lowrank", "activations")
 class FactorStage(Stage):
     """Gathers rows from all sites, and forms the agreed gradients of them."""
 
@@ -131,14 +131,18 @@ class FactorStage(Stage):
         if any(samples):
             for unit, shares in zip(self.units, self._shares, strict=True):
                 with self.timing("decode", unit):
-                    self._gradients[unit.name] = self._decode_unit(unit, shares, samples)
+                    self._decode_unit(unit, shares, samples)
 
-    def _decode_unit(self, unit: Unit, shares: Sequence[Share], samples: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def _decode_unit(self, unit: Unit, shares: Sequence[Share], samples: Sequence[int]) -> None:
         assert isinstance(unit, FactorUnit)
         assert unit.form is not None
-        local = [share.to(unit.lead.device, self.dtype) for share in shares]
+        whole = unit.complete([share.to(unit.lead.device, self.dtype) for share in shares], self.pipeline.known)
+        if whole is None:
+            return
+        self.pipeline.known[unit.name] = whole
         weights, exact = [count / sum(samples) for count in samples], self.pipeline.method.exact
-        return decode(local, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
+        gradients = decode(whole, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
+        self._gradients[unit.name] = gradients
 
     def finish(self, notes: Sequence[Note], write: bool) -> None:
         samples = [note.samples for note in notes]
@@ -149,8 +153,8 @@ class FactorStage(Stage):
             self._shares[slot][site] = self._shares[slot][site].plus(share)
         for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
             if write and any(note.present[index] for note in notes):
-                if any(extra[slot]):
-                    self._gradients[unit.name] = self._decode_unit(unit, self._shares[slot], samples)
+                if any(extra[slot]) or unit.name not in self._gradients:
+                    self._decode_unit(unit, self._shares[slot], samples)
                 self._write_gradients(unit, *self._gradients[unit.name])
         self.bucket.end_step([[share.rows for share in shares] for shares in self._shares])
         self._present.clear()

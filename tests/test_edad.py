@@ -1,0 +1,594 @@
+"""edad: deltas recomputed along chains of layers, held against one process and against dad."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from dadplug.hooks import Elementwise, register_elementwise
+from dadplug.hooks.elementwise import _KINDS
+from test_reduction import off_by, shares
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dadplug
+
+
+def mlp(*widths: int, phi=nn.ReLU) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width, out in itertools.pairwise(widths):
+        layers += [nn.Linear(width, out), phi()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Functions(nn.Module):
+    """Every function that chains go through, and reshapes that keep rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        functions = [
+            *(nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.LeakyReLU(0.2, inplace=True), nn.ELU(), nn.Tanh()),
+            *(nn.ELU(0.5, inplace=True), nn.SELU(), nn.Sigmoid()),
+            *(nn.Identity(), nn.Unflatten(1, (1, 6)), nn.Flatten(), nn.Dropout(0.0).eval()),
+        ]
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in functions)
+        self.functions = nn.ModuleList(functions)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x):
+        for layer, function in zip(self.layers, self.functions):
+            x = function(layer(x))
+        return self.out(x.clone().view(-1, 1, 6)).squeeze(1)
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self.functions[-1].eval()
+        return self
+
+
+class Skips(nn.Module):
+    """A residual layer, an output that two layers use, and one that the loss sees too, between chains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e, self.f = (nn.Linear(6, 6) for _ in range(6))
+        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = torch.tanh(self.b(torch.tanh(self.a(x))))
+        x = x + torch.tanh(self.c(x))
+        x = torch.relu(self.e(torch.relu(self.d(x))))
+        x = self.f(x)
+        return self.left(x) + self.right(x)
+
+
+class Tokens(nn.Module):
+    """Layers over positions, with batch normalisation and dropout of its own between chains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3), nn.Flatten(), nn.Linear(9, 7))
+        self.norm = nn.LayerNorm(7)
+        self.last = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 4))
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x.view(-1, 3, 2))))
+
+
+class Partial(nn.Module):
+    """A frozen layer, a frozen bias, an unused layer, and a layer that only some batches go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.held, self.unused, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.held.bias.requires_grad_(False)
+        self.hidden, self.out = nn.Linear(6, 9), nn.Linear(9, 4)
+
+    def forward(self, x):
+        x = torch.tanh(self.held(self.frozen(x)))
+        if len(x) % 2:
+            x = torch.tanh(self.sometimes(x))
+        return self.out(torch.relu(self.hidden(x)))
+
+
+class Checkpointed(nn.Module):
+    """Chains under checkpointing of either kind, called twice."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.start, self.inner, self.end = mlp(6, 8, 6), mlp(6, 7, 6), mlp(6, 5, 4)
+
+    def forward(self, x):
+        x = self.start(x)
+        for _ in range(2):
+            x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return self.end(x)
+
+
+MODELS = {
+    "mlp": lambda: mlp(6, 9, 8, 7, 4),
+    "tanh": lambda: mlp(6, 9, 4, phi=nn.Tanh),
+    "functions": Functions,
+    "skips": Skips,
+    "tokens": Tokens,
+    "partial": Partial,
+    "checkpointed": lambda: Checkpointed(False),
+    "reentrant": lambda: Checkpointed(True),
+}
+
+
+def pair(name: str, dtype: torch.dtype = torch.float64):
+    torch.manual_seed(7)
+    reference = MODELS[name]().to(dtype)
+    return copy.deepcopy(reference), reference
+
+
+def draw(count: int, seed: int, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return inputs, torch.randint(0, 4, (count,), generator=generator)
+
+
+def loss(model, inputs, targets):
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def compare(model, reference, bound: float, what) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+        assert (p.grad is None) == (q.grad is None), (what, name)
+        assert q.grad is None or off_by(p.grad, q.grad) < bound, (what, name, off_by(p.grad, q.grad))
+
+
+def chained(reduction) -> list[str]:
+    return [row.parameter for row in reduction.plan if row.path == "activations"]
+
+
+def matches_one_process(name: str, dtype: torch.dtype, bound: float, steps: int, options: dict) -> list[str]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, reference = pair(name, dtype)
+    reduction = dadplug.GradientReduction(model, mode="edad", **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for step in range(steps):
+        inputs, targets = draw(12 + step % 3, step, dtype)
+        pieces = [shares(len(targets), site, world_size, step) for site in range(world_size)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss(model, inputs[pieces[rank]], targets[pieces[rank]]).backward()
+        reduction.synchronize()
+        for piece in pieces:
+            (loss(reference, inputs[piece], targets[piece]) * len(targets[piece]) / len(targets)).backward()
+        compare(model, reference, bound, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert reduction.first_difference() is None
+    names = chained(reduction)
+    reduction.detach()
+    return names
+
+
+ALL = {"mlp": 3, "tanh": 1, "functions": 12, "skips": 3, "tokens": 2, "partial": 3, "checkpointed": 3, "reentrant": 3}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_one_process(sites, name):
+    for names in sites(2).run(matches_one_process, name, torch.float64, 1e-9, 8, {}):
+        assert len([each for each in names if each.endswith("weight")]) == ALL[name], names
+
+
+@pytest.mark.parametrize("name", ["mlp", "skips", "checkpointed"])
+def test_gradients_are_those_of_one_process_at_four_sites_and_in_single_precision(sites, name):
+    sites(4).run(matches_one_process, name, torch.float64, 1e-9, 5, {})
+    sites(2).run(matches_one_process, name, torch.float32, 1e-5, 3, {})
+
+
+def test_share_inputs_false_keeps_the_first_layer_out_of_its_chain(sites):
+    first, _ = sites(2).run(matches_one_process, "mlp", torch.float64, 1e-9, 6, {"share_inputs": False})
+    assert "0.weight" not in first
+    assert "2.weight" in first
+
+
+def takes_any_rows(name: str, seed: int) -> None:
+    """Any number of rows and micro-batches at each site, none included, in the first step too."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, reference = pair(name)
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(30):
+        counts = torch.randint(
+            0, 6, (int(torch.randint(1, 4, (1,), generator=generator)), world_size), generator=generator
+        )
+        if step == 0:
+            counts[:] = 0  # no site learns anything here
+        if step == 1:
+            counts[:, 0] = 0  # nor the site whose order of layers the others follow
+        model.zero_grad(), reference.zero_grad()
+        total = counts.sum().item()
+        for group, row in enumerate(counts.tolist()):
+            for site, count in enumerate(row):
+                piece = draw(count, 1000 * step + 10 * group + site)
+                if count:
+                    (loss(reference, *piece) * sum(counts[:, site].tolist()) / total).backward()
+                if count and site == rank:
+                    last = group + 1 == len(counts) or step % 2
+                    with nullcontext() if last else reduction.no_sync():
+                        loss(model, *piece).backward()
+        reduction.synchronize()
+        compare(model, reference, 1e-9, step)
+    assert reduction.first_difference() is None
+    assert chained(reduction)
+    reduction.detach()
+
+
+@pytest.mark.parametrize("name", ["mlp", "functions", "partial", "reentrant"])
+def test_any_rows_at_any_site_in_any_number_of_passes(sites, name):
+    for seed in (1, 2):
+        sites(2).run(takes_any_rows, name, seed)
+    sites(4).run(takes_any_rows, name, 3)
+
+
+class Wanders(nn.Module):
+    """What a step does beyond the first one's way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.way = ""
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, x):
+        hidden = self.hidden = torch.tanh(self.a(x))
+        if self.way == "skip":
+            return self.c(torch.relu(self.b(hidden)) + hidden)
+        if self.way == "other function":
+            return self.c(torch.sigmoid(self.b(hidden)))
+        if self.way == "other order":
+            return self.c(torch.tanh(self.a(torch.relu(self.b(x)))))
+        if self.way == "left out":
+            return self.c(hidden)
+        if self.way == "twice":
+            return self.c(torch.relu(self.b(torch.relu(self.b(hidden)))))
+        if self.way == "hook":
+            hidden.register_hook(lambda gradient: 3 * gradient)
+        return self.c(torch.relu(self.b(hidden)))
+
+
+def penalised(model, inputs, targets):
+    """A loss with a gradient penalty, and one on activations, in which second derivatives and a side path meet."""
+    inputs = inputs.clone().requires_grad_(True)
+    value = loss(model, inputs, targets)
+    (slope,) = torch.autograd.grad(value, inputs, create_graph=True)
+    return value + slope.square().sum() + 1e-3 * model.hidden.abs().mean()
+
+
+def wanders(only_one_site: bool) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    reference = Wanders().double()
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    ways = (
+        "",
+        "skip",
+        "",
+        "other function",
+        "other order",
+        "left out",
+        "twice",
+        "hook",
+        "penalty",
+        "",
+        "other order",
+        "",
+    )
+    for step, way in enumerate(ways):
+        model.zero_grad(), reference.zero_grad()
+        inputs, targets = draw(9, step)
+        for site, piece in enumerate((slice(0, 4), slice(4, 9))):
+            reference.way = model.way = way if site == 0 or not only_one_site else ""
+            objective = penalised if reference.way == "penalty" else loss
+            (objective(reference, inputs[piece], targets[piece]) * len(targets[piece]) / 9).backward()
+            if site == rank:
+                objective(model, inputs[piece], targets[piece]).backward()
+        reduction.synchronize()
+        compare(model, reference, 1e-9, (step, way))
+    assert chained(reduction) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    reduction.detach()
+
+
+@pytest.mark.parametrize("only_one_site", [False, True])
+def test_steps_that_leave_the_chain_are_exact(sites, only_one_site):
+    sites(2).run(wanders, only_one_site)
+
+
+def bytes_sent(mode: str, options: dict) -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = mlp(64, 64, 64, 64, 64, 64, 64, 10)
+    reduction = dadplug.GradientReduction(model, mode=mode, **options)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = torch.randn(16, 64, generator=generator), torch.randint(0, 10, (16,), generator=generator)
+        model.zero_grad()
+        loss(model, inputs, targets).backward()
+        reduction.synchronize()
+    reduction.detach()
+    return reduction.traffic.bytes_sent, reduction.plan.bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": "bf16"}, {"wire": "int8"}])
+def test_about_half_of_the_bytes_of_dad_travel(sites, options):
+    (dad, _), _ = sites(2).run(bytes_sent, "dad", options)
+    (edad, planned), _ = sites(2).run(bytes_sent, "edad", options)
+    assert 0.4 * dad < edad < 0.6 * dad
+    if "wire" not in options:
+        assert planned == pytest.approx(edad, rel=0.05)
+
+
+def replicas_stay_equal(name: str, options: dict) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, _ = pair(name, torch.float32)
+    reduction = dadplug.GradientReduction(model, mode="edad", **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(20):
+        inputs, targets = draw(14, step, torch.float32)
+        mine = shares(14, rank, world_size, step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=step % 4 == 3):
+            value = loss(model, inputs[mine], targets[mine])
+        value.backward()
+        reduction.synchronize()
+        optimizer.step()
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_replicas_are_equal_to_the_bit(sites, wire):
+    for name in MODELS:
+        sites(2).run(replicas_stay_equal, name, {"wire": wire})
+    sites(4).run(replicas_stay_equal, "mlp", {"wire": wire})
+
+
+def autocasts() -> None:
+    """Under autocast gradients are those of dad, up to the rounding of bf16."""
+    rank, grads = dist.get_rank(), {}
+    for mode in ("dad", "edad"):
+        model, _ = pair("mlp", torch.float32)
+        reduction = dadplug.GradientReduction(model, mode=mode)
+        for step in range(2):
+            model.zero_grad()
+            inputs, targets = draw(12, step, torch.float32)
+            mine = slice(0, 5) if rank == 0 else slice(5, 12)
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss(model, inputs[mine], targets[mine])
+            value.backward()
+            reduction.synchronize()
+        grads[mode] = [parameter.grad.clone() for parameter in model.parameters()]
+        assert mode == "dad" or len(chained(reduction)) == 6
+        reduction.detach()
+    for found, expected in zip(grads["edad"], grads["dad"], strict=True):
+        assert off_by(found, expected) < 0.02
+
+
+def test_autocast_keeps_chains(sites):
+    sites(2).run(autocasts)
+
+
+def bits(mode: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = mlp(20, 30, 30, 10)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    for step in range(2):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss(model, torch.randn(8, 20, generator=generator), torch.arange(8)).backward()
+        reduction.synchronize()
+    reduction.detach()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_equal_batches_have_the_bits_of_dad(sites):
+    for found, expected in zip(sites(2).run(bits, "edad")[0], sites(2).run(bits, "dad")[0], strict=True):
+        assert torch.equal(found, expected)
+
+
+def resumes() -> None:
+    """A run that is cut in two ends where one that is not ends, to the bit."""
+    rank = dist.get_rank()
+
+    def train(model, reduction, steps):
+        for step in steps:
+            inputs, targets = draw(10, step)
+            mine = slice(0, 4) if rank == 0 else slice(4, 10)
+            model.zero_grad()
+            loss(model, inputs[mine], targets[mine]).backward()
+            reduction.synchronize()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+
+    whole, cut = pair("mlp")
+    reduction = dadplug.GradientReduction(whole, mode="edad")
+    train(whole, reduction, range(6))
+    reduction.detach()
+    reduction = dadplug.GradientReduction(cut, mode="edad")
+    train(cut, reduction, range(3))
+    state, weights = reduction.state_dict(), copy.deepcopy(cut.state_dict())
+    reduction.detach()
+    fresh = mlp(6, 9, 8, 7, 4).double()
+    fresh.load_state_dict(weights)
+    reduction = dadplug.GradientReduction(fresh, mode="edad")
+    reduction.load_state_dict(state)
+    assert reduction.step == 3
+    train(fresh, reduction, range(3, 6))
+    reduction.detach()
+    for p, q in zip(fresh.parameters(), whole.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_a_run_can_be_resumed(sites):
+    sites(2).run(resumes)
+
+
+def thaws() -> list[list[str]]:
+    """Layers are frozen and freed in mid-training: chains are found anew, and where none is left it is told."""
+    rank = dist.get_rank()
+    model, reference = pair("mlp")
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    found = []
+    for step in range(8):
+        for net in (model, reference):
+            net[4].requires_grad_(step not in (2, 3))
+            net[0].requires_grad_(step not in (4, 5))
+            net[2].requires_grad_(step != 5)
+            net[4].requires_grad_(step not in (2, 3, 5))
+            net.zero_grad()
+        inputs, targets = draw(8, step)
+        mine = slice(0, 3) if rank == 0 else slice(3, 8)
+        loss(model, inputs[mine], targets[mine]).backward()
+        if step == 5:
+            with pytest.warns(UserWarning, match="follows another"):
+                reduction.synchronize()
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                reduction.synchronize()
+        loss(reference, inputs, targets).backward()
+        compare(model, reference, 1e-9, step)
+        found.append([name for name in chained(reduction) if name.endswith("weight")])
+        reasons = {row.parameter: row.reason for row in reduction.plan}
+        assert step != 2 or reasons["2.weight"] == "ends a chain: 4 (Linear) is frozen"
+    reduction.detach()
+    return found
+
+
+def test_chains_are_found_anew_when_layers_are_frozen_or_freed(sites):
+    full = ["0.weight", "2.weight", "4.weight"]
+    expected = [full, full, ["0.weight"], ["0.weight"], ["2.weight", "4.weight"], [], full, full]
+    assert sites(2).run(thaws) == [expected] * 2
+
+
+BREAKERS = {
+    "1 (BatchNorm1d) mixes rows": lambda: [nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU()],
+    "2 (Dropout) draws its own numbers": lambda: [nn.ReLU(), nn.Dropout(), nn.LayerNorm(6)],
+    "1 (LayerNorm) mixes the numbers of a row": lambda: [nn.LayerNorm(6)],
+    "1 (GELU) has a derivative that its output does not tell": lambda: [nn.GELU()],
+    "1 (PReLU) has a slope that is trained": lambda: [nn.PReLU()],
+    "1 (Tanh) is followed by another function": lambda: [nn.Tanh(), nn.Sigmoid()],
+    "1 (LeakyReLU) is no function that chains go through": lambda: [nn.LeakyReLU(-0.1)],
+    "1 (Linear) is frozen": lambda: [nn.Linear(6, 6).requires_grad_(False)],
+}
+
+
+def refuses(breaker: str, idle: bool) -> str:
+    layers = BREAKERS[breaker]() if breaker else []
+    model = nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 4)) if breaker else nn.Linear(6, 4)
+    reduction = dadplug.GradientReduction(model.double(), mode="edad")
+    try:
+        if not (idle and dist.get_rank() == 0):
+            loss(model, *draw(4, 1)).backward()
+        with pytest.raises(ValueError, match="mode 'edad'") as error:
+            reduction.synchronize()
+    finally:
+        reduction.detach()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("breaker", [*BREAKERS, ""])
+def test_a_model_without_a_chain_is_refused_on_all_sites_by_the_module_that_breaks_it(sites, breaker):
+    for message in [*sites(2).run(refuses, breaker, False), *sites(2).run(refuses, breaker, True)]:
+        assert (breaker or "no fully connected layer in it follows another") in message
+        assert "Use mode='dad'" in message
+
+
+def names_the_layer_of_a_bad_number(where: str) -> str:
+    model, _ = pair("mlp")
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    try:
+        for step in range(3):
+            inputs, targets = draw(4, step)
+            if step == 2 and dist.get_rank() == 1 and where == "input":
+                inputs[1, 1] = float("nan")
+            value = loss(model, inputs, targets)
+            (value * float("nan") if step == 2 and where == "loss" else value).backward()
+            if step == 2:
+                with pytest.raises(dadplug.errors.NonFiniteError) as error:
+                    reduction.synchronize()
+            else:
+                reduction.synchronize()
+            if step < 2:
+                model.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    finally:
+        reduction.detach()
+    return str(error.value)
+
+
+def test_numbers_that_are_not_finite_are_found_where_they_come_from(sites):
+    for message in sites(2).run(names_the_layer_of_a_bad_number, "input"):
+        assert "input of the layer of '0.weight'" in message
+    for message in sites(2).run(names_the_layer_of_a_bad_number, "loss"):
+        assert "output of the layer of '6.weight'" in message
+
+
+FUNCTIONS = [
+    *(nn.ReLU(), nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.LeakyReLU(0.1, inplace=True), nn.ELU(0.5), nn.SELU()),
+    *(nn.ELU(inplace=True), nn.Tanh(), nn.Sigmoid()),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_outputs_tell_the_derivatives(function, dtype):
+    inputs = (3 * torch.randn(50, 7)).to(dtype).requires_grad_()
+    outputs, gradient = function(inputs * 1), torch.randn(50, 7).to(dtype)
+    (expected,) = torch.autograd.grad(outputs, inputs, gradient, retain_graph=True)
+    elementwise = Elementwise.of(outputs.grad_fn)
+    torch.testing.assert_close(elementwise.backward(gradient, outputs.detach()), expected)
+
+
+def test_functions_can_be_registered():
+    def backward(gradient, output, beta, threshold):
+        return gradient * -torch.expm1(-beta * output)
+
+    register_elementwise(["SoftplusBackward0"], backward, ["beta", "threshold"], rounds=True)
+    try:
+        model = mlp(6, 5, 4, phi=nn.Softplus).double()
+        reference = copy.deepcopy(model)
+        reduction = dadplug.GradientReduction(model, mode="edad")
+        for net in (model, reference):
+            loss(net, *draw(5, 0)).backward()
+        reduction.synchronize()
+        compare(model, reference, 1e-12, "softplus")
+        assert len(chained(reduction)) == 2
+        reduction.detach()
+    finally:
+        del _KINDS["SoftplusBackward0"]
+
+
+def test_copies_made_while_chains_are_traced_are_plain():
+    model, _ = pair("mlp")
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    inputs, targets = draw(4, 0)
+    value = loss(model, inputs, targets)
+    copied = copy.deepcopy(model)
+    value.backward()
+    assert torch.equal(copied(inputs), model(inputs))
+    reduction.detach()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_compiled_code_between_layers_is_refused_with_its_name():
+    torch._dynamo.reset()
+    model, _ = pair("mlp")
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    loss(torch.compile(model, backend="aot_eager"), *draw(4, 0)).backward()
+    with pytest.raises(ValueError, match=r"torch.compile's code before 2 \(Linear\) cannot be looked into"):
+        reduction.synchronize()
+    reduction.detach()
