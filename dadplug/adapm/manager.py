@@ -141,6 +141,19 @@ class ParameterManager:
         """The number of times that `advance_clock` has been called."""
         return self._engine.clock
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What has happened at this site so far, in keys.
+
+        ``pulled`` and ``pushed`` by workers, ``pulled_remotely`` and ``pushed_remotely`` the part that another site had
+        to answer, ``moved`` and ``replicated`` to other sites, and what is here now: ``rows`` and ``replicas``.
+        """
+        here = {"rows": 0, "replicas": 0}
+        for store in self._engine.stores:
+            here["rows"] += len(store)
+            here["replicas"] += store.replicas
+        return self._engine.counts | here
+
     def advance_clock(self) -> int:
         """Moves this site's clock on by one, usually once a batch; returns the new time."""
         self.check()
