@@ -1,6 +1,6 @@
 """The sums of all pushes are exact to the bit after random pulls, pushes, intents, moves and delays.
 
-    torchrun --nproc-per-node 3 benchmarks/adapm_stress.py --operations 10_000_000
+torchrun --nproc-per-node 3 benchmarks/adapm_stress.py --operations 10_000_000
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def stress(operations: int, technique: str, *, keys: int = 4000, width: int = 4,
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operations", type=int, default=1_000_000, help="keys pulled or pushed, at all sites together")
+    parser.add_argument("--operations", type=int, default=1_000_000, help="keys, at all sites together")
     parser.add_argument("--technique", default="all")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -75,9 +75,9 @@ class Request:
 
 
 class PullRequest(Request):
-    """A pull that other sites answer into `out`."""
+    """A pull that other sites answer into `out`; `drops` counts the replicas gone before it, if that matters."""
 
-    def __init__(self, table: int, keys: Keys, positions: NDArray[np.int32], out: Block, drops: int) -> None:
+    def __init__(self, table: int, keys: Keys, positions: NDArray[np.int32], out: Block, drops: int | None) -> None:
         super().__init__(positions.shape[0])
         self.table, self.keys, self.positions, self.out, self.drops = table, keys, positions, out, drops
 
@@ -173,13 +173,14 @@ class Engine:
         where, targets = self.stores[table].locate(self.rank, self.sites, keys)
         here = where >= 0
         if here.any():
-            out[positions[here]] = self.stores[table].read_rows(where[here])
+            kernels.place(self.stores[table].read_rows(where[here]), positions[here], out)
             away = ~here
             keys, positions, targets = keys[away], positions[away], targets[away]
         if not keys.shape[0]:
             return None
         self.counts["pulled_remotely"] += keys.shape[0]
-        request = PullRequest(table, keys, positions, out, self._drops)
+        buffered = kernels.any_requested(self.stores[table].rows, keys)
+        request = PullRequest(table, keys, positions, out, self._drops if buffered else None)
         number = self._number(request)
         self._after_pushes(self._spread(Kind.PULL, table, self.rank, number, targets, keys, positions), outbox)
         return request
@@ -198,14 +199,14 @@ class Engine:
         where = np.empty(keys.shape[0], np.int32)
         if not kernels.add(store.rows, keys, deltas, where):
             return None
-        rest = np.flatnonzero(where < 0)
-        keys, deltas = keys[rest], deltas[rest]
+        rest = np.flatnonzero(where < 0).astype(np.int32)
+        keys, deltas = keys[rest], _taken(deltas, rest)
         where, targets = store.locate(self.rank, self.sites, keys)
         here = where >= 0
         if here.any():
             kernels.add_owned(store.rows, where[here], deltas[here])
-            away = ~here
-            keys, deltas, targets = keys[away], deltas[away], targets[away]
+            away = np.flatnonzero(~here).astype(np.int32)
+            keys, deltas, targets = keys[away], _taken(deltas, away), targets[away]
         if not keys.shape[0]:
             return None
         self.counts["pushed_remotely"] += keys.shape[0]
@@ -254,6 +255,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether a round would do anything."""
         return bool(self._intents) or any(store.replicas for store in self.stores)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._requests)
 
     def run_round(self) -> None:
         """Acts on the intents that are due, and has all replicas synchronised that are not already."""
@@ -390,15 +396,15 @@ class Engine:
         request = self._requests[message.request]
         assert isinstance(request, PullRequest)
         positions, values = message.arrays
-        request.out[positions] = values
+        kernels.place(values, positions, request.out)
         request.remaining -= positions.shape[0]
         if request.remaining:
             return
         store = self.stores[request.table]
         absent = np.empty(request.keys.shape[0], np.int8)
         gone = kernels.reconcile(store.rows, request.keys, request.positions, request.out, absent)
-        if gone and request.drops != self._drops:
-            # A replica may have come and gone since, with pushes of this site that the answer lacks.
+        if gone and request.drops not in (None, self._drops):
+            # What was requested may have come and gone since, with pushes of this site that the answer lacks.
             again = absent.view(np.bool_)
             repeated = self._pull_rest(
                 message.table, request.keys[again], request.positions[again], request.out, outbox
@@ -529,6 +535,12 @@ class Engine:
             _, targets = store.locate(self.rank, self.sites, again)
             messages = self._spread(Kind.INTENT, message.table, self.rank, 0, targets, again)
             self._after_pushes(messages, outbox)
+
+
+def _taken(block: Block, rows: NDArray[np.int32]) -> Block:
+    out = np.empty((rows.shape[0], block.shape[1]), np.float32)
+    kernels.take(block, rows, out)
+    return out
 
 
 def _decisions(count: int, width: int) -> tuple[Any, Any, Any, Any, Block]:

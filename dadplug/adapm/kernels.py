@@ -148,16 +148,19 @@ def read(r: Rows, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
     Returns:
         How many keys cannot be read here; -1 - i where key i is out of range, and nothing has been copied.
     """
+    index, values = r.index, r.values  # a field taken inside of the loop costs more than the copy of a row
     missing = 0
     for i in range(keys.shape[0]):
         if keys[i] < 0 or keys[i] >= limit:
             return -1 - i
-        where[i] = get(r.index, keys[i])
+        where[i] = get(index, keys[i])
         if where[i] < 0:
             missing += 1
     for i in range(keys.shape[0]):
-        if where[i] >= 0:
-            _copy(out, i, r.values, where[i])
+        row = where[i]
+        if row >= 0:
+            for x in range(values.shape[1]):
+                out[i, x] = values[row, x]
     return missing
 
 
@@ -192,26 +195,29 @@ def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
         deltas: of shape (n, width).
         where: n numbers, overwritten: the row, or -1.
     """
+    index, values, states, versions = r.index, r.values, r.states, r.versions
+    slots, dirty, unsent = r.slots, r.dirty, r.deltas
     missing = 0
     for i in range(keys.shape[0]):
-        where[i] = _row(get(r.index, keys[i]))
+        where[i] = _row(get(index, keys[i]))
         if where[i] < 0:
             missing += 1
     for i in range(keys.shape[0]):
         row = where[i]
         if row < 0:
             continue
-        _add(r.values, row, deltas, i)
-        if r.states[row] == OWNED:
-            r.versions[row] += 1
+        for x in range(values.shape[1]):
+            values[row, x] += deltas[i, x]
+        if states[row] == OWNED:
+            versions[row] += 1
         else:
-            slot = r.slots[row]
-            if r.states[row] == REPLICA:
-                if r.dirty[slot]:
-                    _add(r.deltas, slot, deltas, i)
+            slot = slots[row]
+            if states[row] == REPLICA:
+                if dirty[slot]:
+                    _add(unsent, slot, deltas, i)
                 else:
-                    _copy(r.deltas, slot, deltas, i)
-            r.dirty[slot] = 1
+                    _copy(unsent, slot, deltas, i)
+            dirty[slot] = 1
     return missing
 
 
@@ -231,14 +237,15 @@ def locate(r: Rows, rank: int, sites: int, keys: Keys, where: Numbers, targets: 
     Returns:
         How many keys have never been touched.
     """
+    index, directory, states = r.index, r.directory, r.states
     fresh = 0
     for i in range(keys.shape[0]):
-        row = get(r.index, keys[i])
-        if row >= 0 and r.states[row] == OWNED:
+        row = get(index, keys[i])
+        if row >= 0 and states[row] == OWNED:
             where[i] = row
             targets[i] = rank
             continue
-        entry = get(r.directory, keys[i])
+        entry = get(directory, keys[i])
         targets[i] = keys[i] % sites if entry < 0 else entry >> 32
         where[i] = -1
         if targets[i] == rank:
@@ -266,9 +273,30 @@ def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
 @njit(cache=True, nogil=True)
 def add_owned(r: Rows, where: Numbers, deltas: Block) -> None:
     """Adds deltas to rows that are owned here."""
+    values, versions = r.values, r.versions
     for i in range(where.shape[0]):
-        _add(r.values, where[i], deltas, i)
-        r.versions[where[i]] += 1
+        row = where[i]
+        for x in range(values.shape[1]):
+            values[row, x] += deltas[i, x]
+        versions[row] += 1
+
+
+@njit(cache=True, nogil=True)
+def take(block: Block, rows: Numbers, out: Block) -> None:
+    """Copies rows of a block, ``out[i] = block[rows[i]]``."""
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        for x in range(block.shape[1]):
+            out[i, x] = block[row, x]
+
+
+@njit(cache=True, nogil=True)
+def place(values: Block, positions: Numbers, out: Block) -> None:
+    """Copies rows to positions, ``out[positions[i]] = values[i]``."""
+    for i in range(positions.shape[0]):
+        row = positions[i]
+        for x in range(values.shape[1]):
+            out[row, x] = values[i, x]
 
 
 @njit(cache=True, nogil=True)
@@ -318,15 +346,16 @@ def reconcile(r: Rows, keys: Keys, positions: Numbers, out: Block, absent: Codes
     Returns:
         How many are absent.
     """
+    index, values, slots, dirty = r.index, r.values, r.slots, r.dirty
     count = 0
     for i in range(keys.shape[0]):
-        number = get(r.index, keys[i])
+        number = get(index, keys[i])
         absent[i] = number == -1
         count += absent[i]
         if number >= 0:
-            _copy(out, positions[i], r.values, number)
-        elif number < -1 and r.dirty[r.slots[-2 - number]]:
-            _add(out, positions[i], r.values, -2 - number)
+            _copy(out, positions[i], values, number)
+        elif number < -1 and dirty[slots[-2 - number]]:
+            _add(out, positions[i], values, -2 - number)
     return count
 
 

@@ -21,6 +21,7 @@ from .table import Table
 _IDLE = 0.05  # seconds between looks at nothing
 _SHARE = 4  # a round is followed by a pause of this many times the time that it took
 _HURRY = 2e-4  # seconds between rounds while somebody waits for them
+_FAREWELL = 0.3  # seconds that a site's last message may take longer than the end of its connection
 _MOST_SITES = 62
 
 
@@ -88,6 +89,7 @@ class ParameterManager:
         self._barriers = 0
         self._arrived: dict[int, int] = {}
         self._left: set[int] = set()
+        self._missing: dict[int, float] = {}
         self._closed = False
         self._network: Network | None = None
         self._thread: threading.Thread | None = None
@@ -255,9 +257,7 @@ class ParameterManager:
 
     def _send(self, peer: int, message: Message) -> None:
         assert self._network is not None
-        if peer in self._left:
-            self._fail(peer)
-        elif self._failure is None:
+        if peer not in self._left and self._failure is None:
             self._network.send(peer, message)
 
     def _run(self) -> None:
@@ -286,8 +286,9 @@ class ParameterManager:
 
     def _receive(self, pause: float) -> None:
         assert self._network is not None
-        messages, lost = self._network.receive(pause, [table.width for table in self._tables])
-        for sender, message in messages:
+        messages, lost = self._network.receive(pause)
+        for sender, frames in messages:
+            message = Message.decode(frames, [table.width for table in self._tables])
             if message.kind is Kind.BARRIER:
                 with self._progress:
                     self._arrived[message.request] = self._arrived.get(message.request, 0) + 1
@@ -296,8 +297,16 @@ class ParameterManager:
                 self._left.add(sender)
             else:
                 self._engine.handle(sender, message)
-        for peer in lost:
-            if peer not in self._left:
+        for peer in (peer for peer in lost if peer not in self._left):
+            self._missing.setdefault(peer, time.monotonic() + _FAREWELL)
+        waits = self._engine.waits or self._in_a_hurry
+        for peer in self._left:  # peacefully, which matters only to who waits for an answer
+            if waits:
+                self._missing.setdefault(peer, time.monotonic() + _FAREWELL)
+            else:
+                self._missing.pop(peer, None)
+        for peer, deadline in self._missing.items():
+            if time.monotonic() > deadline:
                 self._fail(peer)
 
     def close(self) -> None:
@@ -316,7 +325,8 @@ class ParameterManager:
         if self._network is not None and self._thread is not None:
             self._network.wake()
             self._thread.join(self.timeout)
-        self._transport.close()
+        if self._network is not None:
+            self._transport.close()
 
     def __enter__(self) -> ParameterManager:
         return self

@@ -7,7 +7,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -104,19 +104,18 @@ class Network:
     def send(self, peer: int, message: Message) -> None:
         """Sends a message, and returns at once; its arrays must not change afterwards."""
         self._traffic.add(message.nbytes)
-        with self._locks[peer]:
+        with self._locks[peer], suppress(self._zmq.Again):  # nobody is there any more, as `receive` will tell
             if not self._peers[peer].closed:
-                self._peers[peer].send_multipart(message.encode(), copy=False)
+                self._peers[peer].send_multipart(message.encode(), self._zmq.NOBLOCK, copy=False)
 
-    def receive(self, timeout: float, widths: Sequence[int]) -> tuple[list[tuple[int, Message]], list[int]]:
+    def receive(self, timeout: float) -> tuple[list[tuple[int, list[Any]]], list[int]]:
         """Waits for messages.
 
         Args:
             timeout: seconds to wait at most.
-            widths: the width of each table.
 
         Returns:
-            The messages with their senders, and the sites whose connection has been lost.
+            The frames of messages with their senders, and the sites whose connection has been lost.
         """
         zmq = self._zmq
         messages, lost = [], []
@@ -132,7 +131,7 @@ class Network:
                         break
                     sender = self._ranks.get(frames[0].bytes)
                     if sender is not None:
-                        messages.append((sender, Message.decode([frame.buffer for frame in frames[1:]], widths)))
+                        messages.append((sender, [frame.buffer for frame in frames[1:]]))
             else:
                 zmq.utils.monitor.recv_monitor_message(source)
                 lost.append(self._monitors[source])
