@@ -2,7 +2,19 @@
 
 from .initialisers import Columns, Constant, Normal, Uniform
 from .manager import ParameterManager
+from .model import AdaModel
 from .pending import Pending
+from .rules import RowwiseAdagrad
 from .table import Table
 
-__all__ = ["Columns", "Constant", "Normal", "ParameterManager", "Pending", "Table", "Uniform"]
+__all__ = [
+    "AdaModel",
+    "Columns",
+    "Constant",
+    "Normal",
+    "ParameterManager",
+    "Pending",
+    "RowwiseAdagrad",
+    "Table",
+    "Uniform",
+]

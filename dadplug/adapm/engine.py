@@ -164,7 +164,8 @@ class Engine:
                 return None
             positions = np.flatnonzero(where < 0).astype(np.int32)
             request = self._pull_rest(table, keys[positions], positions, out, outbox)
-        self._post(outbox)
+            self._post(outbox)  # all of it goes to other sites, which work while the rest is copied
+            kernels.read_found(store.rows, where, out)
         return request
 
     def _pull_rest(
@@ -179,7 +180,8 @@ class Engine:
         if not keys.shape[0]:
             return None
         self.counts["pulled_remotely"] += keys.shape[0]
-        buffered = kernels.any_requested(self.stores[table].rows, keys)
+        store = self.stores[table]
+        buffered = store.replicas and kernels.any_requested(store.rows, keys)
         request = PullRequest(table, keys, positions, out, self._drops if buffered else None)
         number = self._number(request)
         self._after_pushes(self._spread(Kind.PULL, table, self.rank, number, targets, keys, positions), outbox)

@@ -136,7 +136,7 @@ def _copy(to: Block, row: int, block: Block, i: int) -> None:
 
 @njit(cache=True, nogil=True)
 def read(r: Rows, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
-    """Copies the values of keys that can be read here.
+    """Copies the values of keys if all can be read here.
 
     Args:
         r: the store.
@@ -146,7 +146,7 @@ def read(r: Rows, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
         where: n numbers, overwritten: the row, or less than 0.
 
     Returns:
-        How many keys cannot be read here; -1 - i where key i is out of range, and nothing has been copied.
+        How many keys cannot be read here, or -1 - i where key i is out of range; unless 0, nothing has been copied.
     """
     index, values = r.index, r.values  # a field taken inside of the loop costs more than the copy of a row
     missing = 0
@@ -156,12 +156,23 @@ def read(r: Rows, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
         where[i] = get(index, keys[i])
         if where[i] < 0:
             missing += 1
-    for i in range(keys.shape[0]):
+    if missing == 0:
+        for i in range(keys.shape[0]):
+            row = where[i]
+            for x in range(values.shape[1]):
+                out[i, x] = values[row, x]
+    return missing
+
+
+@njit(cache=True, nogil=True)
+def read_found(r: Rows, where: Numbers, out: Block) -> None:
+    """Copies the values of those keys that `read` has found."""
+    values = r.values
+    for i in range(where.shape[0]):
         row = where[i]
         if row >= 0:
             for x in range(values.shape[1]):
                 out[i, x] = values[row, x]
-    return missing
 
 
 @njit(cache=True, nogil=True)
@@ -238,14 +249,15 @@ def locate(r: Rows, rank: int, sites: int, keys: Keys, where: Numbers, targets: 
         How many keys have never been touched.
     """
     index, directory, states = r.index, r.directory, r.states
+    no_replicas, no_moves = r.counts[SLOTS] == 0, r.counts[DIRECTORY] == 0  # each saves a look at cold memory
     fresh = 0
     for i in range(keys.shape[0]):
         row = get(index, keys[i])
-        if row >= 0 and states[row] == OWNED:
+        if row >= 0 and (no_replicas or states[row] == OWNED):
             where[i] = row
             targets[i] = rank
             continue
-        entry = get(directory, keys[i])
+        entry = -1 if no_moves else get(directory, keys[i])
         targets[i] = keys[i] % sites if entry < 0 else entry >> 32
         where[i] = -1
         if targets[i] == rank:

@@ -138,6 +138,10 @@ class ParameterManager:
                 sites = self._transport.sites
                 raise MismatchError(f"{what} of the manager is {item} at {sites[self.rank]}, {other} at {sites[rank]}")
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replaces a tensor's values by those of site 0; all sites must call it."""
+        self._transport.broadcast(tensor)
+
     @property
     def current_clock(self) -> int:
         """The number of times that `advance_clock` has been called."""

@@ -15,6 +15,7 @@ from ..exchange import Traffic
 from .messages import Message
 
 _BATCH = 64  # messages taken in between two looks at everything else
+_BUFFER = 4 << 20  # bytes that the system keeps for a connection each way: a batch of values
 _CLOSE = 1000  # ms that the last messages get to leave
 
 
@@ -99,6 +100,8 @@ class Network:
         opened.setsockopt(self._zmq.SNDHWM, 0)  # two sites that wait for room at each other would wait for ever
         opened.setsockopt(self._zmq.RCVHWM, 0)
         opened.setsockopt(self._zmq.LINGER, _CLOSE)
+        for buffer in (self._zmq.SNDBUF, self._zmq.RCVBUF):
+            opened.setsockopt(buffer, _BUFFER)
         return opened
 
     def send(self, peer: int, message: Message) -> None:

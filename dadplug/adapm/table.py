@@ -27,6 +27,8 @@ class Table:
         name: for messages.
         width: number of values a key.
         rows: keys are smaller; None for any.
+        rank: this site.
+        world_size: number of sites; key k begins at site ``k % world_size``.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Table:
         capacity: int | None,
     ) -> None:
         self.name, self.width, self.rows = name, width, rows
+        self.rank, self.world_size = manager.rank, manager.world_size
         self._manager, self._engine, self._number = manager, engine, number
         if capacity is None:
             capacity = 1024 if rows is None else -(-rows // engine.sites)
