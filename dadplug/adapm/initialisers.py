@@ -18,9 +18,8 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @njit(cache=True, nogil=True)
-def _mixed(x: int) -> int:
+def _mixed(x: np.uint64) -> np.uint64:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014): 64 bits that pass for random."""
-    x = np.uint64(x)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

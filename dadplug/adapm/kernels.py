@@ -38,7 +38,7 @@ Block = NDArray[np.float32]
 class Rows(NamedTuple):
     """The memory of one table at one site."""
 
-    index: Index  # key to row where it can be read, to -2 - row where it is REQUESTED
+    finder: Index  # key to row where it can be read, to -2 - row where it is REQUESTED
     directory: Index  # key to (site << 32 | move): where the key went, by the highest move known here
     values: Block  # (rows, width)
     keys: Keys  # (rows,)
@@ -72,13 +72,13 @@ def _take_row(r: Rows, key: int, state: int) -> int:
     r.until[row] = 0
     r.slots[row] = -1
     r.values[row] = 0
-    put(r.index, key, row if state != REQUESTED else -2 - row)
+    put(r.finder, key, row if state != REQUESTED else -2 - row)
     return row
 
 
 @njit(cache=True, nogil=True)
 def _free_row(r: Rows, row: int) -> None:
-    erase(r.index, r.keys[row])
+    erase(r.finder, r.keys[row])
     r.states[row] = FREE
     r.slots[row] = r.counts[ROW_FREE]
     r.counts[ROW_FREE] = row
@@ -148,7 +148,7 @@ def read(r: Rows, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
     Returns:
         How many keys cannot be read here, or -1 - i where key i is out of range; unless 0, nothing has been copied.
     """
-    index, values = r.index, r.values  # a field taken inside of the loop costs more than the copy of a row
+    index, values = r.finder, r.values  # a field taken inside of the loop costs more than the copy of a row
     missing = 0
     for i in range(keys.shape[0]):
         if keys[i] < 0 or keys[i] >= limit:
@@ -206,7 +206,7 @@ def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
         deltas: of shape (n, width).
         where: n numbers, overwritten: the row, or -1.
     """
-    index, values, states, versions = r.index, r.values, r.states, r.versions
+    index, values, states, versions = r.finder, r.values, r.states, r.versions
     slots, dirty, unsent = r.slots, r.dirty, r.deltas
     missing = 0
     for i in range(keys.shape[0]):
@@ -248,7 +248,7 @@ def locate(r: Rows, rank: int, sites: int, keys: Keys, where: Numbers, targets: 
     Returns:
         How many keys have never been touched.
     """
-    index, directory, states = r.index, r.directory, r.states
+    index, directory, states = r.finder, r.directory, r.states
     no_replicas, no_moves = r.counts[SLOTS] == 0, r.counts[DIRECTORY] == 0  # each saves a look at cold memory
     fresh = 0
     for i in range(keys.shape[0]):
@@ -273,7 +273,7 @@ def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
     for i in range(keys.shape[0]):
         if where[i] != -2:
             continue
-        row = get(r.index, keys[i])
+        row = get(r.finder, keys[i])
         if row < 0:  # not a duplicate of one just made
             row = _take_row(r, keys[i], OWNED)
             rows[created] = row
@@ -323,7 +323,7 @@ def assign(r: Rows, where: Numbers, values: Block) -> None:
 def overwrite(r: Rows, keys: Keys, values: Block) -> None:
     """Lets the replicas here follow what this site has set at their owners; answers under way are older."""
     for i in range(keys.shape[0]):
-        row = get(r.index, keys[i])
+        row = get(r.finder, keys[i])
         if row < 0 or r.states[row] != REPLICA:
             continue
         slot = r.slots[row]
@@ -340,7 +340,7 @@ def any_requested(r: Rows, keys: Keys) -> bool:
     """Says whether one of the keys is on its way here."""
     found = False
     for i in range(keys.shape[0]):
-        found |= get(r.index, keys[i]) < -1
+        found |= get(r.finder, keys[i]) < -1
     return found
 
 
@@ -358,7 +358,7 @@ def reconcile(r: Rows, keys: Keys, positions: Numbers, out: Block, absent: Codes
     Returns:
         How many are absent.
     """
-    index, values, slots, dirty = r.index, r.values, r.slots, r.dirty
+    index, values, slots, dirty = r.finder, r.values, r.slots, r.dirty
     count = 0
     for i in range(keys.shape[0]):
         number = get(index, keys[i])
@@ -376,7 +376,7 @@ def want(r: Rows, keys: Keys, where: Numbers, end: int, turn: int, wanted: Codes
     """Notes an intent; keys that are not here become REQUESTED, and are flagged in `wanted`."""
     for i in range(keys.shape[0]):
         wanted[i] = 0
-        row = where[i] if where[i] >= 0 else _row(get(r.index, keys[i]))
+        row = where[i] if where[i] >= 0 else _row(get(r.finder, keys[i]))
         if row < 0:
             row = _take_row(r, keys[i], REQUESTED)
             _take_slot(r, row, turn)
@@ -493,7 +493,7 @@ def serve_sync(
 def install(r: Rows, owner: int, keys: Keys, versions: Numbers, values: Block) -> None:
     """Turns requested keys into replicas; what was pushed meanwhile is to be sent."""
     for i in range(keys.shape[0]):
-        row = -2 - get(r.index, keys[i])
+        row = -2 - get(r.finder, keys[i])
         slot = r.slots[row]
         if r.dirty[slot]:
             _copy(r.deltas, slot, r.values, row)
@@ -503,14 +503,14 @@ def install(r: Rows, owner: int, keys: Keys, versions: Numbers, values: Block) -
         r.states[row] = REPLICA
         r.versions[row] = versions[i]
         r.peers[row] = owner
-        put(r.index, keys[i], row)
+        put(r.finder, keys[i], row)
 
 
 @njit(cache=True, nogil=True)
 def own(r: Rows, rank: int, keys: Keys, versions: Numbers, moves: Numbers, masks: Keys, values: Block) -> None:
     """Makes this site the owner of keys that it had requested or replicated."""
     for i in range(keys.shape[0]):
-        row = _row(get(r.index, keys[i]))
+        row = _row(get(r.finder, keys[i]))
         slot = r.slots[row]
         r.versions[row] = versions[i]
         if r.dirty[slot]:
@@ -523,7 +523,7 @@ def own(r: Rows, rank: int, keys: Keys, versions: Numbers, moves: Numbers, masks
         _free_slot(r, row)
         r.states[row] = OWNED
         r.peers[row] = masks[i]
-        put(r.index, keys[i], row)
+        put(r.finder, keys[i], row)
         _direct(r, keys[i], rank, moves[i])
 
 
@@ -612,7 +612,7 @@ def settle(
         if codes[i] == VALUE:
             next_value += 1
         after[i] = 0
-        row = get(r.index, keys[i])
+        row = get(r.finder, keys[i])
         slot = r.slots[row]
         outdated = r.flight[slot] & OUTDATED
         r.flight[slot] = IDLE
@@ -625,7 +625,7 @@ def settle(
                 if r.dirty[slot]:
                     _copy(r.values, row, r.deltas, slot)
                 r.asked[slot] = turn
-                put(r.index, keys[i], -2 - row)
+                put(r.finder, keys[i], -2 - row)
                 after[i] = DROP
             else:
                 if r.dirty[slot]:

@@ -34,7 +34,7 @@ class Store:
         counts[[kernels.ROW_FREE, kernels.SLOT_FREE]] = -1
         rows, slots = max(capacity, 16), 16
         self.rows = Rows(
-            index=index.empty(rows),
+            finder=index.empty(rows),
             directory=index.empty(16),
             values=np.empty((rows, width), np.float32),
             keys=np.empty(rows, np.int64),
@@ -71,9 +71,9 @@ class Store:
         needed = int(counts[kernels.ROWS]) + rows
         if needed > r.keys.shape[0]:
             size = max(needed, int(_GROWTH * r.keys.shape[0]))
-            names = ("values", "keys", "states", "versions", "peers", "until", "slots")
+            names: tuple[str, ...] = ("values", "keys", "states", "versions", "peers", "until", "slots")
             self._grow(names, size, int(counts[kernels.ROW_TOP]))
-            self.rows = self.rows._replace(index=_grown(self.rows.index, size))
+            self.rows = self.rows._replace(finder=_grown(self.rows.finder, size))
         needed = int(counts[kernels.SLOTS]) + slots
         if needed > r.tracked.shape[0]:
             size = max(needed, int(_GROWTH * r.tracked.shape[0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -215,7 +215,7 @@ class Table:
             raise FloatingPointError(f"the {name} of key {key} (position {row}) of table {self.name!r} hold NaN or Inf")
         return block
 
-    def _refuse(self, flat: Any, position: int) -> None:
+    def _refuse(self, flat: Any, position: int) -> NoReturn:
         most = "" if self.rows is None else f" to {self.rows - 1}"
         raise IndexError(
             f"key {int(flat[position])} (position {position}) is out of range: table {self.name!r} has keys 0{most}"
