@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dadplug.adapm import kernels
+from dadplug.adapm import rows
 from dadplug.adapm.engine import TECHNIQUES, Engine
 from dadplug.adapm.initialisers import Constant
 from dadplug.adapm.store import Store
@@ -229,5 +229,5 @@ def test_a_replica_that_nobody_changes_is_not_sent_again():
     simulation.deliver()
     ((_, _, answer),) = simulation.on_the_way
     keys, codes, _, values = answer.arrays
-    assert dict(zip(keys.tolist(), codes.tolist(), strict=True)) == {1: kernels.SAME, 3: kernels.VALUE}
+    assert dict(zip(keys.tolist(), codes.tolist(), strict=True)) == {1: rows.SAME, 3: rows.VALUE}
     assert values.shape == (1, WIDTH)

@@ -1,36 +1,6 @@
-"""The protocol of one site, without threads or a network: messages in, messages out.
+"""The state machine of one site, without threads or a network: messages in, messages out.
 
-Where a key lives
-    Each key has one **owner**, which holds its true value. It begins at its home, ``key mod sites``. Where a key moves,
-    the move gets a number, one higher than the last; the former owner and the home note (site, number) in their
-    directory, and a note is only replaced by one with a higher number. A message for a key that a site does not own
-    goes on to where its directory points, else to the key's home. Each hop leads to a later move, so that a message
-    reaches the owner; one that overtakes the key on its way is sent back and forth until the key has arrived. No step
-    relies on messages arriving in the order in which they were sent.
-
-What a site asks for
-    PULL and PUSH carry any keys. The owner answers the asking site directly, with values or with the number of keys
-    that it has added to. INTENT asks for keys that the site will need. The owner answers with a REPLICA if itself or a
-    third site has intent for the key, else with a MOVE, which makes the asking site the owner.
-
-    Replicas add what is pushed to them to their value, and to a delta. In each round a site sends SYNC for all its
-    replicas: key, version and, where there is one, the delta. The owner adds the delta and answers (SYNCED) with its
-    value where it is news to the replica. A replica without intent ahead says in its SYNC that it leaves. If the site
-    that asks is the last one with intent, the answer is a MOVE.
-
-Why no push is lost and own pushes are visible
-    1. For each key a site has at most one INTENT or SYNC under way, and only the answer to it changes the key's state
-       at that site. What the answer holds includes all that the request held, so ``answer + what was pushed since`` is
-       right whatever happened meanwhile.
-    2. An INTENT leaves when the pushes that this site had sent before are answered; from the moment it is noted on,
-       pushes to its keys wait here. So the value in the answer includes all earlier pushes of this site.
-    3. A PULL, too, leaves when the pushes sent before are answered. Pushes to a requested key are added to what the
-       owner answers. Should a replica have come and gone meanwhile, the pull is repeated.
-    4. A replica that leaves stays readable until the owner has answered; what was pushed since then goes as a PUSH.
-    5. Pushes commute, so that an owner may add them in any order.
-
-    `set` does not commute: it first has this site's own pushes delivered. Among sites that set and push the same key
-    at the same time, the owner's order counts.
+The protocol is written down in `dadplug.adapm.messages`.
 """
 
 from __future__ import annotations
@@ -44,58 +14,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import kernels
-from .kernels import AWAY, DIRTY, DROP, DROPPED, MOVED, SAME, VALUE, Block, Keys
+from . import kernels, placement
 from .messages import Kind, Message
+from .requests import Flush, PullRequest, Request, SetRequest
+from .rows import (
+    AWAY,
+    DIRTY,
+    DROP,
+    DROPPED,
+    MOVED,
+    RELOCATE,
+    RELOCATE_OR_REPLICATE,
+    REPLICATE,
+    SAME,
+    STAY,
+    VALUE,
+    Block,
+    Keys,
+)
 from .store import Store
 from .timing import ActionTiming
 
 TECHNIQUES = {
-    "all": kernels.RELOCATE_OR_REPLICATE,
-    "replication_only": kernels.REPLICATE,
-    "relocation_only": kernels.RELOCATE,
-    "static": kernels.STAY,
+    "all": RELOCATE_OR_REPLICATE,
+    "replication_only": REPLICATE,
+    "relocation_only": RELOCATE,
+    "static": STAY,
 }
 COUNTS = ("pulled", "pulled_remotely", "pushed", "pushed_remotely", "moved", "replicated")
 Outbox = list[tuple[int, Message]]
-
-
-class Request:
-    """A pull, push or set that is under way.
-
-    Attributes:
-        done: set when it has been answered, or never will be.
-    """
-
-    def __init__(self, remaining: int) -> None:
-        self.done = threading.Event()
-        self.remaining = remaining
-        if not remaining:
-            self.done.set()
-
-
-class PullRequest(Request):
-    """A pull that other sites answer into `out`; `drops` counts the replicas gone before it, if that matters."""
-
-    def __init__(self, table: int, keys: Keys, positions: NDArray[np.int32], out: Block, drops: int | None) -> None:
-        super().__init__(positions.shape[0])
-        self.table, self.keys, self.positions, self.out, self.drops = table, keys, positions, out, drops
-
-
-class SetRequest(Request):
-    """A set that other sites answer; the values wait for the replicas here."""
-
-    def __init__(self, table: int, keys: Keys, values: Block) -> None:
-        super().__init__(keys.shape[0])
-        self.table, self.keys, self.values = table, keys, values
-
-
-class Flush:
-    """What `Engine.flushed` waits for: a round that begins from now on, then the pushes sent until then."""
-
-    def __init__(self, since: int) -> None:
-        self.since = since
-        self.last: int | None = None
 
 
 class Engine:
@@ -245,7 +192,7 @@ class Engine:
 
     def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
         """Notes that this site will use keys while ``start <= clock < end``."""
-        if self.sites == 1 or self.technique == kernels.STAY:
+        if self.sites == 1 or self.technique == STAY:
             return
         with self._lock:
             self._intent_order += 1
@@ -283,7 +230,7 @@ class Engine:
         missing = int((where < 0).sum())
         store.make_room(missing, missing)
         wanted = np.empty(keys.shape[0], np.int8)
-        kernels.want(store.rows, keys, where, end, self.round, wanted)
+        placement.want(store.rows, keys, where, end, self.round, wanted)
         asked = wanted.view(np.bool_)
         if asked.any():
             messages = self._spread(Kind.INTENT, table, self.rank, 0, targets[asked], keys[asked])
@@ -295,11 +242,11 @@ class Engine:
             return
         keys, versions, slots = np.empty(size, np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
         flags, owners = np.empty(size, np.int8), np.empty(size, np.int8)
-        count = kernels.collect(store.rows, self.clock, self.round, keys, versions, flags, owners, slots)
+        count = placement.collect(store.rows, self.clock, self.round, keys, versions, flags, owners, slots)
         for owner in np.unique(owners[:count]):
             chosen = np.flatnonzero(owners[:count] == owner)
             deltas = np.empty((int((flags[chosen] & DIRTY).sum()), store.width), np.float32)
-            kernels.take_deltas(store.rows, slots[chosen], deltas)
+            placement.take_deltas(store.rows, slots[chosen], deltas)
             arrays: list[NDArray[Any]] = [keys[chosen], versions[chosen], flags[chosen], deltas]
             outbox.append((int(owner), Message(Kind.SYNC, table, self.rank, 0, 0, arrays)))
 
@@ -312,7 +259,7 @@ class Engine:
         """Says whether a flush is over; rounds must go on meanwhile."""
         with self._lock:
             if flush.last is None:
-                if any(kernels.unsettled(store.rows, flush.since) for store in self.stores):
+                if any(placement.unsettled(store.rows, flush.since) for store in self.stores):
                     return False
                 flush.last = self._last_request
             return not self._unapplied or next(iter(self._unapplied)) > flush.last
@@ -453,7 +400,7 @@ class Engine:
         store.make_directory_room(count)
         keys = message.arrays[0][here]
         codes, versions, moves, masks, values = _decisions(count, store.width)
-        kernels.serve_intent(
+        placement.serve_intent(
             store.rows, message.origin, self.clock, self.technique, rows, codes, versions, moves, masks, values
         )
         chosen = codes == VALUE
@@ -471,13 +418,13 @@ class Engine:
             outbox.append((message.origin, Message(Kind.MOVE, message.table, self.rank, 0, 0, parts)))
 
     def _on_replica(self, sender: int, message: Message, outbox: Outbox) -> None:
-        kernels.install(self.stores[message.table].rows, sender, *message.arrays)
+        placement.install(self.stores[message.table].rows, sender, *message.arrays)
 
     def _on_move(self, sender: int, message: Message, outbox: Outbox) -> None:
         keys, versions, moves, masks, values = message.arrays
         store = self.stores[message.table]
         store.make_directory_room(keys.shape[0])
-        kernels.own(store.rows, self.rank, keys, versions, moves, masks, values)
+        placement.own(store.rows, self.rank, keys, versions, moves, masks, values)
         homes = keys % self.sites
         told = (homes != self.rank) & (homes != sender)
         if told.any():
@@ -487,7 +434,7 @@ class Engine:
     def _on_owner(self, sender: int, message: Message, outbox: Outbox) -> None:
         store = self.stores[message.table]
         store.make_directory_room(message.arrays[0].shape[0])
-        kernels.direct(store.rows, *message.arrays, message.origin)
+        placement.direct(store.rows, *message.arrays, message.origin)
 
     def _on_sync(self, sender: int, message: Message, outbox: Outbox) -> None:
         keys, versions, flags, deltas = message.arrays
@@ -495,7 +442,7 @@ class Engine:
         where, targets = store.locate(self.rank, self.sites, keys)
         store.make_directory_room(keys.shape[0])
         codes, _, moves, masks, values = _decisions(keys.shape[0], store.width)
-        kernels.serve_sync(
+        placement.serve_sync(
             store.rows,
             message.origin,
             self.clock,
@@ -529,7 +476,7 @@ class Engine:
         self._drops += int((codes == DROPPED).any())
         after = np.empty(keys.shape[0], np.int8)
         rest = np.empty((keys.shape[0], store.width), np.float32)
-        left = kernels.settle(store.rows, sender, self.clock, self.round, keys, codes, versions, values, after, rest)
+        left = placement.settle(store.rows, sender, self.clock, self.round, keys, codes, versions, values, after, rest)
         if left:
             self._push(message.table, keys[after == DIRTY], rest[:left], outbox)
         again = keys[after == DROP]

@@ -1,4 +1,37 @@
-"""What sites say to each other: a kind, a table, who asked, and arrays of numbers."""
+"""The protocol: what sites say to each other, and why it holds.
+
+Where a key lives
+    Each key has one **owner**, which holds its true value. It begins at its home, ``key mod sites``. Where a key moves,
+    the move gets a number, one higher than the last; the former owner and the home note (site, number) in their
+    directory, and a note is only replaced by one with a higher number. A message for a key that a site does not own
+    goes on to where its directory points, else to the key's home. Each hop leads to a later move, so that a message
+    reaches the owner; one that overtakes the key on its way is sent back and forth until the key has arrived. No step
+    relies on messages arriving in the order in which they were sent.
+
+What a site asks for
+    PULL and PUSH carry any keys. The owner answers the asking site directly, with values or with the number of keys
+    that it has added to. INTENT asks for keys that the site will need. The owner answers with a REPLICA if itself or a
+    third site has intent for the key, else with a MOVE, which makes the asking site the owner.
+
+    Replicas add what is pushed to them to their value, and to a delta. In each round a site sends SYNC for all its
+    replicas: key, version and, where there is one, the delta. The owner adds the delta and answers (SYNCED) with its
+    value where it is news to the replica. A replica without intent ahead says in its SYNC that it leaves. If the site
+    that asks is the last one with intent, the answer is a MOVE.
+
+Why no push is lost and own pushes are visible
+    1. For each key a site has at most one INTENT or SYNC under way, and only the answer to it changes the key's state
+       at that site. What the answer holds includes all that the request held, so ``answer + what was pushed since`` is
+       right whatever happened meanwhile.
+    2. An INTENT leaves when the pushes that this site had sent before are answered; from the moment it is noted on,
+       pushes to its keys wait here. So the value in the answer includes all earlier pushes of this site.
+    3. A PULL, too, leaves when the pushes sent before are answered. Pushes to a requested key are added to what the
+       owner answers. Should a replica have come and gone meanwhile, the pull is repeated.
+    4. A replica that leaves stays readable until the owner has answered; what was pushed since then goes as a PUSH.
+    5. Pushes commute, so that an owner may add them in any order.
+
+    `set` does not commute: it first has this site's own pushes delivered. Among sites that set and push the same key
+    at the same time, the owner's order counts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +46,7 @@ from numpy.typing import NDArray
 
 
 class Kind(IntEnum):
-    """The kinds of message; `protocol` says what they do."""
+    """The kinds of message, with their arrays."""
 
     PULL = 0  # keys, positions
     PULLED = 1  # positions, values

@@ -183,7 +183,7 @@ class AdaModel(nn.Module):
         """
         names = {
             name: weight
-            for name, parameter in self.module.named_parameters()
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
             for weight in self.managed.values()
             if weight.parameter is parameter and name in state_dict
         }
@@ -198,7 +198,7 @@ class AdaModel(nn.Module):
         if strict and (missing or result.unexpected_keys):
             raise ValueError(f"the state lacks {missing} and has {result.unexpected_keys} besides")
         self.manager.wait_sync(everywhere=True)
-        for name, weight in names.items():
+        for weight, name in {weight: name for name, weight in names.items()}.items():
             for keys in weight.home_keys(self.manager.rank, self.manager.world_size):
                 fresh = torch.zeros(keys.numel(), weight.table.width)
                 fresh[:, : weight.width] = state_dict[name][keys]

@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import index, kernels
+from . import rows as layout
 from .initialisers import Initialiser
-from .kernels import Block, Keys, Numbers, Rows
+from .rows import Block, Keys, Numbers, Rows
 
 _GROWTH = 1.5
 UNBOUNDED = np.iinfo(np.int64).max
@@ -31,7 +32,7 @@ class Store:
         self.limit = UNBOUNDED if limit is None else limit
         self.initialiser = initialiser
         counts = np.zeros(8, np.int64)
-        counts[[kernels.ROW_FREE, kernels.SLOT_FREE]] = -1
+        counts[[layout.ROW_FREE, layout.SLOT_FREE]] = -1
         rows, slots = max(capacity, 16), 16
         self.rows = Rows(
             finder=index.empty(rows),
@@ -53,12 +54,12 @@ class Store:
         )
 
     def __len__(self) -> int:
-        return int(self.rows.counts[kernels.ROWS])
+        return int(self.rows.counts[layout.ROWS])
 
     @property
     def replicas(self) -> int:
         """Number of keys that are replicated here, or requested."""
-        return int(self.rows.counts[kernels.SLOTS])
+        return int(self.rows.counts[layout.SLOTS])
 
     @property
     def nbytes(self) -> int:
@@ -68,17 +69,17 @@ class Store:
     def make_room(self, rows: int, slots: int = 0) -> None:
         """Grows the arrays so that this many rows and slots can be taken."""
         r, counts = self.rows, self.rows.counts
-        needed = int(counts[kernels.ROWS]) + rows
+        needed = int(counts[layout.ROWS]) + rows
         if needed > r.keys.shape[0]:
             size = max(needed, int(_GROWTH * r.keys.shape[0]))
             names: tuple[str, ...] = ("values", "keys", "states", "versions", "peers", "until", "slots")
-            self._grow(names, size, int(counts[kernels.ROW_TOP]))
+            self._grow(names, size, int(counts[layout.ROW_TOP]))
             self.rows = self.rows._replace(finder=_grown(self.rows.finder, size))
-        needed = int(counts[kernels.SLOTS]) + slots
+        needed = int(counts[layout.SLOTS]) + slots
         if needed > r.tracked.shape[0]:
             size = max(needed, int(_GROWTH * r.tracked.shape[0]))
             names = ("tracked", "deltas", "dirty", "flight", "asked", "answered")
-            self._grow(names, size, int(counts[kernels.SLOT_TOP]))
+            self._grow(names, size, int(counts[layout.SLOT_TOP]))
 
     def _grow(self, names: tuple[str, ...], size: int, used: int) -> None:
         grown = {}
@@ -90,7 +91,7 @@ class Store:
 
     def make_directory_room(self, keys: int) -> None:
         """Grows the directory so that this many keys can be noted."""
-        needed = int(self.rows.counts[kernels.DIRECTORY]) + keys
+        needed = int(self.rows.counts[layout.DIRECTORY]) + keys
         if needed > index.room(self.rows.directory):
             self.rows = self.rows._replace(directory=_grown(self.rows.directory, int(_GROWTH * needed)))
 
