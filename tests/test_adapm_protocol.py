@@ -96,6 +96,9 @@ class Simulation:
         """After a flush everywhere, each site sees all sums, and each key has one owner."""
         self.flush()
         self.flush()
+        while self.on_the_way:
+            self.deliver()
+        assert all(engine.round_over for engine in self.engines)
         owners = [engine.owned(0)[0] for engine in self.engines]
         together = np.concatenate(owners)
         assert len(set(together.tolist())) == len(together)

@@ -76,6 +76,7 @@ class Engine:
         self._intents: list[tuple[int, int, int, int, Keys]] = []  # heap: start, order, end, table, keys
         self._intent_order = 0
         self._drops = 0
+        self._unanswered = 0  # keys for which an INTENT or SYNC is under way
         self._handlers: dict[Kind, Callable[[int, Message, Outbox], None]] = {
             Kind.PULL: self._on_pull,
             Kind.PULLED: self._on_pulled,
@@ -206,6 +207,11 @@ class Engine:
         return bool(self._intents) or any(store.replicas for store in self.stores)
 
     @property
+    def round_over(self) -> bool:
+        """Whether all that the rounds so far have asked for has been answered."""
+        return self._unanswered == 0
+
+    @property
     def waits(self) -> bool:
         """Whether a request is under way."""
         return bool(self._requests)
@@ -233,6 +239,7 @@ class Engine:
         placement.want(store.rows, keys, where, end, self.round, wanted)
         asked = wanted.view(np.bool_)
         if asked.any():
+            self._unanswered += int(asked.sum())
             messages = self._spread(Kind.INTENT, table, self.rank, 0, targets[asked], keys[asked])
             self._after_pushes(messages, outbox)
 
@@ -243,6 +250,7 @@ class Engine:
         keys, versions, slots = np.empty(size, np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
         flags, owners = np.empty(size, np.int8), np.empty(size, np.int8)
         count = placement.collect(store.rows, self.clock, self.round, keys, versions, flags, owners, slots)
+        self._unanswered += count
         for owner in np.unique(owners[:count]):
             chosen = np.flatnonzero(owners[:count] == owner)
             deltas = np.empty((int((flags[chosen] & DIRTY).sum()), store.width), np.float32)
@@ -418,12 +426,14 @@ class Engine:
             outbox.append((message.origin, Message(Kind.MOVE, message.table, self.rank, 0, 0, parts)))
 
     def _on_replica(self, sender: int, message: Message, outbox: Outbox) -> None:
+        self._unanswered -= message.arrays[0].shape[0]
         placement.install(self.stores[message.table].rows, sender, *message.arrays)
 
     def _on_move(self, sender: int, message: Message, outbox: Outbox) -> None:
         keys, versions, moves, masks, values = message.arrays
         store = self.stores[message.table]
         store.make_directory_room(keys.shape[0])
+        self._unanswered -= keys.shape[0]
         placement.own(store.rows, self.rank, keys, versions, moves, masks, values)
         homes = keys % self.sites
         told = (homes != self.rank) & (homes != sender)
@@ -480,6 +490,7 @@ class Engine:
         if left:
             self._push(message.table, keys[after == DIRTY], rest[:left], outbox)
         again = keys[after == DROP]
+        self._unanswered += again.shape[0] - keys.shape[0]
         if again.shape[0]:
             _, targets = store.locate(self.rank, self.sites, again)
             messages = self._spread(Kind.INTENT, message.table, self.rank, 0, targets, again)

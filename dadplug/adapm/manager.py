@@ -276,7 +276,8 @@ class ParameterManager:
                     pause = min(pause, _HURRY)
                 self._receive(pause)
                 now = time.monotonic()
-                if self._in_a_hurry or (now >= next_round and self._engine.busy):
+                due = self._in_a_hurry or (now >= next_round and self._engine.busy)
+                if due and self._engine.round_over:
                     self._engine.run_round()
                     end = time.monotonic()
                     next_round = end + max(self._interval, _SHARE * (end - now))

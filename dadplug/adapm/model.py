@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from ..reduction import GradientReduction
 from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight
 from .manager import ParameterManager
+from .recorder import IntentError, Recorder
 from .rules import rule_of
 
 _CHUNK = 65536  # rows that are gathered or set at a time
@@ -44,6 +45,7 @@ class AdaModel(nn.Module):
         manager: the parameter manager.
         reduction: the gradient reduction of the other parameters; None if there are none.
         managed: the managed weights by parameter name.
+        clock_by_loader: whether an `AdaDataLoader` moves the clock, instead of ``optimizer.step()``.
 
     Raises:
         ValueError: if a layer or the optimizer has an option that rows of a batch cannot have.
@@ -81,6 +83,13 @@ class AdaModel(nn.Module):
         self._scale = 1.0 / self.manager.world_size if reduce == "mean" else 1.0
         self._padding: dict[str, set[int]] = {}
         self._overrides: list[ManagedEmbedding | ManagedEmbeddingBag] = []
+        paths = {name: [path for path, _ in modules] for name, modules in layers.items()}
+        self.clock_by_loader = False
+        self._recorder: Recorder | BaseException
+        try:
+            self._recorder = Recorder(model, paths)
+        except Exception as error:  # a model that cannot be copied trains, with manual intent
+            self._recorder = error
         hidden = [(module, module._parameters.pop("weight")) for modules in layers.values() for _, module in modules]
         try:  # the reduction neither sends nor compares what is managed
             if any(True for _ in model.parameters()):
@@ -135,7 +144,20 @@ class AdaModel(nn.Module):
         """Pushes what an optimizer adds to managed rows, and moves the clock on; ``optimizer.step()`` calls it."""
         for name, weight in self.managed.items():
             weight.step(_group_of(optimizer, weight.parameter), self._scale, self._padding[name])
-        self.manager.advance_clock()
+        if not self.clock_by_loader:
+            self.manager.advance_clock()
+
+    def record(self, forward: Callable[[Any, Any], Any], batch: Any) -> dict[str, Tensor]:
+        """Finds the rows that a batch will look up, by a forward pass on shapes; see `Recorder.record`.
+
+        Raises:
+            IntentError: if they cannot be known before the forward pass.
+        """
+        if not isinstance(self._recorder, Recorder):
+            raise IntentError(
+                f"automatic intent needs a model that can be copied: {self._recorder}"
+            ) from self._recorder
+        return self._recorder.record(forward, batch, self.module.training)
 
     def intent(self, ids: Mapping[str, Tensor], start: int, end: int = 0) -> None:
         """Says which rows a batch will look up.
