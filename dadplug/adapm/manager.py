@@ -20,6 +20,7 @@ from .table import Table
 
 _IDLE = 0.05  # seconds between looks at nothing
 _SHARE = 4  # a round is followed by a pause of this many times the time that it took
+_LONGEST = 0.02  # seconds that the pause takes at most: after a round with many new intents, the next ones wait
 _HURRY = 2e-4  # seconds between rounds while somebody waits for them
 _FAREWELL = 0.3  # seconds that a site's last message may take longer than the end of its connection
 _MOST_SITES = 62
@@ -280,7 +281,7 @@ class ParameterManager:
                 if due and self._engine.round_over:
                     self._engine.run_round()
                     end = time.monotonic()
-                    next_round = end + max(self._interval, _SHARE * (end - now))
+                    next_round = end + max(self._interval, min(_SHARE * (end - now), _LONGEST))
                 if self._in_a_hurry:
                     with self._progress:
                         self._progress.notify_all()

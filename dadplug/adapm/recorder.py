@@ -73,7 +73,8 @@ class _Recording(ForwardOverride):
         if input.is_meta:
             raise IntentError(f"the ids for {self.name} come out of floating-point numbers")
         self.recorder.ids.setdefault(self.name, []).append(input.detach().reshape(-1).long().cpu())
-        width = self.module.weight.shape[1]
+        assert isinstance(self.module, (nn.Embedding, nn.EmbeddingBag))
+        width = self.module.embedding_dim
         shape: tuple[int, ...] = (*input.shape, width)
         if isinstance(self.module, nn.EmbeddingBag):
             bags = input.shape[0]
