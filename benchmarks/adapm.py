@@ -80,7 +80,8 @@ def loop(manager: ParameterManager, table: Table, batches: list[torch.Tensor], l
     first = manager.current_clock
     for step, keys in enumerate(batches[:lookahead]):
         table.intent(keys, first + step)
-    time.sleep(0.1 if lookahead else 0)
+    for _ in range(3):  # the keys of the first batches arrive; from then on intent is ahead
+        manager.wait_sync()
     manager.barrier()
     before, sent = manager.counts, manager.traffic.total_bytes_sent
     start = time.perf_counter()
