@@ -20,7 +20,7 @@ from .table import Table
 
 _IDLE = 0.05  # seconds between looks at nothing
 _SHARE = 4  # a round is followed by a pause of this many times the time that it took
-_LONGEST = 0.02  # seconds that the pause takes at most: after a round with many new intents, the next ones wait
+_LONGEST = 0.05  # seconds that the pause takes at most: after a round with many new intents, the next ones wait
 _HURRY = 2e-4  # seconds between rounds while somebody waits for them
 _FAREWELL = 0.3  # seconds that a site's last message may take longer than the end of its connection
 _MOST_SITES = 62
