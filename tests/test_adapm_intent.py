@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -314,6 +316,7 @@ def trains_ahead():
         managed(inputs).square().mean().backward()
         managed.synchronize()
         optimizer.step()
+        time.sleep(0.005)  # as if there were work to do
     counts = managed.manager.counts
     managed.manager.barrier()
     managed.close()
@@ -323,4 +326,4 @@ def trains_ahead():
 
 def test_rows_are_here_before_their_batch(sites):
     pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
-    assert max(sites(2).run(trains_ahead)) < 0.3  # without intent one half
+    assert max(sites(2).run(trains_ahead)) < 0.4  # without intent one half
