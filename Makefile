@@ -33,7 +33,7 @@ $(READY): $(PACKAGING)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "pip<24.1" "setuptools>=64,<81" wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
-		--editable ".[catalyst,lightning,examples,test]"
+		--editable ".[adapm,catalyst,lightning,examples,test]"
 	touch $@
 
 clean:

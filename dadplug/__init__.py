@@ -21,6 +21,7 @@ from .runners import register_strategies  # noqa: E402  (needs the path)
 register_strategies()  # so that a Lightning Trainer knows the modes by name
 
 if TYPE_CHECKING:
+    from . import adapm as adapm
     from . import lowrank as lowrank
     from .errors import MismatchError, NonFiniteError, SiteError
     from .exchange import connect
@@ -36,7 +37,7 @@ _LAZY = {
     "SiteError": "errors",
     "connect": "exchange",
 }
-_MODULES = ("callbacks", "data", "hooks", "lowrank", "models", "runners")
+_MODULES = ("adapm", "callbacks", "data", "hooks", "lowrank", "models", "runners")
 
 __all__ = [
     "DADStrategy",
@@ -45,6 +46,7 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "SiteError",
+    "adapm",
     "connect",
     "lowrank",
 ]

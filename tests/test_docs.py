@@ -77,7 +77,8 @@ def test_every_option_and_every_mode_has_its_place():
     assert [mode for mode in method_names() if f"`{mode}`" not in readme] == []
 
 
-SNIPPETS = [(page, number) for page in (ROOT / "README.md", *GUIDES) for number in range(len(snippets(page)))]
+RUN = (ROOT / "README.md", ROOT / "docs" / "methods" / "adapm.md", *GUIDES)
+SNIPPETS = [(page, number) for page in RUN for number in range(len(snippets(page)))]
 
 
 @pytest.mark.parametrize(("page", "number"), SNIPPETS, ids=lambda item: getattr(item, "stem", item))

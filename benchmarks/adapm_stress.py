@@ -1,0 +1,84 @@
+"""The sums of all pushes are exact to the bit after random pulls, pushes, intents, moves and delays.
+
+torchrun --nproc-per-node 3 benchmarks/adapm_stress.py --operations 10_000_000
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dadplug
+from dadplug.adapm import ParameterManager
+
+
+def stress(operations: int, technique: str, *, keys: int = 4000, width: int = 4, seed: int = 0) -> dict[str, Any]:
+    """Does random operations on keys at this site and, meanwhile, at the others; checks the sums; returns figures.
+
+    Args:
+        operations: number of keys to pull or push, at each site.
+        technique: see `ParameterManager`.
+        keys: number of keys, half of which take part in most operations.
+        width: number of values a key.
+        seed: the same at all sites.
+    """
+    start = time.perf_counter()
+    with ParameterManager(technique=technique, timeout=60) as manager:
+        table = manager.table("stress", width, rows=keys)
+        rank, sites = manager.rank, manager.world_size
+        chance = random.Random(seed * 100 + rank)
+        generator = torch.Generator().manual_seed(seed * 100 + rank)
+        pushed = torch.zeros(keys, width)
+        done = 0
+        under_way = []
+        while done < operations:
+            some = torch.randint(keys, (chance.randrange(1, 512),), generator=generator)
+            if chance.random() < 0.5:  # a hot part that all sites share, and one that moves from site to site
+                some = some % 50 + keys // 2 * ((manager.current_clock // 100 + rank) % 2)
+            action = chance.random()
+            if action < 0.5:
+                deltas = torch.randint(1, 8, (*some.shape, width), generator=generator).float()
+                pushed.index_add_(0, some, deltas)
+                under_way.append(table.push_async(some, deltas))
+                done += some.numel()
+            elif action < 0.8:
+                least = pushed[some]
+                assert (table.pull(some) >= least).all(), "a site does not see its own pushes"
+                done += some.numel()
+            elif action < 0.9:
+                begin = manager.current_clock + chance.randrange(0, 40)
+                table.intent(some, begin, begin + chance.randrange(1, 30))
+            else:
+                manager.advance_clock()
+            if chance.random() < 0.002:
+                time.sleep(chance.random() * 0.01)
+            if len(under_way) > 20:
+                under_way.pop(chance.randrange(len(under_way))).wait()
+        manager.wait_sync(everywhere=True)
+        expected = pushed.clone()
+        if sites > 1:
+            dist.all_reduce(expected)
+        assert torch.equal(table.pull(torch.arange(keys)), expected), "the sums differ"
+        owned = torch.tensor([len(table.owned()[0])])
+        if sites > 1:
+            dist.all_reduce(owned)
+        assert int(owned) == int((expected != 0).any(1).sum()), "a key has no owner, or two"
+        manager.barrier()
+        return {"operations": done, "seconds": time.perf_counter() - start, **manager.counts}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operations", type=int, default=1_000_000, help="keys, at all sites together")
+    parser.add_argument("--technique", default="all")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dadplug.connect()
+    sites = dist.get_world_size() if dist.is_initialized() else 1
+    print(stress(args.operations // sites, args.technique, seed=args.seed))

@@ -1,0 +1,24 @@
+"""Parameter management for sparse layers: rows of values that live spread over the sites (AdaPM)."""
+
+from .initialisers import Columns, Constant, Normal, Uniform
+from .loader import AdaDataLoader
+from .manager import ParameterManager
+from .model import AdaModel
+from .pending import Pending
+from .recorder import IntentError
+from .rules import RowwiseAdagrad
+from .table import Table
+
+__all__ = [
+    "AdaDataLoader",
+    "AdaModel",
+    "Columns",
+    "Constant",
+    "IntentError",
+    "Normal",
+    "ParameterManager",
+    "Pending",
+    "RowwiseAdagrad",
+    "Table",
+    "Uniform",
+]

@@ -1,0 +1,88 @@
+"""Open addressing from keys to numbers, for numba kernels: linear probing, keys of at least 0, no tombstones."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Index = NDArray[np.int64]  # of shape (power of two, 2): key or -1, and its number; one cache line holds both
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+_HALF = np.uint64(32)
+
+
+def empty(size: int) -> Index:
+    """Makes an index with room for `size` keys at a load of at most two thirds."""
+    places = 16
+    while 2 * places < 3 * size:
+        places *= 2
+    index = np.empty((places, 2), np.int64)
+    index[:, 0] = -1
+    return index
+
+
+def room(index: Index) -> int:
+    """Says how many keys fit before the index must grow."""
+    return 2 * index.shape[0] // 3
+
+
+@njit(cache=True, nogil=True)
+def _first(index: Index, key: int) -> int:
+    return np.int64((np.uint64(key) * _MIX) >> _HALF) & (index.shape[0] - 1)
+
+
+@njit(cache=True, nogil=True)
+def get(index: Index, key: int) -> int:
+    """Returns the number of a key, or -1."""
+    mask = index.shape[0] - 1
+    place = _first(index, key)
+    while True:
+        found = index[place, 0]
+        if found == key:
+            return index[place, 1]
+        if found < 0:
+            return -1
+        place = (place + 1) & mask
+
+
+@njit(cache=True, nogil=True)
+def put(index: Index, key: int, number: int) -> int:
+    """Sets the number of a key; returns 1 if the key is new, else 0."""
+    mask = index.shape[0] - 1
+    place = _first(index, key)
+    while index[place, 0] >= 0:
+        if index[place, 0] == key:
+            index[place, 1] = number
+            return 0
+        place = (place + 1) & mask
+    index[place, 0] = key
+    index[place, 1] = number
+    return 1
+
+
+@njit(cache=True, nogil=True)
+def erase(index: Index, key: int) -> None:
+    """Takes a key out, and moves up what had been put behind it."""
+    mask = index.shape[0] - 1
+    hole = _first(index, key)
+    while index[hole, 0] != key:
+        if index[hole, 0] < 0:
+            return
+        hole = (hole + 1) & mask
+    place = (hole + 1) & mask
+    while index[place, 0] >= 0:
+        if ((place - _first(index, index[place, 0])) & mask) >= ((place - hole) & mask):
+            index[hole, 0] = index[place, 0]
+            index[hole, 1] = index[place, 1]
+            hole = place
+        place = (place + 1) & mask
+    index[hole, 0] = -1
+
+
+@njit(cache=True, nogil=True)
+def copy_into(index: Index, larger: Index) -> None:
+    """Puts all keys of an index into another."""
+    for place in range(index.shape[0]):
+        if index[place, 0] >= 0:
+            put(larger, index[place, 0], index[place, 1])

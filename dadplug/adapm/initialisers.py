@@ -1,0 +1,118 @@
+"""First values of keys, made from seed and key alone: every site makes the same ones, and none are sent.
+
+An initialiser is any callable ``(keys, out) -> None`` that fills a float32 block of shape (n, width) for n int64 keys.
+It must depend on nothing else, since whichever site touches a key first makes its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Initialiser = Callable[[NDArray[np.int64], NDArray[np.float32]], None]
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+@njit(cache=True, nogil=True)
+def _mixed(x: np.uint64) -> np.uint64:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): 64 bits that pass for random."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def _fill_uniform(keys: NDArray[np.int64], seed: int, low: float, high: float, out: NDArray[np.float32]) -> None:
+    for i in range(keys.shape[0]):
+        state = _mixed(_mixed(np.uint64(seed)) + np.uint64(keys[i]) * _STEP)
+        for x in range(out.shape[1]):
+            state += _STEP
+            unit = np.float64(_mixed(state) >> np.uint64(11)) * 2.0**-53
+            out[i, x] = low + (high - low) * unit
+
+
+@njit(cache=True, nogil=True)
+def _fill_normal(keys: NDArray[np.int64], seed: int, mean: float, std: float, out: NDArray[np.float32]) -> None:
+    for i in range(keys.shape[0]):
+        state = _mixed(_mixed(np.uint64(seed)) + np.uint64(keys[i]) * _STEP)
+        for x in range(out.shape[1]):
+            state += _STEP
+            first = (np.float64(_mixed(state) >> np.uint64(11)) + 1.0) * 2.0**-53
+            state += _STEP
+            second = np.float64(_mixed(state) >> np.uint64(11)) * 2.0**-53
+            out[i, x] = mean + std * np.sqrt(-2.0 * np.log(first)) * np.cos(2.0 * np.pi * second)  # Box and Muller
+
+
+class Constant:
+    """The same number everywhere.
+
+    Args:
+        value: the number.
+    """
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def __call__(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        out[:] = self.value
+
+
+class Uniform:
+    """Evenly spread numbers.
+
+    Args:
+        low: least value.
+        high: values are smaller.
+        seed: another seed gives other numbers.
+    """
+
+    def __init__(self, low: float, high: float, *, seed: int = 0) -> None:
+        if not low <= high:
+            raise ValueError(f"low must not exceed high, got {low} and {high}")
+        self.low, self.high, self.seed = low, high, seed
+
+    def __call__(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        _fill_uniform(keys, self.seed, self.low, self.high, out)
+
+
+class Normal:
+    """Normally distributed numbers, as torch.nn.Embedding begins with.
+
+    Args:
+        mean: their mean.
+        std: their standard deviation.
+        seed: another seed gives other numbers.
+    """
+
+    def __init__(self, mean: float = 0.0, std: float = 1.0, *, seed: int = 0) -> None:
+        if std < 0:
+            raise ValueError(f"std must be at least 0, got {std}")
+        self.mean, self.std, self.seed = mean, std, seed
+
+    def __call__(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        _fill_normal(keys, self.seed, self.mean, self.std, out)
+
+
+class Columns:
+    """Different initialisers side by side, as for weights and the state of their optimizer.
+
+    Args:
+        parts: (number of columns, initialiser), from the left; the widths add up to the table's.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, Initialiser]]) -> None:
+        self.parts = list(parts)
+
+    def __call__(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        if sum(width for width, _ in self.parts) != out.shape[1]:
+            raise ValueError(f"the columns add up to {sum(w for w, _ in self.parts)}, the table has {out.shape[1]}")
+        start = 0
+        for width, initialiser in self.parts:
+            part = np.empty((keys.shape[0], width), np.float32)
+            initialiser(keys, part)
+            out[:, start : start + width] = part
+            start += width

@@ -1,0 +1,273 @@
+"""`AdaModel`: any model's embeddings in managed tables, without changing its code."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from ..reduction import GradientReduction
+from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight
+from .manager import ParameterManager
+from .recorder import IntentError, Recorder
+from .rules import rule_of
+
+_CHUNK = 65536  # rows that are gathered or set at a time
+
+
+class AdaModel(nn.Module):
+    """A model whose nn.Embedding and nn.EmbeddingBag rows live spread over the sites.
+
+    Their forward is replaced on the instance; the model's own code stays as it is. In each step the distinct rows of
+    the batch are pulled, and ``optimizer.step()`` pushes what the user's optimizer would have added to them. All other
+    parameters are agreed on by `GradientReduction`, so that ``synchronize()`` belongs between backward and step.
+
+    A weight stays an ordinary parameter where it is not float32, is used by another kind of layer as well (a tied
+    output projection), or is not in the optimizer; `managed` lists those that are managed. A managed parameter holds
+    NaN instead of its values, takes no memory, and gets no ``.grad``: gradients are not clipped.
+
+    Args:
+        model: the model, the same on all sites but for the values of its parameters, which site 0's replace.
+        optimizer: the user's optimizer of the model's parameters: SGD, Adagrad, SparseAdam, Adam (which then leaves
+            the moments of rows alone that are not in the batch), or `RowwiseAdagrad`.
+        manager: where the tables are; a new one where None.
+        reduce: ``"mean"`` divides gradients of rows by the number of sites, as one process with all sites' rows and a
+            mean loss would have them; ``"sum"`` does not.
+        mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
+        options: further options of `dadplug.GradientReduction`.
+
+    Attributes:
+        module: the model.
+        manager: the parameter manager.
+        reduction: the gradient reduction of the other parameters; None if there are none.
+        managed: the managed weights by parameter name.
+        clock_by_loader: whether an `AdaDataLoader` moves the clock, instead of ``optimizer.step()``.
+
+    Raises:
+        ValueError: if a layer or the optimizer has an option that rows of a batch cannot have.
+        MismatchError: if the sites' models differ.
+        SiteError: if a site ends or does not answer.
+
+    Example:
+        >>> optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        >>> model = AdaModel(model, optimizer)
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     criterion(model(inputs), targets).backward()
+        ...     model.synchronize()
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        manager: ParameterManager | None = None,
+        *,
+        reduce: str = "mean",
+        mode: str = "dsgd",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if reduce not in ("mean", "sum"):
+            raise ValueError(f"unknown reduce {reduce!r}; valid ones are 'mean' and 'sum'")
+        layers = _find_layers(model, optimizer)
+        self.module = model
+        self.manager = manager if manager is not None else ParameterManager()
+        self.managed: dict[str, ManagedWeight] = {}
+        self.reduction: GradientReduction | None = None
+        self._scale = 1.0 / self.manager.world_size if reduce == "mean" else 1.0
+        self._padding: dict[str, set[int]] = {}
+        self._overrides: list[ManagedEmbedding | ManagedEmbeddingBag] = []
+        paths = {name: [path for path, _ in modules] for name, modules in layers.items()}
+        self.clock_by_loader = False
+        self._recorder: Recorder | BaseException
+        try:
+            self._recorder = Recorder(model, paths)
+        except Exception as error:  # a model that cannot be copied trains, with manual intent
+            self._recorder = error
+        hidden = [(module, module._parameters.pop("weight")) for modules in layers.values() for _, module in modules]
+        try:  # the reduction neither sends nor compares what is managed
+            if any(True for _ in model.parameters()):
+                self.reduction = GradientReduction(model, mode, **options)
+        finally:
+            for module, parameter in hidden:
+                module._parameters["weight"] = parameter
+        for name, modules in layers.items():
+            self._manage(name, modules, optimizer)
+        # By a weak reference: the optimizer, which the user may keep, does not keep the tables.
+        reference = weakref.ref(self)
+
+        def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            model = reference()
+            if model is not None:
+                model.step_managed(optimizer)
+
+        self._hook = optimizer.register_step_pre_hook(step)
+
+    def _manage(self, name: str, modules: list[tuple[str, nn.Module]], optimizer: Optimizer) -> None:
+        parameter = modules[0][1].weight
+        assert isinstance(parameter, nn.Parameter)
+        self.manager.broadcast(parameter.data)
+        weight = ManagedWeight(
+            name,
+            parameter,
+            rule_of(optimizer, _group_of(optimizer, parameter)),
+            lambda width, first: self.manager.table(name, width, rows=parameter.shape[0], initialiser=first),
+        )
+        self.managed[name] = weight
+        self._padding[name] = set()
+        for _, module in modules:
+            if isinstance(module, nn.Embedding):
+                self._overrides.append(ManagedEmbedding(module, weight))
+            else:
+                assert isinstance(module, nn.EmbeddingBag)
+                self._overrides.append(ManagedEmbeddingBag(module, weight))
+        paddings = [module.padding_idx for _, module in modules]
+        if paddings.count(paddings[0]) == len(paddings) and paddings[0] is not None:
+            self._padding[name].add(int(paddings[0]))  # type: ignore[arg-type]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        return self.module(*args, **kwargs)
+
+    def synchronize(self) -> None:
+        """Waits until the gradients of the parameters that are not managed are agreed on; after backward."""
+        if self.reduction is not None:
+            self.reduction.synchronize()
+
+    def step_managed(self, optimizer: Optimizer) -> None:
+        """Pushes what an optimizer adds to managed rows, and moves the clock on; ``optimizer.step()`` calls it."""
+        for name, weight in self.managed.items():
+            weight.step(_group_of(optimizer, weight.parameter), self._scale, self._padding[name])
+        if not self.clock_by_loader:
+            self.manager.advance_clock()
+
+    def record(self, forward: Callable[[Any, Any], Any], batch: Any) -> dict[str, Tensor]:
+        """Finds the rows that a batch will look up, by a forward pass on shapes; see `Recorder.record`.
+
+        Raises:
+            IntentError: if they cannot be known before the forward pass.
+        """
+        if not isinstance(self._recorder, Recorder):
+            raise IntentError(
+                f"automatic intent needs a model that can be copied: {self._recorder}"
+            ) from self._recorder
+        return self._recorder.record(forward, batch, self.module.training)
+
+    def intent(self, ids: Mapping[str, Tensor], start: int, end: int = 0) -> None:
+        """Says which rows a batch will look up.
+
+        Args:
+            ids: by the name of a managed weight, as in `managed`, ids of any shape.
+            start: the clock of the first step with the batch; `ParameterManager.current_clock` counts steps.
+            end: the clock after its last step; 0 for ``start + 1``.
+
+        Raises:
+            ValueError: if no managed weight has such a name.
+        """
+        for name, some in ids.items():
+            if name not in self.managed:
+                raise ValueError(
+                    f"no managed weight is called {name!r}; there are {', '.join(map(repr, self.managed))}"
+                )
+            self.managed[name].table.intent(some.detach().long().cpu(), start, end)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the model's state, with the whole tables, as the model without dadplug has it.
+
+        All sites must call it, since they gather the tables.
+        """
+        self.manager.wait_sync(everywhere=True)
+        state = dict(self.module.state_dict(*args, **kwargs))
+        whole = {id(weight.parameter): self._gather(weight) for weight in self.managed.values()}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if id(parameter) in whole and name in state:
+                state[name] = whole[id(parameter)]
+        self.manager.barrier()
+        return state
+
+    def _gather(self, weight: ManagedWeight) -> Tensor:
+        whole = torch.empty(weight.rows, weight.width)
+        for start in range(0, weight.rows, _CHUNK):
+            keys = torch.arange(start, min(start + _CHUNK, weight.rows))
+            whole[keys] = weight.table.pull(keys)[:, : weight.width]
+        return whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state of the model without dadplug; all sites must call it with the same.
+
+        The state of the rows' optimizer begins anew.
+        """
+        names = {
+            name: weight
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
+            for weight in self.managed.values()
+            if weight.parameter is parameter and name in state_dict
+        }
+        for name, weight in names.items():
+            if state_dict[name].shape != (weight.rows, weight.width):
+                raise ValueError(
+                    f"{name} has shape {tuple(state_dict[name].shape)} in the state, {(weight.rows, weight.width)} here"
+                )
+        rest = {name: value for name, value in state_dict.items() if name not in names}
+        result = self.module.load_state_dict(rest, strict=False)
+        missing = [name for name in result.missing_keys if name not in names]
+        if strict and (missing or result.unexpected_keys):
+            raise ValueError(f"the state lacks {missing} and has {result.unexpected_keys} besides")
+        self.manager.wait_sync(everywhere=True)
+        for weight, name in {weight: name for name, weight in names.items()}.items():
+            for keys in weight.home_keys(self.manager.rank, self.manager.world_size):
+                fresh = torch.zeros(keys.numel(), weight.table.width)
+                fresh[:, : weight.width] = state_dict[name][keys]
+                weight.table.set(keys, fresh)
+        self.manager.wait_sync(everywhere=True)
+        return result
+
+    def close(self) -> None:
+        """Takes the optimizer's hook and the replaced forwards off; the tables stay with the manager."""
+        self._hook.remove()
+        for override in self._overrides:
+            override.restore()
+        if self.reduction is not None:
+            self.reduction.detach()
+
+
+def _group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    for group in optimizer.param_groups:
+        if any(parameter is other for other in group["params"]):
+            return group
+    raise ValueError("a managed weight has left the optimizer that AdaModel was made with")
+
+
+def _find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, list[tuple[str, nn.Module]]]:
+    """Finds the layers whose weights can be managed, by the weight's name; layers may share one."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((path, module))
+            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
+    found = {}
+    for key, modules in owners.items():
+        if key not in optimized or not all(
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, module in modules
+        ):
+            continue
+        if any(type(module) not in (nn.Embedding, nn.EmbeddingBag) for _, module in modules):
+            continue  # a class of its own may do anything with its weight
+        if modules[0][1].weight.dtype != torch.float32:
+            continue
+        for path, module in modules:
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"layer {path!r} has max_norm={module.max_norm}, which rescales rows in forward: a managed row "
+                    "changes by what optimizers add only. Leave it out of the optimizer's parameters, or drop max_norm"
+                )
+        found[names[key]] = modules
+    return found

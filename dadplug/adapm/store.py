@@ -1,0 +1,138 @@
+"""The rows of one table at one site: an arena of values with an index by key, grown when it is full."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import index, kernels
+from . import rows as layout
+from .initialisers import Initialiser
+from .rows import Block, Keys, Numbers, Rows
+
+_GROWTH = 1.5
+UNBOUNDED = np.iinfo(np.int64).max
+
+
+class Store:
+    """What a site holds of a table. It knows no network; whoever calls it holds the lock of the engine.
+
+    The memory is the rows' values, 34 bytes a row for their state and 24 to 48 for the index; replicas take as much
+    again while they hold deltas that have not been sent. Room that has not been used yet costs no physical memory.
+
+    Args:
+        width: number of float32 values a key.
+        limit: keys are smaller; None for any key.
+        initialiser: gives the first values.
+        capacity: number of rows to begin with.
+    """
+
+    def __init__(self, width: int, limit: int | None, initialiser: Initialiser, capacity: int) -> None:
+        self.width = width
+        self.limit = UNBOUNDED if limit is None else limit
+        self.initialiser = initialiser
+        counts = np.zeros(8, np.int64)
+        counts[[layout.ROW_FREE, layout.SLOT_FREE]] = -1
+        rows, slots = max(capacity, 16), 16
+        self.rows = Rows(
+            finder=index.empty(rows),
+            directory=index.empty(16),
+            values=np.empty((rows, width), np.float32),
+            keys=np.empty(rows, np.int64),
+            states=np.zeros(rows, np.int8),
+            versions=np.empty(rows, np.int32),
+            peers=np.empty(rows, np.int64),
+            until=np.empty(rows, np.int64),
+            slots=np.empty(rows, np.int32),
+            tracked=np.empty(slots, np.int32),
+            deltas=np.empty((slots, width), np.float32),
+            dirty=np.empty(slots, np.int8),
+            flight=np.empty(slots, np.int8),
+            asked=np.empty(slots, np.int64),
+            answered=np.empty(slots, np.int64),
+            counts=counts,
+        )
+
+    def __len__(self) -> int:
+        return int(self.rows.counts[layout.ROWS])
+
+    @property
+    def replicas(self) -> int:
+        """Number of keys that are replicated here, or requested."""
+        return int(self.rows.counts[layout.SLOTS])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory reserved, of which unused room takes no physical memory."""
+        return sum(array.nbytes for array in self.rows)
+
+    def make_room(self, rows: int, slots: int = 0) -> None:
+        """Grows the arrays so that this many rows and slots can be taken."""
+        r, counts = self.rows, self.rows.counts
+        needed = int(counts[layout.ROWS]) + rows
+        if needed > r.keys.shape[0]:
+            size = max(needed, int(_GROWTH * r.keys.shape[0]))
+            names: tuple[str, ...] = ("values", "keys", "states", "versions", "peers", "until", "slots")
+            self._grow(names, size, int(counts[layout.ROW_TOP]))
+            self.rows = self.rows._replace(finder=_grown(self.rows.finder, size))
+        needed = int(counts[layout.SLOTS]) + slots
+        if needed > r.tracked.shape[0]:
+            size = max(needed, int(_GROWTH * r.tracked.shape[0]))
+            names = ("tracked", "deltas", "dirty", "flight", "asked", "answered")
+            self._grow(names, size, int(counts[layout.SLOT_TOP]))
+
+    def _grow(self, names: tuple[str, ...], size: int, used: int) -> None:
+        grown = {}
+        for name in names:
+            array = getattr(self.rows, name)
+            grown[name] = np.empty((size, *array.shape[1:]), array.dtype)
+            grown[name][:used] = array[:used]
+        self.rows = self.rows._replace(**grown)
+
+    def make_directory_room(self, keys: int) -> None:
+        """Grows the directory so that this many keys can be noted."""
+        needed = int(self.rows.counts[layout.DIRECTORY]) + keys
+        if needed > index.room(self.rows.directory):
+            self.rows = self.rows._replace(directory=_grown(self.rows.directory, int(_GROWTH * needed)))
+
+    def locate(self, rank: int, sites: int, keys: Keys) -> tuple[Numbers, NDArray[np.int8]]:
+        """Finds the owners of keys; those that belong here and have never been touched get their first values.
+
+        Args:
+            rank: this site.
+            sites: number of sites.
+            keys: n keys, checked.
+
+        Returns:
+            For each key its row where it is owned here, or -1; and the site to ask.
+        """
+        where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
+        fresh = kernels.locate(self.rows, rank, sites, keys, where, targets)
+        if fresh:
+            self.make_room(fresh)
+            rows = np.empty(fresh, np.int32)
+            rows = rows[: kernels.create(self.rows, keys, where, rows)]
+            block = np.empty((rows.shape[0], self.width), np.float32)
+            self.initialiser(self.rows.keys[rows], block)
+            self.rows.values[rows] = block
+        return where, targets
+
+    def read_rows(self, rows: Numbers) -> Block:
+        """Copies values."""
+        out = np.empty((rows.shape[0], self.width), np.float32)
+        kernels.take(self.rows.values, rows, out)
+        return out
+
+    def owned(self) -> tuple[Keys, Block]:
+        """Returns copies of the keys that are owned here, in ascending order, and of their values."""
+        rows = np.empty(len(self), np.int32)
+        rows = rows[: kernels.owned(self.rows, rows)]
+        keys = self.rows.keys[rows]
+        order = np.argsort(keys)
+        return keys[order], self.rows.values[rows[order]]
+
+
+def _grown(old: index.Index, size: int) -> index.Index:
+    larger = index.empty(size)
+    index.copy_into(old, larger)
+    return larger

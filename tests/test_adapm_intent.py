@@ -1,0 +1,329 @@
+"""Automatic intent sees every lookup of every kind of model, or says which line keeps it from that."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dadplug.adapm import AdaDataLoader, AdaModel, IntentError
+
+
+class DLRM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(50, 4) for _ in range(3))
+        self.bottom = nn.Linear(5, 4)
+        self.top = nn.Linear(6, 1)
+
+    def forward(self, batch):
+        dense, ids = batch["dense"], batch["ids"]
+        rows = torch.stack([self.bottom(dense), *(t(ids[:, n]) for n, t in enumerate(self.tables))], 1)
+        products = torch.bmm(rows, rows.transpose(1, 2))
+        i, j = torch.triu_indices(4, 4, 1)
+        return self.top(products[:, i, j])
+
+
+class WideAndDeep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.deep = nn.Embedding(200, 1), nn.Embedding(200, 8)
+        self.layers = nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Dropout(0.1), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def forward(self, ids):
+        ids = ids + torch.arange(3) * 50  # one table for all fields
+        return self.wide(ids).sum(1) + self.layers(self.deep(ids).flatten(1))
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = nn.Embedding(60, 4), nn.Embedding(70, 4)
+
+    def forward(self, pair):
+        users, items = pair
+        return self.users(users) @ self.items(items.unique()).T
+
+
+class GCN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nodes = nn.Embedding(40, 4)
+        self.register_buffer("edges", torch.randint(40, (2, 100)))
+        self.weight = nn.Linear(4, 4)
+
+    def forward(self, seeds):
+        edges = self.edges[:, torch.isin(self.edges[1], seeds)]
+        near, place = torch.cat([seeds, edges.flatten()]).unique(return_inverse=True)
+        rows = self.weight(self.nodes(near))
+        source, target = place[seeds.numel() :].view(2, -1)
+        return rows + torch.zeros_like(rows).index_add(0, target, rows[source])
+
+
+class Word2Vec(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.contexts = nn.Embedding(90, 4, sparse=True), nn.Embedding(90, 4, sparse=True)
+
+    def forward(self, words, contexts, negatives):
+        w = self.words(words)[:, None]
+        return (w * self.contexts(contexts)).sum(-1), (w * self.contexts(negatives)).sum(-1)
+
+
+class ComplEx(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.real, self.imaginary = nn.Embedding(30, 4), nn.Embedding(30, 4)
+        self.relations = nn.Embedding(5, 8)
+
+    def forward(self, triples):
+        s, r, o = triples.unbind(1)
+        first, second = self.relations(r).chunk(2, 1)
+        subject, object_ = (
+            torch.complex(self.real(s), self.imaginary(s)),
+            torch.complex(self.real(o), self.imaginary(o)),
+        )
+        return (subject * torch.complex(first, second) * object_.conj()).real.sum(1)
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, 8), nn.Embedding(16, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        mask = ids == 0
+        rows = self.words(ids) + self.places(torch.arange(ids.shape[1]).expand_as(ids))
+        return self.head(self.layer(rows, src_key_padding_mask=mask))
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.other = nn.EmbeddingBag(50, 4), nn.EmbeddingBag(50, 4, mode="sum", include_last_offset=True)
+
+    def forward(self, lists):
+        offsets = torch.tensor([0, *(len(each) for each in lists)]).cumsum(0)
+        flat = torch.cat(lists)
+        return torch.cat([self.tags(flat, offsets[:-1]), self.other(flat, offsets), self.tags(flat[:6].view(3, 2))], 1)
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({"a": TwoTowers(), "b": nn.Sequential(nn.Embedding(20, 3), nn.Flatten())})
+        self.shared = nn.Embedding(20, 3)
+        self.shared.weight = self.inner["b"][0].weight
+
+    def forward(self, batch):
+        if batch["kind"] > 1:  # control flow on whole numbers is followed
+            return self.inner["a"]((batch["u"], batch["i"])), self.shared(batch["x"] % 20)
+        return self.inner["b"](batch["x"] % 7)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(30, 4)
+        self.gate = nn.Linear(4, 1)
+
+    def forward(self, ids):
+        chosen = ids[ids > 5]
+        rows = self.words(chosen)
+        even = rows[chosen % 2 == 0]
+        return torch.softmax(self.gate(rows), 0).sum() + even.sum() + self.words(chosen.flip(0).clamp(max=20)).mean()
+
+
+class DeepFM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Embedding(80, 1), nn.Embedding(80, 4)
+        self.deep = nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 1))
+
+    def forward(self, ids, values):
+        rows = self.second(ids) * values[..., None]
+        pairs = (rows.sum(1) ** 2 - (rows**2).sum(1)).sum(1, keepdim=True)
+        return torch.sigmoid(
+            (self.first(ids)[..., 0] * values).sum(1, keepdim=True) + pairs + self.deep(rows.flatten(1))
+        )
+
+
+class Session(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items = nn.Embedding(60, 6, padding_idx=0)
+        self.gru = nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, ragged):
+        padded = nn.utils.rnn.pad_sequence(ragged, batch_first=True)
+        out, _ = self.gru(self.items(padded))
+        return out[:, -1] @ self.items(torch.arange(1, 10)).T
+
+
+def ints(high, *shape):
+    return torch.randint(high, shape)
+
+
+MODELS = [
+    (DLRM, lambda: ({"dense": torch.randn(6, 5), "ids": ints(50, 6, 3)},)),
+    (WideAndDeep, lambda: (ints(50, 6, 3),)),
+    (DeepFM, lambda: (ints(80, 6, 3), torch.rand(6, 3))),
+    (TwoTowers, lambda: ((ints(60, 6), ints(70, 6)),)),
+    (GCN, lambda: (ints(40, 5),)),
+    (Word2Vec, lambda: (ints(90, 6), ints(90, 6, 2), ints(90, 6, 5))),
+    (ComplEx, lambda: (torch.stack([ints(30, 6), ints(5, 6), ints(30, 6)], 1),)),
+    (Transformer, lambda: (ints(50, 3, 7),)),
+    (Bags, lambda: ([ints(50, 4), ints(50, 1), ints(50, 3)],)),
+    (Nested, lambda: ({"kind": 2, "u": ints(60, 4), "i": ints(70, 4), "x": ints(99, 4)},)),
+    (Nested, lambda: ({"kind": 1, "u": ints(60, 4), "i": ints(70, 4), "x": ints(99, 4)},)),
+    (Masked, lambda: (ints(30, 40),)),
+    (Session, lambda: ([ints(60, 3), ints(60, 5)],)),
+]
+
+
+@pytest.mark.parametrize(("make", "batch"), MODELS, ids=lambda item: getattr(item, "__name__", ""))
+def test_every_lookup_is_seen(make, batch, monkeypatch):
+    model = make()
+    managed = AdaModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, weight in managed.managed.items():
+        original = weight.rows_of
+
+        def noting(ids, name=name, original=original):
+            seen.setdefault(name, []).append(ids.reshape(-1))
+            return original(ids)
+
+        monkeypatch.setattr(weight, "rows_of", noting)
+    for _ in range(3):
+        inputs = batch()
+        recorded = managed.record(lambda model, given: model(*given), inputs)
+        assert not seen, "the recording pass has looked something up"
+        managed(*inputs)
+        assert recorded.keys() == seen.keys()
+        for name, ids in seen.items():
+            assert torch.equal(recorded[name], torch.cat(ids).unique())
+        seen.clear()
+    assert managed.managed
+
+
+class OnValues(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.words = nn.Embedding(30, 4)
+
+    def forward(self, ids):
+        rows = self.words(ids)
+        if self.kind == "branch" and rows.sum() > 0:
+            return self.words(ids + 1)
+        if self.kind == "ids":
+            return self.words(rows.argmax(-1))
+        if self.kind == "chance":
+            return self.words(torch.randint(30, (3,)))
+        if self.kind == "written":
+            flags = torch.zeros(ids.shape[0], dtype=torch.int64)
+            flags[:] = rows.sum(-1)
+            return self.words(flags)
+        return rows.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "message"),
+    [
+        ("branch", 'if self.kind == "branch" and rows.sum() > 0:', "needs the value of a floating-point number"),
+        ("ids", "return self.words(rows.argmax(-1))", "the ids for words.weight come out of floating-point numbers"),
+        ("chance", "return self.words(torch.randint(30, (3,)))", "draws random numbers"),
+        ("written", "flags[:] = rows.sum(-1)", "writes floating-point results"),
+        ("list", "return rows.tolist()", ""),
+    ],
+)
+def test_what_hangs_on_values_is_told_with_its_line(kind, line, message):
+    model = OnValues(kind)
+    managed = AdaModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = AdaDataLoader([torch.tensor([1, 2, 3])], managed)
+    with pytest.raises(IntentError) as told:
+        list(loader)
+    assert line in str(told.value)
+    assert message in str(told.value)
+    assert "Give AdaDataLoader intent=" in str(told.value)
+    by_hand = AdaDataLoader([torch.tensor([1, 2, 3])], managed, intent=lambda ids: {"words.weight": ids})
+    assert len(list(by_hand)) == 1
+
+
+def recommender():
+    model = nn.Sequential(nn.Embedding(40, 4), nn.Flatten(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return AdaModel(model, optimizer), optimizer
+
+
+def test_batches_come_unchanged_and_move_the_clock():
+    managed, optimizer = recommender()
+    data = TensorDataset(ints(40, 20, 2), torch.randn(20))
+    loader = AdaDataLoader(DataLoader(data, batch_size=4), managed, lookahead=2)
+    for _ in range(2):
+        batches = []
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            (managed(inputs).squeeze(1) - targets).square().mean().backward()
+            managed.synchronize()
+            optimizer.step()
+            batches.append(inputs)
+        assert torch.equal(torch.cat(batches), data.tensors[0])
+    assert managed.manager.current_clock == 10
+    assert len(loader) == 5
+    assert loader.batch_size == 4
+
+
+def test_a_loader_that_fails_or_is_left_early_leaves_nothing_behind():
+    managed, _ = recommender()
+
+    def broken():
+        yield ints(40, 4, 2)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(AdaDataLoader(broken(), managed))
+    for _ in AdaDataLoader([ints(40, 4, 2)] * 100, managed):
+        break
+    import threading
+
+    assert not [thread for thread in threading.enumerate() if thread.name == "dadplug-ahead"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"lookahead": 0}, "at least 1"), ({"intent": "guess"}, "'auto' or a")]
+)
+def test_wrong_options_are_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdaDataLoader([], recommender()[0], **options)
+
+
+def trains_ahead():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(3000, 4), nn.Flatten(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    managed = AdaModel(model, optimizer)
+    generator = torch.Generator().manual_seed(managed.manager.rank)
+    batches = [torch.randint(3000, (64, 2), generator=generator) for _ in range(60)]
+    for inputs in AdaDataLoader(batches, managed, lookahead=30):
+        optimizer.zero_grad()
+        managed(inputs).square().mean().backward()
+        managed.synchronize()
+        optimizer.step()
+        time.sleep(0.005)  # as if there were work to do
+    counts = managed.manager.counts
+    managed.manager.barrier()
+    managed.close()
+    managed.manager.close()
+    return counts["pulled_remotely"] / counts["pulled"]
+
+
+def test_rows_are_here_before_their_batch(sites):
+    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
+    assert max(sites(2).run(trains_ahead)) < 0.4  # without intent one half

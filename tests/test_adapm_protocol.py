@@ -1,0 +1,236 @@
+"""The protocol in one process: sites whose messages arrive late and in any order, and sums that stay exact."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dadplug.adapm import rows
+from dadplug.adapm.engine import TECHNIQUES, Engine
+from dadplug.adapm.initialisers import Constant
+from dadplug.adapm.store import Store
+
+KEYS, WIDTH = 23, 3
+
+
+class Simulation:
+    """Sites and what is on its way between them, delivered in random order."""
+
+    def __init__(self, sites: int, technique: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.on_the_way: list = []
+        self.engines = [Engine(rank, sites, technique, self._sender(rank)) for rank in range(sites)]
+        for engine in self.engines:
+            engine.add_store(Store(WIDTH, KEYS, Constant(), 4))
+        self.expected = np.zeros((KEYS, WIDTH), np.float32)
+        self.own = np.zeros((sites, KEYS, WIDTH), np.float32)  # what each site has pushed
+
+    def _sender(self, rank):
+        return lambda target, message: self.on_the_way.append((rank, target, message))
+
+    def deliver(self) -> None:
+        """Delivers one of the messages that are on their way."""
+        sender, target, message = self.on_the_way.pop(self.random.randrange(len(self.on_the_way)))
+        self.engines[target].handle(sender, message)
+
+    def some_keys(self) -> np.ndarray:
+        return np.array([self.random.randrange(KEYS) for _ in range(self.random.randrange(1, 6))], np.int64)
+
+    def push(self, rank: int) -> None:
+        keys = self.some_keys()
+        deltas = np.array([[self.random.randrange(1, 9) for _ in range(WIDTH)] for _ in keys], np.float32)
+        np.add.at(self.expected, keys, deltas)
+        np.add.at(self.own[rank], keys, deltas)
+        self.engines[rank].push(0, keys, deltas)
+
+    def pull(self, rank: int, keys: np.ndarray) -> np.ndarray:
+        out = np.full((keys.shape[0], WIDTH), np.nan, np.float32)
+        request = self.engines[rank].pull(0, keys, out)
+        while request is not None and not request.done.is_set():
+            self.deliver()
+        return out
+
+    def flush(self) -> None:
+        flushes = [engine.begin_flush() for engine in self.engines]
+        pending = list(zip(self.engines, flushes, strict=True))
+        for _ in range(10_000):
+            pending = [(engine, flush) for engine, flush in pending if not engine.flushed(flush)]
+            if not pending:
+                return
+            if self.on_the_way:
+                self.deliver()
+            if self.random.random() < 0.2:
+                self.random.choice(self.engines).run_round()
+            elif not self.on_the_way:
+                for engine in self.engines:
+                    engine.run_round()
+        raise AssertionError("the flush does not end")
+
+    def step(self, pulls: bool = True) -> None:
+        rank = self.random.randrange(len(self.engines))
+        engine = self.engines[rank]
+        action = self.random.random()
+        if action < 0.25:
+            self.push(rank)
+        elif action < 0.35 and pulls:
+            keys = self.some_keys()
+            own = self.own[rank][keys].copy()
+            found = self.pull(rank, keys)
+            assert (found >= own).all(), "a site does not see its own pushes"
+            assert (found <= self.expected[keys]).all(), "something has been added twice"
+        elif action < 0.5:
+            start = engine.clock + self.random.randrange(0, 30)
+            engine.intend(0, self.some_keys(), start, start + self.random.randrange(1, 10))
+        elif action < 0.6:
+            engine.clock += 1
+        elif action < 0.7:
+            engine.run_round()
+        elif self.on_the_way:
+            self.deliver()
+
+    def check(self) -> None:
+        """After a flush everywhere, each site sees all sums, and each key has one owner."""
+        self.flush()
+        self.flush()
+        while self.on_the_way:
+            self.deliver()
+        assert all(engine.round_over for engine in self.engines)
+        owners = [engine.owned(0)[0] for engine in self.engines]
+        together = np.concatenate(owners)
+        assert len(set(together.tolist())) == len(together)
+        for rank in range(len(self.engines)):
+            np.testing.assert_array_equal(self.pull(rank, np.arange(KEYS)), self.expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sites=st.integers(2, 4),
+    technique=st.sampled_from(sorted(TECHNIQUES)),
+    seed=st.integers(0, 10**9),
+    steps=st.integers(1, 600),
+)
+def test_sums_are_exact_whatever_the_order_of_messages(sites, technique, seed, steps):
+    simulation = Simulation(sites, technique, seed)
+    for _ in range(steps):
+        simulation.step()
+    simulation.check()
+
+
+@settings(max_examples=30, deadline=None)
+@given(sites=st.integers(2, 4), seed=st.integers(0, 10**9))
+def test_what_is_set_follows_own_pushes_and_is_seen_at_once(sites, seed):
+    simulation = Simulation(sites, "all", seed)
+    for _ in range(8):
+        for _ in range(40):
+            simulation.step(pulls=False)
+        rank = simulation.random.randrange(sites)
+        keys = np.unique(simulation.some_keys())
+        values = np.full((keys.shape[0], WIDTH), 1000.0 * simulation.random.randrange(1, 9), np.float32)
+        simulation.flush()  # what other sites push at the same time would come before or after
+        simulation.flush()
+        while not (outcome := simulation.engines[rank].set(0, keys, values))[0]:
+            simulation.flush()
+        for engine in simulation.engines:
+            engine.run_round()
+        while outcome[1] is not None and not outcome[1].done.is_set():
+            simulation.deliver()
+        np.testing.assert_array_equal(simulation.pull(rank, keys), values)
+        simulation.expected[keys] = values
+        simulation.own[:, keys] = 0
+    simulation.check()
+
+
+def settled(simulation, rounds=6):
+    for _ in range(rounds):
+        for engine in simulation.engines:
+            engine.run_round()
+        while simulation.on_the_way:
+            simulation.deliver()
+
+
+def owner_of(simulation, key):
+    (owner,) = [rank for rank, engine in enumerate(simulation.engines) if key in engine.owned(0)[0]]
+    return owner
+
+
+def test_a_key_wanted_by_one_site_moves_there_and_stays():
+    simulation = Simulation(3, "all", 0)
+    key = np.array([4], np.int64)  # at home at site 1
+    simulation.engines[2].intend(0, key, 0, 5)
+    settled(simulation)
+    assert owner_of(simulation, 4) == 2
+    simulation.engines[2].clock = 9
+    settled(simulation)
+    assert owner_of(simulation, 4) == 2
+    assert not simulation.engines[2].stores[0].replicas
+
+
+def test_a_key_wanted_by_several_is_replicated_and_the_last_one_keeps_it():
+    simulation = Simulation(3, "all", 0)
+    key = np.array([4], np.int64)
+    for rank in range(3):
+        simulation.engines[rank].intend(0, key, 0, 5 if rank < 2 else 50)
+    settled(simulation)
+    assert owner_of(simulation, 4) == 1
+    assert [engine.stores[0].replicas for engine in simulation.engines] == [1, 0, 1]
+    simulation.engines[2].push(0, key, np.ones((1, WIDTH), np.float32))
+    settled(simulation, 2)
+    found = np.empty((1, WIDTH), np.float32)
+    assert simulation.engines[0].pull(0, key, found) is None
+    assert (found == 1).all()
+    for engine in simulation.engines:
+        engine.clock = 10
+    settled(simulation)
+    assert owner_of(simulation, 4) == 2
+    assert not any(engine.stores[0].replicas for engine in simulation.engines)
+
+
+@pytest.mark.parametrize(("technique", "owner", "replicas"), [("replication_only", 1, 1), ("static", 1, 0)])
+def test_techniques_that_never_move_a_key(technique, owner, replicas):
+    simulation = Simulation(3, technique, 0)
+    simulation.engines[2].intend(0, np.array([4], np.int64), 0, 5)
+    simulation.pull(2, np.array([4], np.int64))
+    settled(simulation)
+    assert owner_of(simulation, 4) == owner
+    assert simulation.engines[2].stores[0].replicas == replicas
+
+
+def test_relocation_only_never_replicates():
+    simulation = Simulation(3, "relocation_only", 0)
+    for rank in (0, 2):
+        simulation.engines[rank].intend(0, np.array([4], np.int64), 0, 50)
+    settled(simulation)
+    assert owner_of(simulation, 4) in (0, 2)
+    assert not any(engine.stores[0].replicas for engine in simulation.engines)
+
+
+def test_intents_far_ahead_wait():
+    simulation = Simulation(2, "all", 0)
+    engine = simulation.engines[0]
+    engine.intend(0, np.array([1], np.int64), 1000, 1001)
+    settled(simulation)
+    assert owner_of_or_none(simulation, 1) is None
+    engine.clock = 995
+    settled(simulation)
+    assert owner_of(simulation, 1) == 0
+
+
+def owner_of_or_none(simulation, key):
+    return next((rank for rank, engine in enumerate(simulation.engines) if key in engine.owned(0)[0]), None)
+
+
+def test_a_replica_that_nobody_changes_is_not_sent_again():
+    simulation = Simulation(2, "replication_only", 0)
+    simulation.engines[0].intend(0, np.array([1, 3], np.int64), 0, 50)
+    settled(simulation)
+    simulation.engines[1].push(0, np.array([3], np.int64), np.ones((1, WIDTH), np.float32))
+    simulation.engines[0].run_round()
+    simulation.deliver()
+    ((_, _, answer),) = simulation.on_the_way
+    keys, codes, _, values = answer.arrays
+    assert dict(zip(keys.tolist(), codes.tolist(), strict=True)) == {1: rows.SAME, 3: rows.VALUE}
+    assert values.shape == (1, WIDTH)
