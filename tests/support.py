@@ -40,6 +40,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def valid_modes() -> str:
+    """The modes as messages list them."""
+    from dadplug.methods import method_names
+
+    return ", ".join(map(repr, method_names()))
+
+
 def load(path: str) -> ModuleType:
     """Imports a test module by its path, once."""
     name = f"loaded_{Path(path).stem}"

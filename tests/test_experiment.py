@@ -90,7 +90,7 @@ def test_under_torchrun_the_environment_says_rank_and_world(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--distributed-mode", "foo"], "unknown mode 'foo'; valid ones are 'dad', 'dsgd', 'rankdad'"),
+        (["--distributed-mode", "foo"], f"unknown mode 'foo'; valid ones are {support.valid_modes()}"),
         (["--dataset", "foo"], "unknown dataset 'foo'; valid ones are digits, dogsvscats, mnist"),
         (["--model", "foo"], "unknown model 'foo'; valid ones are MNISTNet, vit, vit-small"),
         (["--optimizer", "foo"], "unknown optimizer 'foo'; valid ones are adam"),
