@@ -33,6 +33,8 @@ def _register(package: str) -> None:
     registry = sys.modules[f"{package}.strategies"].StrategyRegistry
 
     def add(mode: str) -> None:
+        if mode == "auto":  # Lightning's own word for a strategy that it chooses
+            return
         for suffix, start_method in _STARTS.items():
             make = functools.partial(_make, package, mode, start_method)
             registry.register(mode + suffix, make, description=f"dadplug: gradients agreed by {mode}", override=True)

@@ -184,6 +184,7 @@ later = register_method("later")(type("Later", (Method,), {}))
 from dadplug import DADStrategy
 for strategy in ("dsgd", "dad", "rankdad", "RankDAD", "later", DADStrategy("dad", rank=3)):
     print(type(pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False).strategy).__module__)
+assert "SingleDevice" in type(pl.Trainer(strategy="auto", accelerator="cpu", devices=1, logger=False).strategy).__name__
 """
 
 
