@@ -23,21 +23,25 @@ class SampleCounter:
         on_forward: called before every outermost forward that backward may follow.
 
     Attributes:
-        count: samples that backward has reached since the last `reset`.
         current: samples of the forward pass that is running; 0 outside of one.
     """
 
     def __init__(self, model: nn.Module, on_forward: Callable[[], None]) -> None:
         self._on_forward = on_forward
-        self.count = 0
         self.current = 0
+        self._of_model = self._of_parts = 0
         self._depth = 0
         self._said: _Said | None = None
         self._inside = False
         self._handles: list[Any] = []
         for module in (model, *model.children()):
             self._handles.append(module.register_forward_pre_hook(_Before(self), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_After(self), always_call=True))
+            self._handles.append(module.register_forward_hook(_After(self, module is model), always_call=True))
+
+    @property
+    def count(self) -> int:
+        """Samples that backward has reached since the last `reset`: by calls of the model, else of its children."""
+        return self._of_model or self._of_parts
 
     @contextmanager
     def fixed(self, samples: int) -> Iterator[None]:
@@ -58,7 +62,7 @@ class SampleCounter:
 
     def reset(self) -> None:
         """Starts counting anew."""
-        self.count = 0
+        self._of_model = self._of_parts = 0
         if self._inside and self._said is not None:
             self._said = _Said(self._said.samples)
         else:
@@ -79,7 +83,7 @@ class SampleCounter:
             if self._inside and self._said is not None:
                 self.current = self._said.samples
 
-    def leave(self, outputs: Any) -> None:
+    def leave(self, outputs: Any, of_model: bool) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
@@ -92,7 +96,10 @@ class SampleCounter:
         def count(_: Tensor) -> None:
             if not said.counted:
                 said.counted = True
-                self.count += samples
+                if of_model:
+                    self._of_model += samples
+                else:
+                    self._of_parts += samples
 
         for output in reached:
             output.register_hook(count)
@@ -127,8 +134,12 @@ class _Before:
 
 
 class _After(_Before):
+    def __init__(self, counter: SampleCounter, of_model: bool) -> None:
+        super().__init__(counter)
+        self._of_model = of_model
+
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:  # type: ignore[override]
-        self._counter.leave(outputs)
+        self._counter.leave(outputs, self._of_model)
 
 
 class _Nothing:

@@ -279,13 +279,41 @@ def test_parts_of_a_model_count_samples_too(sites):
     sites(2).run(counts_children)
 
 
+def counts_the_model_only(mode: str) -> None:
+    """At one site a part is called beside the model itself, as in a penalty: its samples are the same ones."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    inputs = torch.randn(9, 3, dtype=torch.float64)
+    mine = inputs[:4] if rank == 0 else inputs[4:]
+    for _ in range(3):
+        model.zero_grad(), reference.zero_grad()
+        loss = model(mine).square().mean()
+        if rank == 0:
+            loss = loss + 0.1 * model[0](mine).square().mean()
+        loss.backward()
+        reduction.synchronize()
+        losses = [reference(part).square().mean() for part in (inputs[:4], inputs[4:])]
+        losses[0] = losses[0] + 0.1 * reference[0](inputs[:4]).square().mean()
+        (4 / 9 * losses[0] + 5 / 9 * losses[1]).backward()
+        for p, q in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+    reduction.detach()
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+def test_parts_called_beside_their_model_do_not_count(sites, mode):
+    sites(2).run(counts_the_model_only, mode)
+
+
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
 def test_alone_it_trains_by_the_same_method(mode):
     model, reference = mlp(torch.float64), mlp(torch.float64)
     reduction = dadplug.GradientReduction(model, mode=mode, rank=64)
     for seed in range(3):
         step(reduction, model, seed=seed)
-        step(dadplug.GradientReduction(reference, mode="dsgd"), reference, seed=seed) if False else None
         reference.zero_grad()
         inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed)).double()
         reference(inputs).square().mean().backward()
