@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 3 benchmarks/soak.py --mode rankdad --steps 10000
 
-Prints, as it goes, that replicas are equal to the bit, and the memory of this process; ends with an error if they differ,
+Prints, as it goes, that replicas are equal to the bit, and the memory of a process; ends with an error if they differ,
 or if memory has grown by more than a tenth since the first tenth of the steps.
 """
 
