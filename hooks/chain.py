@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .capture import CapturedLayer
     from .registry import Recorder
 
-_CALL, _MODULE = "dadplug call", "dadplug module"  # what autograd's nodes are marked with
+_CALL, _MODULE = "chain call", "chain module"  # what autograd's nodes are marked with
 _MOST_NODES = 10_000  # looked at behind a breach
 _numbers = itertools.count()
 
