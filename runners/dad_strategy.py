@@ -180,10 +180,10 @@ class DADStrategy:
 
     def _samples_of(self, batch: Any) -> AbstractContextManager[Any]:
         self._weightless = False
-        if self.reduction is None:
-            return nullcontext()
         if self._steps is not None and self._trainer is not None:
             self._weightless = not has_turn(self._trainer.fit_loop.epoch_loop.batch_idx, *self._steps)
+        if self.reduction is None:
+            return nullcontext()
         samples = 0 if self._weightless else batch_size(batch)
         return nullcontext() if samples is None else self.reduction.samples(samples)
 
