@@ -145,7 +145,13 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = super().process_dataloader(dataloader)
         managed, trainer = self.managed, self._trainer
-        if managed is None or not managed.managed or not trainer.training or self._intent is None:
+        if (
+            managed is None
+            or not managed.managed
+            or not trainer.training
+            or self._intent is None
+            or self.world_size == 1
+        ):
             return dataloader
         from .lookahead_loader import LookaheadLoader
 
