@@ -155,7 +155,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
             return dataloader
         from .lookahead_loader import LookaheadLoader
 
-        self._loader = LookaheadLoader(dataloader, managed, self._intent, self._lookahead, trainer.datamodule)
+        self._loader = LookaheadLoader(dataloader, managed, self._intent, self._lookahead, trainer)
         return self._loader
 
     def on_train_start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import warnings
@@ -29,11 +30,11 @@ class LookaheadLoader(AdaDataLoader):
         model: the managed Lightning module.
         intent: as for `AdaDataLoader`.
         lookahead: as for `AdaDataLoader`.
-        data_module: Lightning's data module, if there is one.
+        trainer: Lightning's trainer.
     """
 
     def __init__(
-        self, loader: Any, model: AdaModel, intent: str | Callable[[Any], Ids], lookahead: int, data_module: Any
+        self, loader: Any, model: AdaModel, intent: str | Callable[[Any], Ids], lookahead: int, trainer: Any
     ) -> None:
         super().__init__(loader, model, intent=intent, forward=self._step, lookahead=lookahead)
         try:
@@ -41,7 +42,7 @@ class LookaheadLoader(AdaDataLoader):
             self._held = 0
         except (TypeError, NotImplementedError):
             self._held = 1  # Lightning holds a batch of such a loader, to know which is the last
-        self._data_module = data_module
+        self._trainer = trainer
         self._prepared: Any = None
         self._number = 0
         self._told: dict[int, Ids] = {}
@@ -104,10 +105,10 @@ class LookaheadLoader(AdaDataLoader):
     def _step(self, module: Any, batch: Any) -> None:
         """Calls the copy of the module as Lightning calls the module."""
         if self._prepared is not module:
-            _prepare(module)
+            _prepare(module, len(self._trainer.optimizers), len(self._trainer.lr_scheduler_configs))
             self._prepared = module
         for hook in _HOOKS:
-            if self._data_module is not None and _is_users(self._data_module, hook):
+            if self._trainer.datamodule is not None and _is_users(self._trainer.datamodule, hook):
                 raise IntentError(f"the data module has a hook {hook} of its own")
             batch = getattr(module, hook)(batch, 0)
         parameters = inspect.signature(module.training_step).parameters
@@ -115,12 +116,13 @@ class LookaheadLoader(AdaDataLoader):
         module.training_step(*((batch, self._number) if several else (batch,)))
 
 
-def _prepare(module: Any) -> None:
+def _prepare(module: Any, optimizers: int, schedules: int) -> None:
     """Silences what a training step does in a copy of the module besides lookups."""
     for name in _SILENT:
         setattr(module, name, _nothing)
     if not module.automatic_optimization:
-        module.optimizers = module.lr_schedulers = _Several
+        module.optimizers = functools.partial(_idle, optimizers)
+        module.lr_schedulers = functools.partial(_idle, schedules)
     metrics = sys.modules.get("torchmetrics")
     for child in module.modules():
         if metrics is not None and isinstance(child, metrics.Metric):
@@ -136,25 +138,21 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+def _idle(count: int, *args: Any, **kwargs: Any) -> Any:
+    return _Idle() if count == 1 else [_Idle() for _ in range(count)] or None
+
+
 def _scalar(*args: Any, **kwargs: Any) -> Tensor:
     return torch.empty((), device="meta")
 
 
-class _Several:
-    """Stands for the optimizers of a module that steps them itself: one or any number."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+class _Idle:
+    """Stands for an optimizer or a schedule in a module that steps them itself."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
-
-    def __getitem__(self, place: int) -> Any:
-        if place > 7:
-            raise IndexError(place)
-        return _Several()
 
 
 def lookups(model: AdaModel) -> dict[str, int]:

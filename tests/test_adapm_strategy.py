@@ -10,6 +10,7 @@ import support
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
 
 pl = pytest.importorskip("pytorch_lightning")
 pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
@@ -26,14 +27,17 @@ class Scores(pl.LightningModule):
         self.words = nn.Embedding(ROWS, 6)
         self.tags = nn.EmbeddingBag(ROWS, 6, mode="sum")
         self.head = nn.Linear(12, 1)
+        self.error = MeanSquaredError()
 
     def forward(self, words, tags):
         return self.head(torch.cat([self.words(words).mean(1), self.tags(tags)], 1)).squeeze(1)
 
     def training_step(self, batch, batch_idx):
         words, tags, targets = batch
-        loss = (self(words, tags) - targets).square().mean()
-        self.log("loss", loss)
+        scores = self(words, tags)
+        loss = (scores - targets).square().mean()
+        self.error(scores, targets)
+        self.log_dict({"loss": loss, "error": self.error})
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -67,17 +71,23 @@ class Late(Scores):
 
 
 class Manual(Scores):
-    """Steps by itself."""
+    """Steps by itself, tables and head with an optimizer each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+        first.step()
+        second.step()
+
+    def configure_optimizers(self):
+        tables = [*self.words.parameters(), *self.tags.parameters()]
+        return [torch.optim.SGD(part, lr=0.1) for part in (self.head.parameters(), tables)]
 
 
 def data(site: int, sites: int = 2, steps: int = STEPS, seed: int = 0) -> TensorDataset:
@@ -265,7 +275,7 @@ def test_sites_may_have_different_numbers_of_batches(sites):
 
 
 PROGRAM = """
-import importlib, sys, warnings
+import importlib, os, signal, sys, warnings
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -279,6 +289,8 @@ class Module(pl.LightningModule):
         self.words, self.head = nn.Embedding(30, 4), nn.Linear(4, 1)
 
     def training_step(self, batch, batch_idx):
+        if os.environ.get("KILLED") == str(self.global_rank) and self.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
         return self.head(self.words(batch[0])).square().mean()
 
     def configure_optimizers(self):
@@ -287,10 +299,13 @@ class Module(pl.LightningModule):
 if __name__ == "__main__":
     torch.manual_seed(0)
     strategy = sys.argv[2] if sys.argv[2] == "adapm" else dadplug.AdaPMStrategy(lookahead=4)
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False,
-                         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    nodes, folder = int(os.environ.get("NODES", 1)), os.environ.get("FOLDER")
+    callbacks = [pl.callbacks.ModelCheckpoint(folder)] if folder else []
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2 // nodes, num_nodes=nodes, max_epochs=2,
+                         logger=False, enable_checkpointing=bool(folder), callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False)
     module = Module()
-    trainer.fit(module, DataLoader(TensorDataset(torch.randint(30, (40,))), batch_size=5, shuffle=True))
+    trainer.fit(module, DataLoader(TensorDataset(torch.randint(30, (40,))), batch_size=5, shuffle=True),
+                ckpt_path=os.environ.get("RESUME"))
     kind = type(trainer.strategy)
     sys.stdout.write(f"done {kind.__module__} {kind.__name__} {trainer.global_step} "
                      f"{float(module.words.weight.detach().sum()):.6f}\\n")
@@ -308,6 +323,28 @@ def test_lightning_starts_the_sites(tmp_path, package, how):
     assert len(lines) == 2
     assert lines[0].split() == lines[1].split()
     assert lines[0].split()[:3] == [f"dadplug.runners.{package.split('.')[0]}", "AdaPMStrategy", "8"]
+
+
+def test_a_site_killed_in_fit_is_named_and_others_can_resume(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    start = "import os, runpy, sys; os.environ['NODE_RANK'] = sys.argv[1]; del sys.argv[:2]; "
+    start += "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+    def machines(**more: str) -> list[support.Finished]:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port()), "NODES": "2"} | more
+        script = str(tmp_path / "train.py")
+        return support.run_programs(
+            [["-c", start, rank, script, "pytorch_lightning", "adapm"] for rank in "01"], env=env
+        )
+
+    first, killed = machines(KILLED="1", FOLDER=str(tmp_path / "saved"))
+    assert (first.status, killed.status) == (1, -9)
+    assert "SiteError: site 1" in first.errors
+    (saved,) = (tmp_path / "saved").iterdir()
+    assert saved.name.startswith("epoch=0")
+    for each in machines(RESUME=str(saved)):
+        assert each.status == 0, each.errors
+        assert "AdaPMStrategy 8 " in each.output
 
 
 @pytest.mark.parametrize(
