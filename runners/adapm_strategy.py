@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dadplug.adapm import AdaModel
 
 _OWN = ("mode", "intent", "lookahead", "reduce", "technique", "interval")
-_PLACES = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
-_STARTS = ("process_group_backend", "start_method")
 
 
 class AdaPMStrategy(dad_strategy.DADStrategy):
@@ -72,12 +70,6 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
     ) -> None:
         from dadplug.adapm.engine import TECHNIQUES
 
-        names = [*_OWN, *(name for name in Options.names() if name != "mode")]
-        for name in options:
-            if name not in (*names, *_PLACES, *_STARTS):
-                near = difflib.get_close_matches(name, names, 1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
         if intent is not None and intent != "auto" and not callable(intent):
             raise ValueError(f"intent must be 'auto', a function from a batch to its ids, or None, got {intent!r}")
         if lookahead < 1:
@@ -92,6 +84,13 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         self._technique, self._interval = technique, interval
         self._optimizer: Any = None
         self._loader: Any = None
+
+    def _check_names(self, unknown: dict[str, Any]) -> None:
+        names = [*_OWN, *(name for name in Options.names() if name != "mode")]
+        for name in unknown:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
 
     # Start and end
 

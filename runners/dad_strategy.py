@@ -103,6 +103,7 @@ class DADStrategy:
         **unknown: Any,
     ) -> None:
         given = locals()
+        self._check_names(unknown)
         if cluster_environment is None and SiteEnvironment.detect():
             cluster_environment = SiteEnvironment()
         self.options = Options.create(**{name: given[name] for name in Options.names()}, **unknown)
@@ -119,6 +120,9 @@ class DADStrategy:
         self._states: list[Any] | None = None
         self._steps: tuple[int, int] | None = None
         self._weightless = False
+
+    def _check_names(self, unknown: dict[str, Any]) -> None:
+        """Refuses unknown options; `Options.create` does where this does not."""
 
     # Start and end
 

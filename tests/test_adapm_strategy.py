@@ -302,7 +302,8 @@ if __name__ == "__main__":
     nodes, folder = int(os.environ.get("NODES", 1)), os.environ.get("FOLDER")
     callbacks = [pl.callbacks.ModelCheckpoint(folder)] if folder else []
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2 // nodes, num_nodes=nodes, max_epochs=2,
-                         logger=False, enable_checkpointing=bool(folder), callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False)
+                         logger=False, enable_checkpointing=bool(folder), callbacks=callbacks,
+                         enable_progress_bar=False, enable_model_summary=False)
     module = Module()
     trainer.fit(module, DataLoader(TensorDataset(torch.randint(30, (40,))), batch_size=5, shuffle=True),
                 ckpt_path=os.environ.get("RESUME"))
