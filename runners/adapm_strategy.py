@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows, see `dadplug.adapm.AdaModel`.
         technique: what intents lead to, see `dadplug.adapm.ParameterManager`.
         interval: least time between two rounds of synchronisation, in seconds.
-        options: the options of `DADStrategy`.
+        rank: and the following: as for `DADStrategy`.
 
     Attributes:
         managed: the `AdaModel` of the fit that is running, with its tables and traffic; None outside of one.
@@ -66,8 +67,31 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         reduce: str = "mean",
         technique: str = "all",
         interval: float = 0.002,
-        **options: Any,
+        rank: int = 8,
+        iterations: int = 1,
+        tolerance: float = 1e-3,
+        warm_start: bool = True,
+        weighting: str = "samples",
+        wire: str = "fp32",
+        dense: str = "allreduce",
+        density: float = 0.01,
+        error_feedback: bool | None = None,
+        share_inputs: bool = True,
+        sync_batchnorm: bool = False,
+        average_buffers: bool = True,
+        check_finite: bool = True,
+        bucket_mb: float | None = None,
+        timeout: float = 300.0,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        start_method: str = "popen",
+        **unknown: Any,
     ) -> None:
+        given = locals()  # written out above, as LightningCLI needs it
         from dadplug.adapm.engine import TECHNIQUES
 
         if intent is not None and intent != "auto" and not callable(intent):
@@ -79,7 +103,8 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
                 raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
         if interval < 0:
             raise ValueError(f"interval must be at least 0, got {interval}")
-        super().__init__(mode, **options)
+        passed = inspect.signature(dad_strategy.DADStrategy.__init__).parameters
+        super().__init__(**{name: given[name] for name in passed if name not in ("self", "unknown")}, **unknown)
         self._intent, self._lookahead, self._reduce = intent, lookahead, reduce
         self._technique, self._interval = technique, interval
         self._optimizer: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 
@@ -364,6 +365,17 @@ def test_wrong_options_are_named(options, message):
 
     with pytest.raises(ValueError, match=message):
         AdaPMStrategy(**options)
+
+
+def test_the_constructor_names_the_options_of_dadstrategy_with_their_defaults():
+    from dadplug.runners.adapm_strategy import AdaPMStrategy
+    from dadplug.runners.dad_strategy import DADStrategy
+
+    ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (AdaPMStrategy, DADStrategy))
+    assert [name for name in theirs if name not in ours] == []
+    for name in theirs:
+        if name != "mode":
+            assert ours[name] == theirs[name]
 
 
 def gives_several_loaders() -> None:
