@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from .errors import MismatchError, NonFiniteError, SiteError
     from .exchange import connect
     from .reduction import GradientReduction
-    from .runners import DADStrategy, DistributedRunner
+    from .runners import AdaPMStrategy, DADStrategy, DistributedRunner
 
 _LAZY = {
+    "AdaPMStrategy": "runners",
     "DADStrategy": "runners",
     "DistributedRunner": "runners",
     "GradientReduction": "reduction",
@@ -40,6 +41,7 @@ _LAZY = {
 _MODULES = ("adapm", "callbacks", "data", "hooks", "lowrank", "models", "runners")
 
 __all__ = [
+    "AdaPMStrategy",
     "DADStrategy",
     "DistributedRunner",
     "GradientReduction",

@@ -52,6 +52,7 @@ class GradientReduction:
         rank: number of this site.
         world_size: number of sites.
         stopped: whether some site has asked all to stop after the last step.
+        share: this site's weight in the mean of the last step; None before the first.
 
     Raises:
         ValueError: if a mode, an option or its value is unknown; the message lists the valid ones.
@@ -104,6 +105,7 @@ class GradientReduction:
         self._rounding = ErrorFeedback(True)
         self._link: Link | None = None
         self._agreed_samples = 0
+        self.share: float | None = None
         self._off_plan = 0
         self._reference = 0  # samples of a step, about; 0 before the first
         self._build()
@@ -181,6 +183,7 @@ class GradientReduction:
             notes = self._pipeline.finish(self._step, stop)
             self.stopped = any(note.stop for note in notes)
             self._agreed_samples = sum(note.samples for note in notes)
+            self.share = notes[self.rank].samples / self._agreed_samples if self._agreed_samples else 0.0
             if not self._settled:
                 self._pipeline = None  # no site has had any data yet
         finally:

@@ -9,19 +9,25 @@ from .registration import needs_lightning, packages_in_use
 from .registration import register_strategies as register_strategies
 
 if TYPE_CHECKING:
+    from .adapm_strategy import AdaPMStrategy
     from .dad_strategy import DADStrategy
     from .distributed_runner import DistributedRunner
 
-_TRAINERS = {"DADStrategy": "dad_strategy", "DistributedRunner": "distributed_runner"}
+_TRAINERS = {
+    "AdaPMStrategy": "adapm_strategy",
+    "DADStrategy": "dad_strategy",
+    "DistributedRunner": "distributed_runner",
+}
+_STRATEGIES = ("AdaPMStrategy", "DADStrategy")
 
-__all__ = ["DADStrategy", "DistributedRunner"]
+__all__ = ["AdaPMStrategy", "DADStrategy", "DistributedRunner"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _TRAINERS:
         raise AttributeError(f"module 'dadplug.runners' has no attribute {name!r}")
-    if name == "DADStrategy" and len(packages_in_use()) == 1:
-        return needs_lightning(name, __name__).DADStrategy  # a class that LightningCLI knows for a strategy
+    if name in _STRATEGIES and len(packages_in_use()) == 1:
+        return getattr(needs_lightning(name, __name__), name)  # a class that LightningCLI knows for a strategy
     try:
         return getattr(importlib.import_module(f".{_TRAINERS[name]}", __name__), name)
     except ModuleNotFoundError as error:

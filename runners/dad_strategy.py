@@ -103,6 +103,7 @@ class DADStrategy:
         **unknown: Any,
     ) -> None:
         given = locals()
+        self._check_names(unknown)
         if cluster_environment is None and SiteEnvironment.detect():
             cluster_environment = SiteEnvironment()
         self.options = Options.create(**{name: given[name] for name in Options.names()}, **unknown)
@@ -119,6 +120,9 @@ class DADStrategy:
         self._states: list[Any] | None = None
         self._steps: tuple[int, int] | None = None
         self._weightless = False
+
+    def _check_names(self, unknown: dict[str, Any]) -> None:
+        """Refuses unknown options; `Options.create` does where this does not."""
 
     # Start and end
 
@@ -180,10 +184,10 @@ class DADStrategy:
 
     def _samples_of(self, batch: Any) -> AbstractContextManager[Any]:
         self._weightless = False
-        if self.reduction is None:
-            return nullcontext()
         if self._steps is not None and self._trainer is not None:
             self._weightless = not has_turn(self._trainer.fit_loop.epoch_loop.batch_idx, *self._steps)
+        if self.reduction is None:
+            return nullcontext()
         samples = 0 if self._weightless else batch_size(batch)
         return nullcontext() if samples is None else self.reduction.samples(samples)
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import DDPStrategy
 
-from . import dad_strategy
+from . import adapm_strategy, dad_strategy
 
 
 class DADStrategy(dad_strategy.DADStrategy, DDPStrategy):
     """`dadplug.runners.dad_strategy.DADStrategy` for this package."""
+
+
+class AdaPMStrategy(adapm_strategy.AdaPMStrategy, DDPStrategy):
+    """`dadplug.runners.adapm_strategy.AdaPMStrategy` for this package."""

@@ -36,17 +36,21 @@ def _register(package: str) -> None:
         if mode == "auto":  # Lightning's own word for a strategy that it chooses
             return
         for suffix, start_method in _STARTS.items():
-            make = functools.partial(_make, package, mode, start_method)
+            make = functools.partial(_make, package, "DADStrategy", mode, start_method)
             registry.register(mode + suffix, make, description=f"dadplug: gradients agreed by {mode}", override=True)
 
+    for suffix, start_method in _STARTS.items():
+        make = functools.partial(_make, package, "AdaPMStrategy", "dsgd", start_method)
+        description = "dadplug: embeddings in tables spread over the sites (AdaPM)"
+        registry.register("adapm" + suffix, make, description=description, override=True)
     for mode in method_names():
         add(mode)
     on_registration(add)
 
 
-def _make(package: str, mode: str, start_method: str, **options: Any) -> Any:
+def _make(package: str, strategy: str, mode: str, start_method: str, **options: Any) -> Any:
     module: Any = importlib.import_module(f".{PACKAGES[package]}", __package__)
-    return module.DADStrategy(mode, start_method=start_method, **options)
+    return getattr(module, strategy)(mode, start_method=start_method, **options)
 
 
 def packages_in_use() -> list[str]:

@@ -34,7 +34,6 @@ class ManagedWeight:
         self.name, self.parameter, self.rule = name, parameter, rule
         self.rows, self.width = parameter.shape
         self.steps = 0
-        self.seen: Callable[[ManagedWeight, Tensor], None] | None = None
         self._lookups: list[tuple[Tensor, Tensor, Tensor]] = []
         weights: list[NDArray[np.float32]] = [parameter.detach().cpu().contiguous().numpy()]
 
@@ -103,6 +102,11 @@ class ManagedWeight:
         if scale != 1:
             gradients = gradients * scale
         self.table.push_async(keys, self.rule.deltas(values, gradients, self.steps, options))
+
+    @property
+    def lookups(self) -> list[Tensor]:
+        """The distinct keys of each lookup since the last step, in their order."""
+        return [keys for keys, _, _ in self._lookups]
 
     def forget(self) -> None:
         """Drops the gradients since the last step."""

@@ -77,6 +77,16 @@ class AdaDataLoader:
             return self._intent(batch)
         return self.model.record(self._forward, batch)
 
+    def announce(self, batch: Any, clock: int, number: int) -> None:
+        """Says which rows a batch will look up; called in the reading thread.
+
+        Args:
+            batch: the batch.
+            clock: the clock at which it will be used.
+            number: number of the batch since the loader began, from 0.
+        """
+        self.model.intent(self.ids(batch), clock)
+
     def __iter__(self) -> Iterator[Any]:
         manager = self.model.manager
         begin = manager.current_clock + 1  # the first batch moves the clock there
@@ -95,7 +105,7 @@ class AdaDataLoader:
         def read() -> None:
             try:
                 for number, batch in enumerate(self.loader):
-                    self.model.intent(self.ids(batch), begin + number)
+                    self.announce(batch, begin + number, number)
                     if not put(("batch", batch)):
                         return
                 put(("end", None))

@@ -14,7 +14,7 @@ from ..reduction import GradientReduction
 from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight
 from .manager import ParameterManager
 from .recorder import IntentError, Recorder
-from .rules import rule_of
+from .rules import RowwiseAdagradRule, rule_of
 
 _CHUNK = 65536  # rows that are gathered or set at a time
 
@@ -35,8 +35,8 @@ class AdaModel(nn.Module):
         optimizer: the user's optimizer of the model's parameters: SGD, Adagrad, SparseAdam, Adam (which then leaves
             the moments of rows alone that are not in the batch), or `RowwiseAdagrad`.
         manager: where the tables are; a new one where None.
-        reduce: ``"mean"`` divides gradients of rows by the number of sites, as one process with all sites' rows and a
-            mean loss would have them; ``"sum"`` does not.
+        reduce: ``"mean"`` weights gradients of rows by the site's share of the samples, as one process with all sites'
+            rows and a mean loss would have them (equally where no other parameters are there); ``"sum"`` does not.
         mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
         options: further options of `dadplug.GradientReduction`.
 
@@ -75,11 +75,12 @@ class AdaModel(nn.Module):
         super().__init__()
         if reduce not in ("mean", "sum"):
             raise ValueError(f"unknown reduce {reduce!r}; valid ones are 'mean' and 'sum'")
-        layers = _find_layers(model, optimizer)
+        layers = find_layers(model, optimizer)
         self.module = model
         self.manager = manager if manager is not None else ParameterManager()
         self.managed: dict[str, ManagedWeight] = {}
         self.reduction: GradientReduction | None = None
+        self._reduce = reduce
         self._scale = 1.0 / self.manager.world_size if reduce == "mean" else 1.0
         self._padding: dict[str, set[int]] = {}
         self._overrides: list[ManagedEmbedding | ManagedEmbeddingBag] = []
@@ -107,7 +108,8 @@ class AdaModel(nn.Module):
             if model is not None:
                 model.step_managed(optimizer)
 
-        self._hook = optimizer.register_step_pre_hook(step)
+        # After the step, since a closure that is given to it may run backward first.
+        self._hook = optimizer.register_step_post_hook(step)
 
     def _manage(self, name: str, modules: list[tuple[str, nn.Module]], optimizer: Optimizer) -> None:
         parameter = modules[0][1].weight
@@ -142,8 +144,14 @@ class AdaModel(nn.Module):
 
     def step_managed(self, optimizer: Optimizer) -> None:
         """Pushes what an optimizer adds to managed rows, and moves the clock on; ``optimizer.step()`` calls it."""
+        scale = self._scale
+        if self._reduce == "mean" and self.reduction is not None and self.reduction.share is not None:
+            scale = self.reduction.share  # as the other parameters' gradients are weighted in this step
         for name, weight in self.managed.items():
-            weight.step(_group_of(optimizer, weight.parameter), self._scale, self._padding[name])
+            if scale == 0.0:
+                weight.forget()
+            else:
+                weight.step(_group_of(optimizer, weight.parameter), scale, self._padding[name])
         if not self.clock_by_loader:
             self.manager.advance_clock()
 
@@ -191,12 +199,80 @@ class AdaModel(nn.Module):
         self.manager.barrier()
         return state
 
-    def _gather(self, weight: ManagedWeight) -> Tensor:
-        whole = torch.empty(weight.rows, weight.width)
+    def _gather(self, weight: ManagedWeight, columns: slice | None = None) -> Tensor:
+        columns = slice(weight.width) if columns is None else columns
+        whole = torch.empty(weight.rows, len(range(weight.table.width)[columns]))
         for start in range(0, weight.rows, _CHUNK):
             keys = torch.arange(start, min(start + _CHUNK, weight.rows))
-            whole[keys] = weight.table.pull(keys)[:, : weight.width]
+            whole[keys] = weight.table.pull(keys)[:, columns]
         return whole
+
+    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
+        """Gathers the state of the rows' optimizer by weight, as torch's own has it."""
+        found = {}
+        for name, weight in self.managed.items():
+            if parts := weight.rule.names:
+                state = self._gather(weight, slice(weight.width, None)).chunk(len(parts), 1)
+                own = {part: value.contiguous() for part, value in zip(parts, state, strict=True)}
+                # RowwiseAdagrad counts no steps
+                step = (
+                    {} if isinstance(weight.rule, RowwiseAdagradRule) else {"step": torch.tensor(float(weight.steps))}
+                )
+                found[name] = step | own
+        return found
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the optimizer's state, with that of all rows, as the optimizer without dadplug has it.
+
+        All sites must call it, since they gather the tables.
+        """
+        self.manager.wait_sync(everywhere=True)
+        state = optimizer.state_dict()
+        states = dict(state["state"])
+        places = _places(optimizer)
+        for name, rows in self._optimizer_states().items():
+            states[places[id(self.managed[name].parameter)]] = rows
+        self.manager.barrier()
+        return state | {"state": states}
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Loads an optimizer's state, of all rows too; all sites must call it with the same.
+
+        Raises:
+            ValueError: if the state of a managed weight does not fit.
+        """
+        states = dict(state_dict["state"])
+        places = _places(optimizer)
+        own = {name: states.pop(places[id(weight.parameter)], None) for name, weight in self.managed.items()}
+        optimizer.load_state_dict({**state_dict, "state": states})
+        self.manager.wait_sync(everywhere=True)
+        for name, rows in own.items():
+            weight = self.managed[name]
+            if not rows or not weight.rule.names:
+                continue
+            if missing := [part for part in weight.rule.names if part not in rows]:
+                raise ValueError(f"the optimizer's state of {name} lacks {missing}: it is another optimizer's")
+            state = torch.cat([rows[part].float().cpu() for part in weight.rule.names], 1)
+            if state.shape != (weight.rows, weight.table.width - weight.width):
+                raise ValueError(f"the optimizer's state of {name} has shape {tuple(state.shape)}, which does not fit")
+            weight.steps = int(rows.get("step", 0))
+            for keys in weight.home_keys(self.manager.rank, self.manager.world_size):
+                values = weight.table.pull(keys)
+                values[:, weight.width :] = state[keys]
+                weight.table.set(keys, values)
+        self.manager.wait_sync(everywhere=True)
+
+    def unwrap(self, optimizer: Optimizer) -> None:
+        """Gives model and optimizer their whole weights and states back, and closes; all sites must call it."""
+        self.manager.wait_sync(everywhere=True)
+        states = self._optimizer_states()
+        for name, weight in self.managed.items():
+            whole = self._gather(weight)
+            weight.parameter.data = whole.to(weight.parameter.device)
+            if name in states:
+                optimizer.state[weight.parameter] = states[name]
+        self.manager.barrier()
+        self.close()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state of the model without dadplug; all sites must call it with the same.
@@ -237,6 +313,12 @@ class AdaModel(nn.Module):
             self.reduction.detach()
 
 
+def _places(optimizer: Optimizer) -> dict[int, int]:
+    """Numbers parameters as the optimizer's state does."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(parameter): place for place, parameter in enumerate(parameters)}
+
+
 def _group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     for group in optimizer.param_groups:
         if any(parameter is other for other in group["params"]):
@@ -244,7 +326,7 @@ def _group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     raise ValueError("a managed weight has left the optimizer that AdaModel was made with")
 
 
-def _find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, list[tuple[str, nn.Module]]]:
+def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, list[tuple[str, nn.Module]]]:
     """Finds the layers whose weights can be managed, by the weight's name; layers may share one."""
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners: dict[int, list[tuple[str, nn.Module]]] = {}

@@ -12,7 +12,13 @@ from .initialisers import Constant, Initialiser
 
 
 class Rule(Protocol):
-    """The step of one optimizer on rows, as deltas, so that the steps of several sites add up."""
+    """The step of one optimizer on rows, as deltas, so that the steps of several sites add up.
+
+    Attributes:
+        names: torch's names of the state's parts, of equal widths; rows of a checkpoint's state have them.
+    """
+
+    names: tuple[str, ...]
 
     def state(self, width: int) -> list[tuple[int, Initialiser]]:
         """Returns the columns of the state beside weights of this width, and what they begin with."""
@@ -31,6 +37,8 @@ class Rule(Protocol):
 class SGD:
     """torch.optim.SGD: ``w -= lr g``."""
 
+    names: tuple[str, ...] = ()
+
     def state(self, width: int) -> list[tuple[int, Initialiser]]:
         return []
 
@@ -40,6 +48,8 @@ class SGD:
 
 class Adagrad:
     """torch.optim.Adagrad: ``s += g^2; w -= lr g / (sqrt(s) + eps)``."""
+
+    names: tuple[str, ...] = ("sum",)
 
     def __init__(self, initial: float) -> None:
         self.initial = initial
@@ -57,6 +67,8 @@ class Adagrad:
 class RowwiseAdagradRule:
     """`RowwiseAdagrad`: ``s += mean(g^2); w -= lr g / (sqrt(s) + eps)``, one s a row."""
 
+    names: tuple[str, ...] = ("sum",)
+
     def state(self, width: int) -> list[tuple[int, Initialiser]]:
         return [(1, Constant())]
 
@@ -72,6 +84,8 @@ class Adam:
     Args:
         sparse: eps stands beside the uncorrected root, as in SparseAdam.
     """
+
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, sparse: bool) -> None:
         self.sparse = sparse

@@ -1,0 +1,238 @@
+"""Lightning's strategy for embeddings whose rows live spread over the sites (AdaPM)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dadplug.options import Options
+
+from . import dad_strategy
+from .registration import needs_lightning
+
+if TYPE_CHECKING:
+    from dadplug.adapm import AdaModel
+
+_OWN = ("mode", "intent", "lookahead", "reduce", "technique", "interval")
+
+
+class AdaPMStrategy(dad_strategy.DADStrategy):
+    """Trains a module whose embeddings are tables spread over the sites; for ``Trainer(strategy=)``.
+
+    During a fit the rows of its nn.Embedding and nn.EmbeddingBag layers are managed as by `dadplug.adapm.AdaModel`, the
+    train loader is read ahead as by `dadplug.adapm.AdaDataLoader`, and all other parameters are agreed on as by
+    `DADStrategy`. Validation pulls rows, and pushes none. Checkpoints hold whole tables, and the state of their
+    optimizer, under the plain module's names; after the fit the module is a plain one again, with all its weights.
+
+    Args:
+        mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
+        intent: a function from a batch to ids by the names of weights, ``lambda batch: {"words.weight": batch[0]}``;
+            ``"auto"`` finds them from a pass of shapes through training_step; None for no lookahead.
+        lookahead: number of batches to be ahead.
+        reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows, see `dadplug.adapm.AdaModel`.
+        technique: what intents lead to, see `dadplug.adapm.ParameterManager`.
+        interval: least time between two rounds of synchronisation, in seconds.
+        rank: and the following: as for `DADStrategy`.
+
+    Attributes:
+        managed: the `AdaModel` of the fit that is running, with its tables and traffic; None outside of one.
+        reduction: the `GradientReduction` of the other parameters.
+
+    Raises:
+        ValueError: if an option or its value is unknown; the message lists the valid ones.
+        RuntimeError: if it cannot tell for which of Lightning's packages it is to be.
+
+    Example:
+        >>> trainer = pl.Trainer(strategy=AdaPMStrategy(), accelerator="cpu", devices=2)
+    """
+
+    managed: AdaModel | None = None
+
+    optimizers: Any  # DDPStrategy has them
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        wanted = needs_lightning("AdaPMStrategy", __package__).AdaPMStrategy if cls is AdaPMStrategy else cls
+        return super().__new__(wanted)
+
+    def __init__(
+        self,
+        mode: str = "dsgd",
+        *,
+        intent: str | Callable[[Any], Any] | None = "auto",
+        lookahead: int = 16,
+        reduce: str = "mean",
+        technique: str = "all",
+        interval: float = 0.002,
+        rank: int = 8,
+        iterations: int = 1,
+        tolerance: float = 1e-3,
+        warm_start: bool = True,
+        weighting: str = "samples",
+        wire: str = "fp32",
+        dense: str = "allreduce",
+        density: float = 0.01,
+        error_feedback: bool | None = None,
+        share_inputs: bool = True,
+        sync_batchnorm: bool = False,
+        average_buffers: bool = True,
+        check_finite: bool = True,
+        bucket_mb: float | None = None,
+        timeout: float = 300.0,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        start_method: str = "popen",
+        **unknown: Any,
+    ) -> None:
+        given = locals()  # written out above, as LightningCLI needs it
+        from dadplug.adapm.engine import TECHNIQUES
+
+        if intent is not None and intent != "auto" and not callable(intent):
+            raise ValueError(f"intent must be 'auto', a function from a batch to its ids, or None, got {intent!r}")
+        if lookahead < 1:
+            raise ValueError(f"lookahead must be at least 1, got {lookahead}")
+        for name, value, choices in (("reduce", reduce, ("mean", "sum")), ("technique", technique, TECHNIQUES)):
+            if value not in choices:
+                raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
+        if interval < 0:
+            raise ValueError(f"interval must be at least 0, got {interval}")
+        passed = inspect.signature(dad_strategy.DADStrategy.__init__).parameters
+        super().__init__(**{name: given[name] for name in passed if name not in ("self", "unknown")}, **unknown)
+        self._intent, self._lookahead, self._reduce = intent, lookahead, reduce
+        self._technique, self._interval = technique, interval
+        self._optimizer: Any = None
+        self._loader: Any = None
+
+    def _check_names(self, unknown: dict[str, Any]) -> None:
+        names = [*_OWN, *(name for name in Options.names() if name != "mode")]
+        for name in unknown:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
+
+    # Start and end
+
+    def configure_ddp(self) -> None:
+        """Does nothing: what is managed is known when the optimizers are there."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        from dadplug.adapm import AdaModel, ParameterManager
+
+        from .lookahead_loader import embeddings_of
+
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError("managed rows have no part in a GradScaler: use precision='bf16-mixed' or '32-true'")
+        self._optimizer = embeddings_of(self.lightning_module, self.optimizers)
+        manager = ParameterManager(technique=self._technique, timeout=self.options.timeout, interval=self._interval)
+        options = dataclasses.asdict(self.options)
+        try:
+            self.managed = AdaModel(self.lightning_module, self._optimizer, manager, reduce=self._reduce, **options)
+        except BaseException:
+            manager.close()
+            raise
+        self.reduction = self.managed.reduction
+        if self._states is not None and self.reduction is not None:
+            self.reduction.load_states(self._states)
+        self._states = None
+        if not self.managed.managed:
+            warnings.warn(
+                "AdaPMStrategy found no embedding to manage: those of float32 are that are in an optimizer and that "
+                "nothing but nn.Embedding and nn.EmbeddingBag uses. All parameters are agreed on as by DADStrategy",
+                stacklevel=2,
+            )
+        elif trainer.gradient_clip_val:
+            warnings.warn("gradient_clip_val does not clip the gradients of managed rows", stacklevel=2)
+
+    def teardown(self) -> None:
+        managed, self.managed = self.managed, None
+        if managed is not None:
+            try:
+                if self._interrupted:  # others may be gone, and rows with them
+                    managed.close()
+                else:
+                    managed.unwrap(self._optimizer)
+            finally:
+                managed.manager.close()
+        self._loader = None
+        super().teardown()
+
+    # Training
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = super().process_dataloader(dataloader)
+        managed, trainer = self.managed, self._trainer
+        if (
+            managed is None
+            or not managed.managed
+            or not trainer.training
+            or self._intent is None
+            or self.world_size == 1
+        ):
+            return dataloader
+        from .lookahead_loader import LookaheadLoader
+
+        self._loader = LookaheadLoader(dataloader, managed, self._intent, self._lookahead, trainer)
+        return self._loader
+
+    def on_train_start(self) -> None:
+        if self._loader is not None and self._trainer.train_dataloader is not self._loader:
+            raise ValueError(
+                "AdaPMStrategy reads one train loader ahead, and there are several: use one, or intent=None, with "
+                "which rows are pulled when they are used"
+            )
+        super().on_train_start()  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loader is None or self.managed is None:
+            return super().training_step(*args, **kwargs)
+        from .lookahead_loader import lookups
+
+        before = {} if not self.lightning_module.automatic_optimization else lookups(self.managed)
+        output = super().training_step(*args, **kwargs)
+        self._loader.compare(before)
+        return output
+
+    def _average_buffers(self) -> None:
+        super()._average_buffers()
+        if self._in_fit and self.managed is not None:
+            self.managed.manager.wait_sync(everywhere=True)  # all sites evaluate the same tables
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.managed is None:
+            return super().lightning_module_state_dict()
+        if self._interrupted:
+            raise RuntimeError(
+                "no checkpoint can be written after an error: rows are spread over sites that may be gone. Resume from "
+                "the last one before it"
+            )
+        self._average_buffers()
+        return self.managed.state_dict()
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        if self.managed is None:
+            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
+        else:
+            self.managed.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        if self.managed is None or plain is not self._optimizer:
+            return super().optimizer_state(optimizer)  # type: ignore[misc,no-any-return]
+        return self.managed.optimizer_state_dict(plain)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if self.managed is not None and optimizer is self._optimizer:
+                self.managed.load_optimizer_state_dict(optimizer, state)
+            else:
+                optimizer.load_state_dict(state)
