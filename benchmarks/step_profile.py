@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/step_profile.py --mode rankdad --rank 4
     torchrun --nproc-per-node 2 benchmarks/step_profile.py --trace trace.json    (for Perfetto)
+    python benchmarks/step_profile.py                                            one site, without a network
 
 One thread a site. Times are medians over steps by the meter, `reduction.traffic`; "one process" is forward and backward
 of the same model and batch without dadplug, its weight gradients formed, measured in turns with the others.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
 import time
 
@@ -22,6 +24,12 @@ import dadplug
 from dadplug.models import build_model
 
 
+def meet() -> None:
+    """Has the sites wait for one another, where there are several."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", default="rankdad")
@@ -31,12 +39,13 @@ def main() -> None:
     parser.add_argument("--trace", help="file for a Chrome trace of five steps at site 0")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dadplug.connect()
+    if "RANK" in os.environ:
+        dadplug.connect()
     model = build_model("MNISTNet")
     alone = copy.deepcopy(model)
     reduction = dadplug.GradientReduction(model, mode=arguments.mode, rank=arguments.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs = torch.randn(arguments.batch_size, 1, 28, 28, generator=torch.Generator().manual_seed(dist.get_rank()))
+    inputs = torch.randn(arguments.batch_size, 1, 28, 28, generator=torch.Generator().manual_seed(reduction.rank))
     targets = torch.arange(arguments.batch_size) % 10
 
     def train() -> None:
@@ -47,12 +56,12 @@ def main() -> None:
 
     times: dict[str, list[float]] = {"one process": [], "encode": [], "decode": [], "wait": [], "step": []}
     for step in range(arguments.steps + 10):
-        dist.barrier()
+        meet()
         start = time.perf_counter()
         alone.zero_grad()
         nn.functional.cross_entropy(alone(inputs), targets).backward()
         own = time.perf_counter() - start
-        dist.barrier()
+        meet()
         start = time.perf_counter()
         train()
         whole, layers = time.perf_counter() - start, reduction.traffic.layers.values()
@@ -61,7 +70,7 @@ def main() -> None:
             times["step"].append(whole)
             for kind in ("encode", "decode", "wait"):
                 times[kind].append(sum(getattr(layer, f"{kind}_seconds") for layer in layers))
-    if arguments.trace and dist.get_rank() == 0:
+    if arguments.trace and reduction.rank == 0:
         with torch.profiler.profile() as profiler:
             for _ in range(5):
                 train()
@@ -69,13 +78,13 @@ def main() -> None:
     elif arguments.trace:
         for _ in range(5):
             train()
-    if dist.get_rank() == 0:
+    if reduction.rank == 0:
         print(reduction.traffic)
         medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
         print("medians in ms:", ", ".join(f"{name} {value:.2f}" for name, value in medians.items()))
         share = (medians["encode"] + medians["decode"]) / medians["one process"]
         print(f"encoding and decoding take {100 * share:.0f} % of one process's forward and backward")
-    dist.barrier()
+    meet()
 
 
 if __name__ == "__main__":
