@@ -6,17 +6,16 @@ The protocol is written down in `dadplug.adapm.messages`.
 from __future__ import annotations
 
 import heapq
-import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import kernels, placement
+from . import placement
+from .access import Access
 from .messages import Kind, Message
-from .requests import Flush, PullRequest, Request, SetRequest
+from .requests import Flush
 from .rows import (
     AWAY,
     DIRTY,
@@ -32,7 +31,7 @@ from .rows import (
     Block,
     Keys,
 )
-from .store import Store
+from .state import Outbox
 from .timing import ActionTiming
 
 TECHNIQUES = {
@@ -41,11 +40,9 @@ TECHNIQUES = {
     "relocation_only": RELOCATE,
     "static": STAY,
 }
-COUNTS = ("pulled", "pulled_remotely", "pushed", "pushed_remotely", "moved", "replicated")
-Outbox = list[tuple[int, Message]]
 
 
-class Engine:
+class Engine(Access):
     """The state of one site: its stores, its requests, its intents.
 
     Any thread may call its methods; they hold one lock, during which the GIL is released.
@@ -58,31 +55,15 @@ class Engine:
     """
 
     def __init__(self, rank: int, sites: int, technique: str, send: Callable[[int, Message], None]) -> None:
-        self.rank, self.sites = rank, sites
+        super().__init__(rank, sites, send)
         self.technique = TECHNIQUES[technique]
-        self.stores: list[Store] = []
         self.clock = 0
         self.round = 0
         self.timing = ActionTiming()
-        self.counts = dict.fromkeys(
-            ("pulled", "pulled_remotely", "pushed", "pushed_remotely", "moved", "replicated"), 0
-        )
-        self._send = send
-        self._lock = threading.Lock()
-        self._last_request = 0
-        self._requests: dict[int, Request] = {}
-        self._unapplied: dict[int, Request] = {}  # pushes and sets, by number
-        self._held: deque[tuple[int, Outbox]] = deque()
         self._intents: list[tuple[int, int, int, int, Keys]] = []  # heap: start, order, end, table, keys
         self._intent_order = 0
-        self._drops = 0
         self._unanswered = 0  # keys for which an INTENT or SYNC is under way
-        self._handlers: dict[Kind, Callable[[int, Message, Outbox], None]] = {
-            Kind.PULL: self._on_pull,
-            Kind.PULLED: self._on_pulled,
-            Kind.PUSH: self._on_push,
-            Kind.SET: self._on_set,
-            Kind.APPLIED: self._on_applied,
+        self._handlers |= {
             Kind.INTENT: self._on_intent,
             Kind.REPLICA: self._on_replica,
             Kind.MOVE: self._on_move,
@@ -91,106 +72,6 @@ class Engine:
             Kind.OWNER: self._on_owner,
         }
 
-    # What workers ask for; keys and values are checked by the caller.
-
-    def pull(self, table: int, keys: Keys, out: Block) -> int | PullRequest | None:
-        """Copies values into `out`, asking other sites where needed.
-
-        Returns:
-            None if all were here; the position of a key that is out of range, and nothing has been done; else the
-            request.
-        """
-        outbox: Outbox = []
-        with self._lock:
-            store = self.stores[table]
-            where = np.empty(keys.shape[0], np.int32)
-            missing = kernels.read(store.rows, keys, store.limit, out, where)
-            if missing < 0:
-                return -1 - missing
-            self.counts["pulled"] += keys.shape[0]
-            if not missing:
-                return None
-            positions = np.flatnonzero(where < 0).astype(np.int32)
-            request = self._pull_rest(table, keys[positions], positions, out, outbox)
-            self._post(outbox)  # all of it goes to other sites, which work while the rest is copied
-            kernels.read_found(store.rows, where, out)
-        return request
-
-    def _pull_rest(
-        self, table: int, keys: Keys, positions: NDArray[np.int32], out: Block, outbox: Outbox
-    ) -> PullRequest | None:
-        where, targets = self.stores[table].locate(self.rank, self.sites, keys)
-        here = where >= 0
-        if here.any():
-            kernels.place(self.stores[table].read_rows(where[here]), positions[here], out)
-            away = ~here
-            keys, positions, targets = keys[away], positions[away], targets[away]
-        if not keys.shape[0]:
-            return None
-        self.counts["pulled_remotely"] += keys.shape[0]
-        store = self.stores[table]
-        buffered = store.replicas and kernels.any_requested(store.rows, keys)
-        request = PullRequest(table, keys, positions, out, self._drops if buffered else None)
-        number = self._number(request)
-        self._after_pushes(self._spread(Kind.PULL, table, self.rank, number, targets, keys, positions), outbox)
-        return request
-
-    def push(self, table: int, keys: Keys, deltas: Block) -> Request | None:
-        """Adds deltas; returns None if that is done, else the request."""
-        outbox: Outbox = []
-        with self._lock:
-            self.counts["pushed"] += keys.shape[0]
-            request = self._push(table, keys, deltas, outbox)
-        self._post(outbox)
-        return request
-
-    def _push(self, table: int, keys: Keys, deltas: Block, outbox: Outbox) -> Request | None:
-        store = self.stores[table]
-        where = np.empty(keys.shape[0], np.int32)
-        if not kernels.add(store.rows, keys, deltas, where):
-            return None
-        rest = np.flatnonzero(where < 0).astype(np.int32)
-        keys, deltas = keys[rest], _taken(deltas, rest)
-        where, targets = store.locate(self.rank, self.sites, keys)
-        here = where >= 0
-        if here.any():
-            kernels.add_owned(store.rows, where[here], deltas[here])
-            away = np.flatnonzero(~here).astype(np.int32)
-            keys, deltas, targets = keys[away], _taken(deltas, away), targets[away]
-        if not keys.shape[0]:
-            return None
-        self.counts["pushed_remotely"] += keys.shape[0]
-        request = Request(keys.shape[0])
-        number = self._number(request)
-        self._unapplied[number] = request
-        outbox.extend(self._spread(Kind.PUSH, table, self.rank, number, targets, keys, deltas))
-        return request
-
-    def set(self, table: int, keys: Keys, values: Block) -> tuple[bool, Request | None]:
-        """Sets distinct keys; this site's pushes have been flushed before.
-
-        Returns:
-            False where that must be done again, since a key is on its way here; and the request, None if it is done.
-        """
-        outbox: Outbox = []
-        with self._lock:
-            store = self.stores[table]
-            if kernels.any_requested(store.rows, keys):
-                return False, None
-            where, targets = store.locate(self.rank, self.sites, keys)
-            here = where >= 0
-            kernels.assign(store.rows, where[here], values[here])
-            away = ~here
-            keys, values, targets = keys[away], values[away], targets[away]
-            if not keys.shape[0]:
-                return True, None
-            request = SetRequest(table, keys, values)
-            number = self._number(request)
-            self._unapplied[number] = request
-            outbox.extend(self._spread(Kind.SET, table, self.rank, number, targets, keys, values))
-        self._post(outbox)
-        return True, request
-
     def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
         """Notes that this site will use keys while ``start <= clock < end``."""
         if self.sites == 1 or self.technique == STAY:
@@ -198,8 +79,6 @@ class Engine:
         with self._lock:
             self._intent_order += 1
             heapq.heappush(self._intents, (start, self._intent_order, end, table, keys))
-
-    # Rounds
 
     @property
     def busy(self) -> bool:
@@ -210,11 +89,6 @@ class Engine:
     def round_over(self) -> bool:
         """Whether all that the rounds so far have asked for has been answered."""
         return self._unanswered == 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether a request is under way."""
-        return bool(self._requests)
 
     def run_round(self) -> None:
         """Acts on the intents that are due, and has all replicas synchronised that are not already."""
@@ -271,135 +145,6 @@ class Engine:
                     return False
                 flush.last = self._last_request
             return not self._unapplied or next(iter(self._unapplied)) > flush.last
-
-    # Messages
-
-    def handle(self, sender: int, message: Message) -> None:
-        """Takes in a message from another site, or from this one."""
-        outbox: Outbox = []
-        with self._lock:
-            self._handlers[message.kind](sender, message, outbox)
-        self._post(outbox)
-
-    def add_store(self, store: Store) -> None:
-        """Adds a table, numbered in the order in which they are added."""
-        with self._lock:
-            self.stores.append(store)
-
-    def owned(self, table: int) -> tuple[Keys, Block]:
-        """Copies the keys that are owned here, and their values."""
-        with self._lock:
-            return self.stores[table].owned()
-
-    def release(self) -> None:
-        """Ends the wait of all requests: they will not be answered any more."""
-        with self._lock:
-            for request in self._requests.values():
-                request.done.set()
-
-    def _post(self, outbox: Outbox) -> None:
-        for target, message in outbox:
-            if target == self.rank:
-                self.handle(self.rank, message)
-            else:
-                self._send(target, message)
-
-    def _number(self, request: Request) -> int:
-        self._last_request += 1
-        self._requests[self._last_request] = request
-        return self._last_request
-
-    def _after_pushes(self, messages: Outbox, outbox: Outbox) -> None:
-        """Sends messages once the pushes that have been sent until now are answered."""
-        if self._unapplied:
-            self._held.append((self._last_request, messages))
-        else:
-            outbox.extend(messages)
-
-    def _spread(
-        self, kind: Kind, table: int, origin: int, request: int, targets: NDArray[np.int8], *arrays: NDArray[Any]
-    ) -> Outbox:
-        """Splits arrays over the sites that they go to."""
-        if (targets == targets[0]).all():
-            return [(int(targets[0]), Message(kind, table, origin, request, 0, list(arrays)))]
-        outbox: Outbox = []
-        for target in np.unique(targets):
-            chosen = targets == target
-            parts = [array[chosen] for array in arrays]
-            outbox.append((int(target), Message(kind, table, origin, request, 0, parts)))
-        return outbox
-
-    def _serve(self, message: Message, outbox: Outbox) -> tuple[Store, NDArray[np.bool_], NDArray[np.int32]]:
-        """Finds the rows of a message's keys, and sends the part of the message on that belongs to another site."""
-        store = self.stores[message.table]
-        where, targets = store.locate(self.rank, self.sites, message.arrays[0])
-        here = where >= 0
-        if not here.all():
-            away = ~here
-            parts = [array[away] for array in message.arrays]
-            outbox.extend(
-                self._spread(message.kind, message.table, message.origin, message.request, targets[away], *parts)
-            )
-        return store, here, where[here]
-
-    def _on_pull(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, here, rows = self._serve(message, outbox)
-        if rows.shape[0]:
-            arrays: list[NDArray[Any]] = [message.arrays[1][here], store.read_rows(rows)]
-            answer = Message(Kind.PULLED, message.table, self.rank, message.request, 0, arrays)
-            outbox.append((message.origin, answer))
-
-    def _on_pulled(self, sender: int, message: Message, outbox: Outbox) -> None:
-        request = self._requests[message.request]
-        assert isinstance(request, PullRequest)
-        positions, values = message.arrays
-        kernels.place(values, positions, request.out)
-        request.remaining -= positions.shape[0]
-        if request.remaining:
-            return
-        store = self.stores[request.table]
-        absent = np.empty(request.keys.shape[0], np.int8)
-        gone = kernels.reconcile(store.rows, request.keys, request.positions, request.out, absent)
-        if gone and request.drops not in (None, self._drops):
-            # What was requested may have come and gone since, with pushes of this site that the answer lacks.
-            again = absent.view(np.bool_)
-            repeated = self._pull_rest(
-                message.table, request.keys[again], request.positions[again], request.out, outbox
-            )
-            if repeated is not None:
-                repeated.done = request.done
-                del self._requests[message.request]
-                return
-        del self._requests[message.request]
-        request.done.set()
-
-    def _on_push(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, here, rows = self._serve(message, outbox)
-        if rows.shape[0]:
-            kernels.add_owned(store.rows, rows, message.arrays[1][here])
-            self._confirm(message, rows.shape[0], outbox)
-
-    def _on_set(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, here, rows = self._serve(message, outbox)
-        if rows.shape[0]:
-            kernels.assign(store.rows, rows, message.arrays[1][here])
-            self._confirm(message, rows.shape[0], outbox)
-
-    def _confirm(self, message: Message, count: int, outbox: Outbox) -> None:
-        answer = Message(Kind.APPLIED, message.table, self.rank, message.request, count)
-        outbox.append((message.origin, answer))
-
-    def _on_applied(self, sender: int, message: Message, outbox: Outbox) -> None:
-        request = self._requests[message.request]
-        request.remaining -= message.extra
-        if request.remaining:
-            return
-        if isinstance(request, SetRequest):
-            kernels.overwrite(self.stores[request.table].rows, request.keys, request.values)
-        del self._requests[message.request], self._unapplied[message.request]
-        request.done.set()
-        while self._held and (not self._unapplied or next(iter(self._unapplied)) > self._held[0][0]):
-            outbox.extend(self._held.popleft()[1])
 
     def _on_intent(self, sender: int, message: Message, outbox: Outbox) -> None:
         store, here, rows = self._serve(message, outbox)
@@ -495,12 +240,6 @@ class Engine:
             _, targets = store.locate(self.rank, self.sites, again)
             messages = self._spread(Kind.INTENT, message.table, self.rank, 0, targets, again)
             self._after_pushes(messages, outbox)
-
-
-def _taken(block: Block, rows: NDArray[np.int32]) -> Block:
-    out = np.empty((rows.shape[0], block.shape[1]), np.float32)
-    kernels.take(block, rows, out)
-    return out
 
 
 def _decisions(count: int, width: int) -> tuple[Any, Any, Any, Any, Block]:

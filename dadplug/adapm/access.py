@@ -1,0 +1,191 @@
+"""Pulls, pushes and sets: what workers ask a site for, and what sites ask each other for on their behalf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import kernels
+from .messages import Kind, Message
+from .requests import PullRequest, Request, SetRequest
+from .rows import Block, Keys
+from .state import Outbox, SiteState
+
+
+class Access(SiteState):
+    """The part of a site's engine that reads and changes values; keys and values are checked by the caller."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._handlers |= {
+            Kind.PULL: self._on_pull,
+            Kind.PULLED: self._on_pulled,
+            Kind.PUSH: self._on_push,
+            Kind.SET: self._on_set,
+            Kind.APPLIED: self._on_applied,
+        }
+
+    def pull(self, table: int, keys: Keys, out: Block) -> int | PullRequest | None:
+        """Copies values into `out`, asking other sites where needed.
+
+        Returns:
+            None if all were here; the position of a key that is out of range, and nothing has been done; else the
+            request.
+        """
+        outbox: Outbox = []
+        with self._lock:
+            store = self.stores[table]
+            where = np.empty(keys.shape[0], np.int32)
+            missing = kernels.read(store.rows, keys, store.limit, out, where)
+            if missing < 0:
+                return -1 - missing
+            self.counts["pulled"] += keys.shape[0]
+            if not missing:
+                return None
+            positions = np.flatnonzero(where < 0).astype(np.int32)
+            request = self._pull_rest(table, keys[positions], positions, out, outbox)
+            self._post(outbox)  # all of it goes to other sites, which work while the rest is copied
+            kernels.read_found(store.rows, where, out)
+        return request
+
+    def _pull_rest(
+        self, table: int, keys: Keys, positions: NDArray[np.int32], out: Block, outbox: Outbox
+    ) -> PullRequest | None:
+        where, targets = self.stores[table].locate(self.rank, self.sites, keys)
+        here = where >= 0
+        if here.any():
+            kernels.place(self.stores[table].read_rows(where[here]), positions[here], out)
+            away = ~here
+            keys, positions, targets = keys[away], positions[away], targets[away]
+        if not keys.shape[0]:
+            return None
+        self.counts["pulled_remotely"] += keys.shape[0]
+        store = self.stores[table]
+        buffered = store.replicas and kernels.any_requested(store.rows, keys)
+        request = PullRequest(table, keys, positions, out, self._drops if buffered else None)
+        number = self._number(request)
+        self._after_pushes(self._spread(Kind.PULL, table, self.rank, number, targets, keys, positions), outbox)
+        return request
+
+    def push(self, table: int, keys: Keys, deltas: Block) -> Request | None:
+        """Adds deltas; returns None if that is done, else the request."""
+        outbox: Outbox = []
+        with self._lock:
+            self.counts["pushed"] += keys.shape[0]
+            request = self._push(table, keys, deltas, outbox)
+        self._post(outbox)
+        return request
+
+    def _push(self, table: int, keys: Keys, deltas: Block, outbox: Outbox) -> Request | None:
+        store = self.stores[table]
+        where = np.empty(keys.shape[0], np.int32)
+        if not kernels.add(store.rows, keys, deltas, where):
+            return None
+        rest = np.flatnonzero(where < 0).astype(np.int32)
+        keys, deltas = keys[rest], _taken(deltas, rest)
+        where, targets = store.locate(self.rank, self.sites, keys)
+        here = where >= 0
+        if here.any():
+            kernels.add_owned(store.rows, where[here], deltas[here])
+            away = np.flatnonzero(~here).astype(np.int32)
+            keys, deltas, targets = keys[away], _taken(deltas, away), targets[away]
+        if not keys.shape[0]:
+            return None
+        self.counts["pushed_remotely"] += keys.shape[0]
+        request = Request(keys.shape[0])
+        number = self._number(request)
+        self._unapplied[number] = request
+        outbox.extend(self._spread(Kind.PUSH, table, self.rank, number, targets, keys, deltas))
+        return request
+
+    def set(self, table: int, keys: Keys, values: Block) -> tuple[bool, Request | None]:
+        """Sets distinct keys; this site's pushes have been flushed before.
+
+        Returns:
+            False where that must be done again, since a key is on its way here; and the request, None if it is done.
+        """
+        outbox: Outbox = []
+        with self._lock:
+            store = self.stores[table]
+            if kernels.any_requested(store.rows, keys):
+                return False, None
+            where, targets = store.locate(self.rank, self.sites, keys)
+            here = where >= 0
+            kernels.assign(store.rows, where[here], values[here])
+            away = ~here
+            keys, values, targets = keys[away], values[away], targets[away]
+            if not keys.shape[0]:
+                return True, None
+            request = SetRequest(table, keys, values)
+            number = self._number(request)
+            self._unapplied[number] = request
+            outbox.extend(self._spread(Kind.SET, table, self.rank, number, targets, keys, values))
+        self._post(outbox)
+        return True, request
+
+    def _on_pull(self, sender: int, message: Message, outbox: Outbox) -> None:
+        store, here, rows = self._serve(message, outbox)
+        if rows.shape[0]:
+            arrays: list[NDArray[Any]] = [message.arrays[1][here], store.read_rows(rows)]
+            answer = Message(Kind.PULLED, message.table, self.rank, message.request, 0, arrays)
+            outbox.append((message.origin, answer))
+
+    def _on_pulled(self, sender: int, message: Message, outbox: Outbox) -> None:
+        request = self._requests[message.request]
+        assert isinstance(request, PullRequest)
+        positions, values = message.arrays
+        kernels.place(values, positions, request.out)
+        request.remaining -= positions.shape[0]
+        if request.remaining:
+            return
+        store = self.stores[request.table]
+        absent = np.empty(request.keys.shape[0], np.int8)
+        gone = kernels.reconcile(store.rows, request.keys, request.positions, request.out, absent)
+        if gone and request.drops not in (None, self._drops):
+            # What was requested may have come and gone since, with pushes of this site that the answer lacks.
+            again = absent.view(np.bool_)
+            repeated = self._pull_rest(
+                message.table, request.keys[again], request.positions[again], request.out, outbox
+            )
+            if repeated is not None:
+                repeated.done = request.done
+                del self._requests[message.request]
+                return
+        del self._requests[message.request]
+        request.done.set()
+
+    def _on_push(self, sender: int, message: Message, outbox: Outbox) -> None:
+        store, here, rows = self._serve(message, outbox)
+        if rows.shape[0]:
+            kernels.add_owned(store.rows, rows, message.arrays[1][here])
+            self._confirm(message, rows.shape[0], outbox)
+
+    def _on_set(self, sender: int, message: Message, outbox: Outbox) -> None:
+        store, here, rows = self._serve(message, outbox)
+        if rows.shape[0]:
+            kernels.assign(store.rows, rows, message.arrays[1][here])
+            self._confirm(message, rows.shape[0], outbox)
+
+    def _confirm(self, message: Message, count: int, outbox: Outbox) -> None:
+        answer = Message(Kind.APPLIED, message.table, self.rank, message.request, count)
+        outbox.append((message.origin, answer))
+
+    def _on_applied(self, sender: int, message: Message, outbox: Outbox) -> None:
+        request = self._requests[message.request]
+        request.remaining -= message.extra
+        if request.remaining:
+            return
+        if isinstance(request, SetRequest):
+            kernels.overwrite(self.stores[request.table].rows, request.keys, request.values)
+        del self._requests[message.request], self._unapplied[message.request]
+        request.done.set()
+        while self._held and (not self._unapplied or next(iter(self._unapplied)) > self._held[0][0]):
+            outbox.extend(self._held.popleft()[1])
+
+
+def _taken(block: Block, rows: NDArray[np.int32]) -> Block:
+    out = np.empty((rows.shape[0], block.shape[1]), np.float32)
+    kernels.take(block, rows, out)
+    return out
