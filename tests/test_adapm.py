@@ -314,11 +314,12 @@ def test_the_window_is_a_quantile_of_poisson(rate):
 def test_the_window_follows_the_pace():
     timing = ActionTiming()
     assert timing.window == poisson_quantile(20)
-    timing.end_round(100)
-    assert timing.window == poisson_quantile(200)
+    timing.observe(0, 100)
+    assert timing.window == poisson_quantile(100)
     for clock in range(101, 200):
-        timing.end_round(clock)
-    assert timing.window < 10
+        timing.observe(clock - 2, clock)
+    assert timing.window == poisson_quantile(timing._smoothed) < 10
     before = timing.window
-    timing.end_round(199)  # at rest
+    for _ in range(50):
+        timing.observe(199, 199)  # at rest
     assert timing.window == before

@@ -126,10 +126,11 @@ class Access(SiteState):
         return True, request
 
     def _on_pull(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, here, rows = self._serve(message, outbox)
+        store, rows, arrays = self._serve(message, outbox)
         if rows.shape[0]:
-            arrays: list[NDArray[Any]] = [message.arrays[1][here], store.read_rows(rows)]
-            answer = Message(Kind.PULLED, message.table, self.rank, message.request, 0, arrays)
+            answer = Message(
+                Kind.PULLED, message.table, self.rank, message.request, 0, [arrays[1], store.read_rows(rows)]
+            )
             outbox.append((message.origin, answer))
 
     def _on_pulled(self, sender: int, message: Message, outbox: Outbox) -> None:
@@ -157,15 +158,15 @@ class Access(SiteState):
         request.done.set()
 
     def _on_push(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, here, rows = self._serve(message, outbox)
+        store, rows, arrays = self._serve(message, outbox)
         if rows.shape[0]:
-            kernels.add_owned(store.rows, rows, message.arrays[1][here])
+            kernels.add_owned(store.rows, rows, arrays[1])
             self._confirm(message, rows.shape[0], outbox)
 
     def _on_set(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, here, rows = self._serve(message, outbox)
+        store, rows, arrays = self._serve(message, outbox)
         if rows.shape[0]:
-            kernels.assign(store.rows, rows, message.arrays[1][here])
+            kernels.assign(store.rows, rows, arrays[1])
             self._confirm(message, rows.shape[0], outbox)
 
     def _confirm(self, message: Message, count: int, outbox: Outbox) -> None:

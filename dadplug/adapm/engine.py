@@ -25,10 +25,7 @@ from .rows import (
     RELOCATE,
     RELOCATE_OR_REPLICATE,
     REPLICATE,
-    SAME,
     STAY,
-    VALUE,
-    Block,
     Keys,
 )
 from .state import Outbox
@@ -62,7 +59,10 @@ class Engine(Access):
         self.timing = ActionTiming()
         self._intents: list[tuple[int, int, int, int, Keys]] = []  # heap: start, order, end, table, keys
         self._intent_order = 0
-        self._unanswered = 0  # keys for which an INTENT or SYNC is under way
+        self._looked = 0  # clock at the last look at intents
+        self._sync_round = 0
+        # Rounds that are not answered: keys still under way; clock at the look before, unless it is a synchronisation.
+        self._open: dict[int, list[Any]] = {}
         self._handlers |= {
             Kind.INTENT: self._on_intent,
             Kind.REPLICA: self._on_replica,
@@ -72,65 +72,104 @@ class Engine(Access):
             Kind.OWNER: self._on_owner,
         }
 
-    def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
-        """Notes that this site will use keys while ``start <= clock < end``."""
+    def intend(self, table: int, keys: Keys, start: int, end: int) -> bool:
+        """Notes that this site will use keys while ``start <= clock < end``; says whether it is the only intent."""
         if self.sites == 1 or self.technique == STAY:
-            return
+            return False
         with self._lock:
             self._intent_order += 1
             heapq.heappush(self._intents, (start, self._intent_order, end, table, keys))
+            return len(self._intents) == 1
+
+    # Rounds
 
     @property
-    def busy(self) -> bool:
-        """Whether a round would do anything."""
-        return bool(self._intents) or any(store.replicas for store in self.stores)
+    def intends(self) -> bool:
+        """Whether there are intents that have not been acted on."""
+        return bool(self._intents)
+
+    @property
+    def replicas(self) -> int:
+        """Number of keys, of all tables, that are replicated here, or requested."""
+        return sum(store.replicas for store in self.stores)
 
     @property
     def round_over(self) -> bool:
         """Whether all that the rounds so far have asked for has been answered."""
-        return self._unanswered == 0
+        return not self._open
+
+    @property
+    def sync_over(self) -> bool:
+        """Whether the last synchronisation of the replicas has been answered."""
+        return self._sync_round not in self._open
 
     def run_round(self) -> None:
         """Acts on the intents that are due, and has all replicas synchronised that are not already."""
+        self.act()
+        self.synchronise()
+
+    def act(self) -> None:
+        """Acts on the intents that are due."""
+        before, self._looked = self._looked, self.clock
+        if not self._intents or self._intents[0][0] > self.clock + self.timing.window:
+            return
         outbox: Outbox = []
         with self._lock:
             self.round += 1
-            self.timing.end_round(self.clock)
+            asked = 0
             while self._intents and self._intents[0][0] <= self.clock + self.timing.window:
                 _, _, end, table, keys = heapq.heappop(self._intents)
                 if end > self.clock:
-                    self._want(table, keys, end, outbox)
-            for table in range(len(self.stores)):
-                self._sync(table, outbox)
+                    asked += self._want(table, keys, end, outbox)
+            if asked:
+                self._open[self.round] = [asked, before]
         self._post(outbox)
 
-    def _want(self, table: int, keys: Keys, end: int, outbox: Outbox) -> None:
+    def synchronise(self) -> None:
+        """Has all replicas synchronised of which nothing is under way."""
+        outbox: Outbox = []
+        with self._lock:
+            self.round += 1
+            asked = sum(self._sync(table, outbox) for table in range(len(self.stores)))
+            if asked:
+                self._sync_round = self.round
+                self._open[self.round] = [asked, None]
+        self._post(outbox)
+
+    def _want(self, table: int, keys: Keys, end: int, outbox: Outbox) -> int:
         store = self.stores[table]
         where, targets = store.locate(self.rank, self.sites, keys)
-        missing = int((where < 0).sum())
-        store.make_room(missing, missing)
-        wanted = np.empty(keys.shape[0], np.int8)
-        placement.want(store.rows, keys, where, end, self.round, wanted)
-        asked = wanted.view(np.bool_)
-        if asked.any():
-            self._unanswered += int(asked.sum())
-            messages = self._spread(Kind.INTENT, table, self.rank, 0, targets[asked], keys[asked])
+        store.make_room(keys.shape[0], keys.shape[0])
+        wanted, asked = np.empty_like(keys), np.empty_like(targets)
+        count = placement.want(store.rows, keys, where, targets, end, self.round, wanted, asked)
+        if count:
+            messages = self._spread(Kind.INTENT, table, self.rank, self.round, asked[:count], wanted[:count])
             self._after_pushes(messages, outbox)
+        return count
 
-    def _sync(self, table: int, outbox: Outbox) -> None:
+    def _sync(self, table: int, outbox: Outbox) -> int:
         store = self.stores[table]
         if not (size := store.replicas):
-            return
+            return 0
         keys, versions, slots = np.empty(size, np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
         flags, owners = np.empty(size, np.int8), np.empty(size, np.int8)
         count = placement.collect(store.rows, self.clock, self.round, keys, versions, flags, owners, slots)
-        self._unanswered += count
         for owner in np.unique(owners[:count]):
             chosen = np.flatnonzero(owners[:count] == owner)
             deltas = np.empty((int((flags[chosen] & DIRTY).sum()), store.width), np.float32)
             placement.take_deltas(store.rows, slots[chosen], deltas)
             arrays: list[NDArray[Any]] = [keys[chosen], versions[chosen], flags[chosen], deltas]
-            outbox.append((int(owner), Message(Kind.SYNC, table, self.rank, 0, 0, arrays)))
+            outbox.append((int(owner), Message(Kind.SYNC, table, self.rank, self.round, 0, arrays)))
+        return count
+
+    def _answered(self, number: int, keys: int) -> None:
+        """Notes that keys of a round have been answered."""
+        entry = self._open[number]
+        entry[0] -= keys
+        if not entry[0]:
+            del self._open[number]
+            if entry[1] is not None:
+                self.timing.observe(entry[1], self.clock)
 
     def begin_flush(self) -> Flush:
         """Begins to wait until this site's pushes are with their owners, and its replicas are fresh."""
@@ -147,39 +186,38 @@ class Engine(Access):
             return not self._unapplied or next(iter(self._unapplied)) > flush.last
 
     def _on_intent(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, here, rows = self._serve(message, outbox)
+        store, rows, (wanted,) = self._serve(message, outbox)
         if not (count := rows.shape[0]):
             return
         store.make_directory_room(count)
-        keys = message.arrays[0][here]
-        codes, versions, moves, masks, values = _decisions(count, store.width)
-        placement.serve_intent(
-            store.rows, message.origin, self.clock, self.technique, rows, codes, versions, moves, masks, values
+        keys, versions, moves, masks = np.empty_like(wanted), *np.empty((2, count), np.int32), np.empty_like(wanted)
+        values = np.empty((count, store.width), np.float32)
+        moved = placement.serve_intent(
+            store.rows, message.origin, self.clock, self.technique, wanted, rows, keys, versions, moves, masks, values
         )
-        chosen = codes == VALUE
-        if chosen.any():
-            self.counts["replicated"] += int(chosen.sum())
-            arrays = [keys[chosen], versions[chosen], values[chosen]]
-            outbox.append((message.origin, Message(Kind.REPLICA, message.table, self.rank, 0, 0, arrays)))
-        self._move(message, codes == MOVED, keys, versions, moves, masks, values, outbox)
+        if moved < count:
+            self.counts["replicated"] += count - moved
+            self._answer(Kind.REPLICA, message, [keys[moved:], versions[moved:], values[moved:]], outbox)
+        if moved:
+            arrays = [keys[:moved], versions[:moved], moves[:moved], masks[:moved], values[:moved]]
+            self.counts["moved"] += moved
+            self._answer(Kind.MOVE, message, arrays, outbox)
 
-    def _move(self, message: Message, chosen: NDArray[np.bool_], *arrays_and_outbox: Any) -> None:
-        *arrays, outbox = arrays_and_outbox
-        if chosen.any():
-            self.counts["moved"] += int(chosen.sum())
-            parts = [array[chosen] for array in arrays]
-            outbox.append((message.origin, Message(Kind.MOVE, message.table, self.rank, 0, 0, parts)))
+    def _answer(self, kind: Kind, message: Message, arrays: list[NDArray[Any]], outbox: Outbox) -> None:
+        outbox.append((message.origin, Message(kind, message.table, self.rank, message.request, 0, arrays)))
 
     def _on_replica(self, sender: int, message: Message, outbox: Outbox) -> None:
-        self._unanswered -= message.arrays[0].shape[0]
         placement.install(self.stores[message.table].rows, sender, *message.arrays)
+        self._answered(message.request, message.arrays[0].shape[0])
 
     def _on_move(self, sender: int, message: Message, outbox: Outbox) -> None:
         keys, versions, moves, masks, values = message.arrays
         store = self.stores[message.table]
         store.make_directory_room(keys.shape[0])
-        self._unanswered -= keys.shape[0]
         placement.own(store.rows, self.rank, keys, versions, moves, masks, values)
+        self._answered(message.request, keys.shape[0])
+        if self.sites == 2:
+            return  # the home is here or there
         homes = keys % self.sites
         told = (homes != self.rank) & (homes != sender)
         if told.any():
@@ -196,8 +234,10 @@ class Engine(Access):
         store = self.stores[message.table]
         where, targets = store.locate(self.rank, self.sites, keys)
         store.make_directory_room(keys.shape[0])
-        codes, _, moves, masks, values = _decisions(keys.shape[0], store.width)
-        placement.serve_sync(
+        count = keys.shape[0]
+        codes, moves = np.empty(count, np.int8), np.empty(count, np.int32)
+        values = np.empty((count, store.width), np.float32)
+        sent, moved = placement.serve_sync(
             store.rows,
             message.origin,
             self.clock,
@@ -208,22 +248,28 @@ class Engine(Access):
             codes,
             versions,
             moves,
-            masks,
             values,
         )
-        self._move(message, codes == MOVED, keys, versions, moves, masks, values, outbox)
+        if moved:
+            chosen = np.flatnonzero(codes == MOVED)[::-1]  # their values stand at the end
+            parts = [keys[chosen], versions[chosen], moves[chosen], np.zeros(moved, np.int64), values[count - moved :]]
+            self.counts["moved"] += moved
+            self._answer(Kind.MOVE, message, parts, outbox)
         away = codes == AWAY
-        answered = ~away & (codes != MOVED)
+        answered = codes < MOVED
         if answered.any():
-            arrays = [keys[answered], codes[answered], versions[answered], values[codes == VALUE]]
-            outbox.append((message.origin, Message(Kind.SYNCED, message.table, self.rank, 0, 0, arrays)))
+            self._answer(
+                Kind.SYNCED, message, [keys[answered], codes[answered], versions[answered], values[:sent]], outbox
+            )
         if away.any():
             dirty = (flags & DIRTY).astype(np.bool_)
             places = np.cumsum(dirty) - 1
             for target in np.unique(targets[away]):
                 chosen = away & (targets == target)
                 arrays = [keys[chosen], versions[chosen], flags[chosen], deltas[places[chosen & dirty]]]
-                outbox.append((int(target), Message(Kind.SYNC, message.table, message.origin, 0, 0, arrays)))
+                outbox.append(
+                    (int(target), Message(Kind.SYNC, message.table, message.origin, message.request, 0, arrays))
+                )
 
     def _on_synced(self, sender: int, message: Message, outbox: Outbox) -> None:
         keys, codes, versions, values = message.arrays
@@ -235,20 +281,8 @@ class Engine(Access):
         if left:
             self._push(message.table, keys[after == DIRTY], rest[:left], outbox)
         again = keys[after == DROP]
-        self._unanswered += again.shape[0] - keys.shape[0]
         if again.shape[0]:
             _, targets = store.locate(self.rank, self.sites, again)
-            messages = self._spread(Kind.INTENT, message.table, self.rank, 0, targets, again)
+            messages = self._spread(Kind.INTENT, message.table, self.rank, message.request, targets, again)
             self._after_pushes(messages, outbox)
-
-
-def _decisions(count: int, width: int) -> tuple[Any, Any, Any, Any, Block]:
-    """Makes room for codes, versions, moves, masks and values of an answer."""
-    numbers = np.zeros((2, count), np.int32)
-    return (
-        np.full(count, SAME, np.int8),
-        numbers[0],
-        numbers[1],
-        np.zeros(count, np.int64),
-        np.empty((count, width), np.float32),
-    )
+        self._answered(message.request, keys.shape[0] - again.shape[0])

@@ -109,18 +109,22 @@ def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
         row = where[i]
         if row < 0:
             continue
-        for x in range(values.shape[1]):
-            values[row, x] += deltas[i, x]
         if states[row] == OWNED:
             versions[row] += 1
         else:
             slot = slots[row]
-            if states[row] == REPLICA:
-                if dirty[slot]:
-                    add_row(unsent, slot, deltas, i)
-                else:
-                    copy_row(unsent, slot, deltas, i)
+            first = not dirty[slot]
             dirty[slot] = 1
+            if states[row] == REPLICA:
+                if first:
+                    copy_row(unsent, slot, deltas, i)
+                else:
+                    add_row(unsent, slot, deltas, i)
+            elif first:
+                copy_row(values, row, deltas, i)
+                continue
+        for x in range(values.shape[1]):
+            values[row, x] += deltas[i, x]
     return missing
 
 
@@ -160,7 +164,7 @@ def locate(r: Rows, rank: int, sites: int, keys: Keys, where: Numbers, targets: 
 
 @njit(cache=True, nogil=True)
 def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
-    """Makes zero rows for the keys that `locate` found untouched; returns how many, numbered in `rows`."""
+    """Makes rows for the keys that `locate` found untouched; returns how many, numbered in `rows`."""
     created = 0
     for i in range(keys.shape[0]):
         if where[i] != -2:

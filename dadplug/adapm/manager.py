@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from ..errors import MismatchError, SiteError
 from ..exchange import DEFAULT_TIMEOUT, Traffic, open_transport
@@ -17,10 +19,9 @@ from .initialisers import Initialiser
 from .messages import Kind, Message
 from .network import Network
 from .table import Table
+from .timing import SyncTiming
 
 _IDLE = 0.05  # seconds between looks at nothing
-_SHARE = 4  # a round is followed by a pause of this many times the time that it took
-_LONGEST = 0.05  # seconds that the pause takes at most: after a round with many new intents, the next ones wait
 _HURRY = 2e-4  # seconds between rounds while somebody waits for them
 _FAREWELL = 0.3  # seconds that a site's last message may take longer than the end of its connection
 _MOST_SITES = 62
@@ -77,6 +78,7 @@ class ParameterManager:
         self.timeout = timeout
         self.technique = technique
         self._interval = interval
+        self._sync_timing = SyncTiming(interval)
         self._transport = open_transport(process_group, self.traffic, torch.device("cpu"), timeout)
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         if self.world_size > _MOST_SITES:
@@ -160,6 +162,11 @@ class ParameterManager:
             here["rows"] += len(store)
             here["replicas"] += store.replicas
         return self._engine.counts | here
+
+    def intend(self, table: int, keys: NDArray[np.int64], start: int, end: int) -> None:
+        """Notes an intent for a table, by number; see `Table.intent`."""
+        if self._engine.intend(table, keys, start, end) and self._network is not None:
+            self._network.wake()
 
     def advance_clock(self) -> int:
         """Moves this site's clock on by one, usually once a batch; returns the new time."""
@@ -269,19 +276,28 @@ class ParameterManager:
         """The background thread: answers other sites, and runs the rounds."""
         assert self._network is not None
         try:
-            next_round = 0.0
+            engine, timing = self._engine, self._sync_timing
+            next_look, syncing = 0.0, False
             while not self._closed:
-                now = time.monotonic()
-                pause = min(next_round - now, _IDLE) if self._engine.busy else _IDLE
+                now, pause = time.monotonic(), _IDLE
+                if engine.intends:
+                    pause = min(pause, next_look - now)
+                if engine.replicas and not syncing:
+                    pause = min(pause, timing.next - now)
                 if self._in_a_hurry:
                     pause = min(pause, _HURRY)
                 self._receive(pause)
                 now = time.monotonic()
-                due = self._in_a_hurry or (now >= next_round and self._engine.busy)
-                if due and self._engine.round_over:
-                    self._engine.run_round()
-                    end = time.monotonic()
-                    next_round = end + max(self._interval, min(_SHARE * (end - now), _LONGEST))
+                if now >= next_look or self._in_a_hurry:
+                    engine.act()
+                    next_look = time.monotonic() + self._interval
+                if syncing and engine.sync_over:
+                    timing.end_round()
+                    syncing = False
+                if not syncing and (self._in_a_hurry or (engine.replicas and now >= timing.next)):
+                    with timing.counted():
+                        engine.synchronise()
+                    syncing = True
                 if self._in_a_hurry:
                     with self._progress:
                         self._progress.notify_all()
@@ -301,6 +317,9 @@ class ParameterManager:
                     self._progress.notify_all()
             elif message.kind is Kind.BYE:
                 self._left.add(sender)
+            elif message.kind in (Kind.SYNC, Kind.SYNCED):
+                with self._sync_timing.counted():
+                    self._engine.handle(sender, message)
             else:
                 self._engine.handle(sender, message)
         for peer in (peer for peer in lost if peer not in self._left):

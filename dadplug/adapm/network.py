@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -122,7 +123,7 @@ class Network:
         """
         zmq = self._zmq
         messages, lost = [], []
-        for source, _ in self._poller.poll(max(0, int(1000 * timeout))):
+        for source, _ in self._poller.poll(max(0, math.ceil(1000 * timeout))):
             if source == self._bell.fileno():
                 while self._rung():
                     pass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from .index import get, put
+from .index import Index, get, put
 from .rows import (
     ASKED,
     AWAY,
@@ -43,25 +43,48 @@ from .rows import (
 
 
 @njit(cache=True, nogil=True)
-def want(r: Rows, keys: Keys, where: Numbers, end: int, turn: int, wanted: Codes) -> None:
-    """Notes an intent; keys that are not here become REQUESTED, and are flagged in `wanted`."""
+def want(r: Rows, keys: Keys, where: Numbers, targets: Codes, end: int, turn: int, wanted: Keys, asked: Codes) -> int:
+    """Notes an intent; keys that are not here become REQUESTED.
+
+    Args:
+        r: the store, with room for as many rows and slots.
+        keys: n keys.
+        where: n rows of what is owned here, else less than 0.
+        targets: n sites to ask.
+        end: clock at which the intent ends.
+        turn: number of the round.
+        wanted: room for n keys, overwritten by those to be asked for.
+        asked: the sites to ask for them.
+
+    Returns:
+        How many are to be asked for.
+    """
+    finder, until = r.finder, r.until
+    count = 0
     for i in range(keys.shape[0]):
-        wanted[i] = 0
-        row = where[i] if where[i] >= 0 else row_of(get(r.finder, keys[i]))
+        row = where[i]
         if row < 0:
-            row = take_row(r, keys[i], REQUESTED)
-            take_slot(r, row, turn)
-            wanted[i] = 1
-        r.until[row] = max(r.until[row], end)
+            row = row_of(get(finder, keys[i]))
+            if row < 0:
+                row = take_row(r, keys[i], REQUESTED)
+                take_slot(r, row, turn)
+                wanted[count] = keys[i]
+                asked[count] = targets[i]
+                count += 1
+        if until[row] < end:
+            until[row] = end
+    return count
 
 
 @njit(cache=True, nogil=True)
-def _hand_over(r: Rows, row: int, origin: int) -> int:
+def _hand_over(
+    finder: Index, directory: Index, keys: Keys, states: Codes, slots: Numbers, counts: Keys, row: int, origin: int
+) -> int:
     """Ends this site's ownership; returns the number of the move."""
-    entry = get(r.directory, r.keys[row])
+    entry = get(directory, keys[row])
     move = 1 if entry < 0 else (entry & 0xFFFFFFFF) + 1
-    note(r, r.keys[row], origin, move)
-    free_row(r, row)
+    note(directory, counts, keys[row], origin, move)
+    free_row(finder, keys, states, slots, counts, row)
     return move
 
 
@@ -71,33 +94,56 @@ def serve_intent(
     origin: int,
     clock: int,
     technique: int,
+    wanted: Keys,
     where: Numbers,
-    codes: Codes,
+    keys: Keys,
     versions: Numbers,
     moves: Numbers,
     masks: Keys,
     values: Block,
-) -> None:
-    """Decides, for each key that a site wants, between a replica (VALUE) and the key itself (MOVED).
+) -> int:
+    """Decides, for each key that a site wants, between a replica and the key itself.
 
     The site gets the key itself where no other site wants it at present.
+
+    Args:
+        r: the store.
+        origin: the site that asks.
+        clock: this site's.
+        technique: one of the techniques.
+        wanted: n keys that are owned here.
+        where: their rows.
+        keys: n, overwritten: the keys that move, from the front; those that are replicated, from the back.
+        versions: n, overwritten in the order of `keys`, as are the others.
+        moves: numbers of the moves.
+        masks: the sites with replicas.
+        values: of shape (n, width).
+
+    Returns:
+        How many keys move.
     """
+    peers, until, known, rows = r.peers, r.until, r.versions, r.values
+    finder, directory, own_keys, states, slots, counts = r.finder, r.directory, r.keys, r.states, r.slots, r.counts
+    moved, last = 0, where.shape[0]
     for i in range(where.shape[0]):
         row = where[i]
-        if row < 0:
-            codes[i] = AWAY
-            continue
-        others = r.peers[row] & ~(1 << origin)
-        versions[i] = r.versions[row]
-        masks[i] = others
-        copy_row(values, i, r.values, row)
-        alone = others == 0 and r.until[row] <= clock
+        others = peers[row] & ~(1 << origin)
+        alone = others == 0 and until[row] <= clock
         if technique == RELOCATE or (technique == RELOCATE_OR_REPLICATE and alone):
-            codes[i] = MOVED
-            moves[i] = _hand_over(r, row, origin)
+            place = moved
+            moved += 1
         else:
-            codes[i] = VALUE
-            r.peers[row] |= 1 << origin
+            last -= 1
+            place = last
+            peers[row] |= 1 << origin
+        keys[place] = wanted[i]
+        versions[place] = known[row]
+        masks[place] = others
+        for x in range(rows.shape[1]):
+            values[place, x] = rows[row, x]
+        if place < last:
+            moves[place] = _hand_over(finder, directory, own_keys, states, slots, counts, row, origin)
+    return moved
 
 
 @njit(cache=True, nogil=True)
@@ -112,9 +158,8 @@ def serve_sync(
     codes: Codes,
     versions: Numbers,
     moves: Numbers,
-    masks: Keys,
     values: Block,
-) -> None:
+) -> tuple[int, int]:
     """Adds a replica's deltas, and answers each key: nothing new, the new value, dropped, or the key itself.
 
     Args:
@@ -128,11 +173,15 @@ def serve_sync(
         codes: n, overwritten.
         versions: those that the replicas have; overwritten by the owner's.
         moves: n, overwritten where MOVED.
-        masks: n, overwritten where MOVED: the sites with other replicas.
-        values: of shape (n, width), overwritten where VALUE or MOVED.
+        values: of shape (n, width), overwritten: those that are sent, in order, from the front; those of the keys that
+            move from the back.
+
+    Returns:
+        How many values are sent, and how many keys move.
     """
     known, peers, until, rows = r.versions, r.peers, r.until, r.values
-    next_delta = 0
+    finder, directory, own_keys, states, slots, counts = r.finder, r.directory, r.keys, r.states, r.slots, r.counts
+    next_delta, sent, moved = 0, 0, 0
     for i in range(where.shape[0]):
         row = where[i]
         delta = next_delta
@@ -150,62 +199,70 @@ def serve_sync(
             peers[row] &= ~(1 << origin)
             codes[i] = DROPPED
         elif technique == RELOCATE_OR_REPLICATE and until[row] <= clock and peers[row] == 1 << origin:
-            copy_row(values, i, rows, row)
-            masks[i] = 0
+            moved += 1
+            copy_row(values, values.shape[0] - moved, rows, row)
             codes[i] = MOVED
-            moves[i] = _hand_over(r, row, origin)
+            moves[i] = _hand_over(finder, directory, own_keys, states, slots, counts, row, origin)
         elif news:
-            copy_row(values, i, rows, row)
+            copy_row(values, sent, rows, row)
+            sent += 1
             codes[i] = VALUE
         else:
             codes[i] = SAME
+    return sent, moved
 
 
 @njit(cache=True, nogil=True)
 def install(r: Rows, owner: int, keys: Keys, versions: Numbers, values: Block) -> None:
     """Turns requested keys into replicas; what was pushed meanwhile is to be sent."""
+    finder, slots, dirty, unsent, rows = r.finder, r.slots, r.dirty, r.deltas, r.values
+    states, known, peers = r.states, r.versions, r.peers
     for i in range(keys.shape[0]):
-        row = -2 - get(r.finder, keys[i])
-        slot = r.slots[row]
-        if r.dirty[slot]:
-            copy_row(r.deltas, slot, r.values, row)
-            add_row(r.values, row, values, i)
+        row = -2 - get(finder, keys[i])
+        slot = slots[row]
+        if dirty[slot]:
+            copy_row(unsent, slot, rows, row)
+            add_row(rows, row, values, i)
         else:
-            copy_row(r.values, row, values, i)
-        r.states[row] = REPLICA
-        r.versions[row] = versions[i]
-        r.peers[row] = owner
-        put(r.finder, keys[i], row)
+            copy_row(rows, row, values, i)
+        states[row] = REPLICA
+        known[row] = versions[i]
+        peers[row] = owner
+        put(finder, keys[i], row)
 
 
 @njit(cache=True, nogil=True)
 def own(r: Rows, rank: int, keys: Keys, versions: Numbers, moves: Numbers, masks: Keys, values: Block) -> None:
     """Makes this site the owner of keys that it had requested or replicated."""
+    finder, directory, slots, dirty, unsent, rows = r.finder, r.directory, r.slots, r.dirty, r.deltas, r.values
+    states, known, peers, tracked, counts = r.states, r.versions, r.peers, r.tracked, r.counts
     for i in range(keys.shape[0]):
-        row = row_of(get(r.finder, keys[i]))
-        slot = r.slots[row]
-        r.versions[row] = versions[i]
-        if r.dirty[slot]:
-            r.versions[row] += 1
-            if r.states[row] == REPLICA:
-                copy_row(r.values, row, r.deltas, slot)
-            add_row(r.values, row, values, i)
+        row = row_of(get(finder, keys[i]))
+        slot = slots[row]
+        known[row] = versions[i]
+        if dirty[slot]:
+            known[row] += 1
+            if states[row] == REPLICA:
+                copy_row(rows, row, unsent, slot)
+            add_row(rows, row, values, i)
         else:
-            copy_row(r.values, row, values, i)
-        free_slot(r, row)
-        r.states[row] = OWNED
-        r.peers[row] = masks[i]
-        put(r.finder, keys[i], row)
-        note(r, keys[i], rank, moves[i])
+            copy_row(rows, row, values, i)
+        free_slot(slots, tracked, counts, row)
+        if states[row] == REQUESTED:
+            put(finder, keys[i], row)
+        states[row] = OWNED
+        peers[row] = masks[i]
+        note(directory, counts, keys[i], rank, moves[i])
 
 
 @njit(cache=True, nogil=True)
 def direct(r: Rows, keys: Keys, moves: Numbers, site: int) -> None:
     """Notes where keys went, unless this site knows of later moves."""
+    directory, counts = r.directory, r.counts
     for i in range(keys.shape[0]):
-        entry = get(r.directory, keys[i])
+        entry = get(directory, keys[i])
         if entry < 0 or (entry & 0xFFFFFFFF) < moves[i]:
-            note(r, keys[i], site, moves[i])
+            note(directory, counts, keys[i], site, moves[i])
 
 
 @njit(cache=True, nogil=True)
@@ -303,6 +360,7 @@ def settle(
         r.values,
         r.finder,
     )
+    own_keys, tracked, counts = r.keys, r.tracked, r.counts
     next_value = 0
     left = 0
     for i in range(keys.shape[0]):
@@ -319,7 +377,6 @@ def settle(
         if codes[i] == DROPPED:
             if until[row] > clock:
                 states[row] = REQUESTED
-                rows[row] = 0
                 if dirty[slot]:
                     copy_row(rows, row, unsent, slot)
                 asked[slot] = turn
@@ -330,8 +387,8 @@ def settle(
                     copy_row(rest, left, unsent, slot)
                     left += 1
                     after[i] = DIRTY
-                free_slot(r, row)
-                free_row(r, row)
+                free_slot(slots_of, tracked, counts, row)
+                free_row(finder, own_keys, states, slots_of, counts, row)
         elif outdated:
             known[row] = -1
         else:

@@ -6,7 +6,8 @@ A key is in one of these states at a site:
 - OWNED: the value here is the true one; `peers` is the set of sites with a replica, as bits;
 - REPLICA: `values` is the last value from the owner plus all that was pushed here since, of which `deltas` holds what
   has not been sent yet (where `dirty`); `peers` is the site that answered last;
-- REQUESTED: asked for, not here yet. What is pushed here meanwhile waits in `values`; reads ask the owner and add it.
+- REQUESTED: asked for, not here yet. What is pushed here meanwhile waits in `values` (where `dirty`); reads ask the
+  owner and add it.
 
 Rows of replicas and requests have a slot besides, with their unsent delta and what is under way.
 """
@@ -58,7 +59,7 @@ class Rows(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def take_row(r: Rows, key: int, state: int) -> int:
-    """Makes a zero row for a key that has none; there must be room for it."""
+    """Makes a row for a key that has none; there must be room for it. Its values are what memory held."""
     row = r.counts[ROW_FREE]
     if row >= 0:
         r.counts[ROW_FREE] = r.slots[row]
@@ -72,19 +73,21 @@ def take_row(r: Rows, key: int, state: int) -> int:
     r.peers[row] = 0
     r.until[row] = 0
     r.slots[row] = -1
-    r.values[row] = 0
     put(r.finder, key, row if state != REQUESTED else -2 - row)
     return row
 
 
+# What loops call takes arrays: to pass the tuple counts references of all of them, which takes a microsecond.
+
+
 @njit(cache=True, nogil=True)
-def free_row(r: Rows, row: int) -> None:
+def free_row(finder: Index, keys: Keys, states: Codes, slots: Numbers, counts: Keys, row: int) -> None:
     """Gives a row back."""
-    erase(r.finder, r.keys[row])
-    r.states[row] = FREE
-    r.slots[row] = r.counts[ROW_FREE]
-    r.counts[ROW_FREE] = row
-    r.counts[ROWS] -= 1
+    erase(finder, keys[row])
+    states[row] = FREE
+    slots[row] = counts[ROW_FREE]
+    counts[ROW_FREE] = row
+    counts[ROWS] -= 1
 
 
 @njit(cache=True, nogil=True)
@@ -106,13 +109,13 @@ def take_slot(r: Rows, row: int, turn: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def free_slot(r: Rows, row: int) -> None:
+def free_slot(slots: Numbers, tracked: Numbers, counts: Keys, row: int) -> None:
     """Gives a row's slot back."""
-    slot = r.slots[row]
-    r.tracked[slot] = -2 - r.counts[SLOT_FREE]
-    r.counts[SLOT_FREE] = slot
-    r.counts[SLOTS] -= 1
-    r.slots[row] = -1
+    slot = slots[row]
+    tracked[slot] = -2 - counts[SLOT_FREE]
+    counts[SLOT_FREE] = slot
+    counts[SLOTS] -= 1
+    slots[row] = -1
 
 
 @njit(cache=True, nogil=True)
@@ -122,9 +125,9 @@ def row_of(number: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def note(r: Rows, key: int, site: int, move: int) -> None:
+def note(directory: Index, counts: Keys, key: int, site: int, move: int) -> None:
     """Notes in the directory where a key is, since which move."""
-    r.counts[DIRECTORY] += put(r.directory, key, (site << 32) | move)
+    counts[DIRECTORY] += put(directory, key, (site << 32) | move)
 
 
 @njit(cache=True, nogil=True)

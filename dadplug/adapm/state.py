@@ -102,15 +102,18 @@ class SiteState:
             outbox.append((int(target), Message(kind, table, origin, request, 0, parts)))
         return outbox
 
-    def _serve(self, message: Message, outbox: Outbox) -> tuple[Store, NDArray[np.bool_], NDArray[np.int32]]:
-        """Finds the rows of a message's keys, and sends the part of the message on that belongs to another site."""
+    def _serve(self, message: Message, outbox: Outbox) -> tuple[Store, NDArray[np.int32], list[NDArray[Any]]]:
+        """Finds the rows of a message's keys, and sends the part of the message on that belongs to another site.
+
+        Returns:
+            The store, the rows of the keys that are owned here, and that part of the message's arrays.
+        """
         store = self.stores[message.table]
         where, targets = store.locate(self.rank, self.sites, message.arrays[0])
         here = where >= 0
-        if not here.all():
-            away = ~here
-            parts = [array[away] for array in message.arrays]
-            outbox.extend(
-                self._spread(message.kind, message.table, message.origin, message.request, targets[away], *parts)
-            )
-        return store, here, where[here]
+        if here.all():
+            return store, where, message.arrays
+        away = ~here
+        parts = [array[away] for array in message.arrays]
+        outbox.extend(self._spread(message.kind, message.table, message.origin, message.request, targets[away], *parts))
+        return store, where[here], [array[here] for array in message.arrays]

@@ -174,7 +174,7 @@ class Table:
         if (position := kernels.first_bad_key(flat, self._store.limit)) >= 0:
             self._refuse(flat, position)
         if end > self._manager.current_clock:
-            self._engine.intend(self._number, flat.copy(), start, end)
+            self._manager.intend(self._number, flat.copy(), start, end)
 
     def owned(self) -> tuple[Tensor, Tensor]:
         """Returns the keys that this site owns at present, ascending, and their values, as copies.

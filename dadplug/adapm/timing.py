@@ -1,38 +1,70 @@
-"""When to act on an intent: early enough for its keys to arrive, and no earlier."""
+"""When to act on an intent, early enough for its keys to arrive and no earlier; and when to synchronise replicas."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 QUANTILE = 0.9999
 SMOOTHING = 0.1
-START = 10.0  # ticks a round, before any have been counted
+START = 20.0  # ticks, before any have been counted
+_SHARE = 9  # a synchronisation is followed by a pause of this many times the processor time that it took
+_LONGEST = 0.1  # seconds that the pause takes at most
 
 
 class ActionTiming:
     """Estimates how many ticks of the clock may pass before what is decided now takes effect.
 
-    As in AdaPM (Renz-Wieland et al., arXiv:2206.00470): a key asked for in this round is here by the end of the next,
-    so an intent is due once it starts within the 0.9999 quantile of ``Poisson(2 x ticks a round)``. The rate is the
-    larger of the last round's and a smoothed one.
+    After AdaPM (Renz-Wieland et al., arXiv:2206.00470): an intent is due once it starts within the 0.9999 quantile of a
+    Poisson variable. Its mean there is twice the ticks of a round; here it is the ticks that have been counted from one
+    look at the intents to the arrival of what the next look asked for: an intent that has just missed a look waits as
+    long. The mean is the larger of the last count and a smoothed one.
     """
 
     def __init__(self) -> None:
         self._smoothed = START
         self._clock = 0
-        self.window = poisson_quantile(2 * START)
+        self.window = poisson_quantile(START)
 
-    def end_round(self, clock: int) -> None:
-        """Takes the clock at the end of a round into account.
+    def observe(self, begin: int, clock: int) -> None:
+        """Takes into account how long keys were on their way.
 
         Args:
-            clock: the worker's clock.
+            begin: the clock at the look before the one that asked for them.
+            clock: the clock at their arrival.
         """
-        ticks = clock - self._clock
-        self._clock = clock
-        if ticks > 0:  # a worker at rest (validation, a pause) says nothing about how fast it is
+        ticks = clock - begin
+        if clock != self._clock:  # a worker at rest (validation, a pause) says nothing about how fast it is
             self._smoothed += SMOOTHING * (ticks - self._smoothed)
-        self.window = poisson_quantile(2 * max(ticks, self._smoothed))
+        self._clock = clock
+        self.window = poisson_quantile(max(ticks, self._smoothed))
+
+
+class SyncTiming:
+    """Lets the synchronisation of replicas take a tenth of a core at most.
+
+    Args:
+        interval: least time between two, in seconds.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._spent = 0.0
+        self.next = 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts the processor time of a block as spent on synchronisation."""
+        start = time.thread_time()
+        yield
+        self._spent += time.thread_time() - start
+
+    def end_round(self) -> None:
+        """Sets the time of the next synchronisation, once one is over."""
+        self.next = time.monotonic() + max(self._interval, min(_SHARE * self._spent, _LONGEST))
+        self._spent = 0.0
 
 
 def poisson_quantile(rate: float, quantile: float = QUANTILE) -> int:
