@@ -1,7 +1,17 @@
-"""Pulls and pushes per second of the parameter manager, with and without intent, over the skew of the keys.
+"""Pulls and pushes of the parameter manager, and training loops with and without intent, over the skew of the keys.
 
-python benchmarks/adapm.py                                   # one site
-torchrun --nproc-per-node 2 benchmarks/adapm.py              # half the keys remote
+    python benchmarks/adapm.py rates                              pulls and pushes alone, one site
+    torchrun --nproc-per-node 2 benchmarks/adapm.py rates         half the keys remote
+    torchrun --nproc-per-node 2 benchmarks/adapm.py loop          loops with intent beside loops without
+    torchrun --nproc-per-node 2 benchmarks/adapm.py loop --techniques all,replication_only,relocation_only,static
+    sudo python benchmarks/link.py 100mbit python benchmarks/adapm.py loop
+
+On several machines each site names itself: --rank 0 --num-nodes 2 --dist-url tcp://HOST:PORT, with HOST an address of
+site 0. Each command prints one table, at site 0, of means over the sites.
+
+In `loop`, segments of plain server (no intent) and of each technique alternate in one run on the same keys; times are
+medians over segments, the ratio is the median of those of neighbouring segments. "Seen after" is half the time in which
+a push of site 0 is seen by site 1, and one of site 1 in answer to it by site 0; both look once a batch.
 """
 
 from __future__ import annotations
@@ -9,14 +19,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
+import torch.distributed as dist
 
 import dadplug
 from dadplug.adapm import Normal, ParameterManager
 from dadplug.adapm.table import Table
 
 BATCH, WIDTH, ROWS = 4096, 64, 200_000
+FOREVER = 1 << 60
 
 
 def zipf_keys(batches: int, exponent: float, generator: torch.Generator) -> list[torch.Tensor]:
@@ -29,107 +42,211 @@ def zipf_keys(batches: int, exponent: float, generator: torch.Generator) -> list
     ]
 
 
-def median(times: list[float]) -> float:
-    """Returns the median."""
-    return sorted(times)[len(times) // 2]
+def over_sites(figures: list[float]) -> list[float]:
+    """Takes the mean of figures over the sites; all sites call it."""
+    if not dist.is_initialized():
+        return figures
+    total = torch.tensor(figures, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
 
 
-def timed(action: Callable[[torch.Tensor], object], batches: list[torch.Tensor]) -> list[float]:
-    """Times an action on each batch, in seconds."""
-    times = []
-    for keys in batches:
-        start = time.perf_counter()
-        action(keys)
-        times.append(time.perf_counter() - start)
-    return times
+def make_table(manager: ParameterManager, name: str) -> Table:
+    """Makes a table, and the values of its keys."""
+    table = manager.table(name, WIDTH, rows=ROWS, initialiser=Normal())
+    table.pull(torch.arange(manager.rank, ROWS, manager.world_size))
+    return table
 
 
-def throughput(manager: ParameterManager, table: Table, batches: list[torch.Tensor]) -> None:
+def rates(manager: ParameterManager, args: argparse.Namespace) -> None:
     """Prints keys per second and site for pulls and pushes, each alone."""
-    deltas = torch.full((BATCH, WIDTH), 1e-3)
-    out = torch.empty(BATCH, WIDTH)
-    for name, action in (
-        ("pull", lambda keys: table.pull(keys, out=out)),
-        ("push", lambda keys: table.push(keys, deltas)),
-        ("push_async", lambda keys: table.push_async(keys, deltas)),
-    ):
-        timed(action, batches[:5])
+    table = make_table(manager, "rates")
+    batches = zipf_keys(args.batches, 0.0, torch.Generator().manual_seed(manager.rank))
+    deltas, out = torch.full((BATCH, WIDTH), 1e-3), torch.empty(BATCH, WIDTH)
+    plain = torch.empty(ROWS, WIDTH).normal_()
+    actions: dict[str, Callable[[torch.Tensor], object]] = {
+        "pull": lambda keys: table.pull(keys, out=out),
+        "push": lambda keys: table.push(keys, deltas),
+        "push_async": lambda keys: table.push_async(keys, deltas),
+        "a gather alone": lambda keys: torch.index_select(plain, 0, keys, out=out),
+    }
+    say(manager, f"| {manager.world_size} sites | M keys/s a site, median batch | over all batches |\n|---|---|---|")
+    for name, action in actions.items():
+        for keys in batches[:5]:
+            action(keys)
         manager.wait_sync(everywhere=True)
+        times = []
         start = time.perf_counter()
-        times = timed(action, batches)
-        whole = BATCH * len(batches) / (time.perf_counter() - start)
+        for keys in batches:
+            before = time.perf_counter()
+            action(keys)
+            times.append(time.perf_counter() - before)
+        whole = time.perf_counter() - start
         manager.wait_sync(everywhere=True)
-        print(
-            f"site {manager.rank}: {name:10} {BATCH / median(times) / 1e6:6.2f} M keys/s (median batch), "
-            f"{whole / 1e6:6.2f} M over all",
-            flush=True,
-        )
+        middle, over_all = over_sites([BATCH / median(times) / 1e6, BATCH * len(batches) / whole / 1e6])
+        say(manager, f"| {name} | {middle:.2f} | {over_all:.2f} |")
 
 
-def loop(manager: ParameterManager, table: Table, batches: list[torch.Tensor], lookahead: int, work: float) -> None:
-    """Prints the rate and the local share of a training loop that pulls, works and pushes.
+def say(manager: ParameterManager, line: str) -> None:
+    """Prints at site 0."""
+    if manager.rank == 0:
+        print(line, flush=True)
+
+
+class Loop:
+    """A training loop of one technique (None: the plain server), in segments.
 
     Args:
-        manager: the manager.
-        table: its table.
-        batches: the keys of each batch.
-        lookahead: batches ahead at which intent is said; 0 for none.
-        work: seconds of work in a batch.
+        technique: the technique.
+        args: the command's.
+        name: of its table.
     """
-    deltas = torch.full((BATCH, WIDTH), 1e-3)
-    first = manager.current_clock
-    for step, keys in enumerate(batches[:lookahead]):
-        table.intent(keys, first + step)
-    for _ in range(3):  # the keys of the first batches arrive; from then on intent is ahead
-        manager.wait_sync()
-    manager.barrier()
-    before, sent = manager.counts, manager.traffic.total_bytes_sent
-    start = time.perf_counter()
-    for step, keys in enumerate(batches):
-        if lookahead and step + lookahead < len(batches):
-            table.intent(batches[step + lookahead], first + step + lookahead)
-        values = table.pull(keys)
-        end = time.perf_counter() + work
-        while time.perf_counter() < end:
-            values.sum()
-        table.push_async(keys, deltas)
-        manager.advance_clock()
-    seconds = time.perf_counter() - start
-    counts = {name: value - before[name] for name, value in manager.counts.items()}
-    local = 100 * (1 - counts["pulled_remotely"] / counts["pulled"])
-    megabytes = (manager.traffic.total_bytes_sent - sent) / 1e6 / len(batches)
-    print(
-        f"site {manager.rank}: {'intent' if lookahead else 'none  '}, {1e3 * seconds / len(batches):6.2f} ms a batch "
-        f"({1e3 * work:g} ms of it work), {local:6.2f} % of pulls local, {megabytes:.3f} MB a batch, "
-        f"{counts['moved']:,} moved, {counts['replicated']:,} replicated from here",
-        flush=True,
-    )
-    manager.wait_sync(everywhere=True)
+
+    def __init__(self, technique: str | None, args: argparse.Namespace, name: str) -> None:
+        self.technique, self.args = technique, args
+        self.manager = ParameterManager(technique=technique or "static")
+        self.table = make_table(self.manager, name)
+        self.echo = self.manager.table("echo", 1, rows=2)
+        self.echo.pull(torch.arange(2))
+        self.deltas = torch.full((BATCH, WIDTH), 1e-3)
+        self.segments: list[list[float]] = []
+        self.asked, self.seen = 0.0, list[float]()
+        if technique is not None:
+            self.echo.intent(torch.arange(2), 0, FOREVER)
+        self.manager.wait_sync(everywhere=True)
+
+    def run(self, batches: list[torch.Tensor]) -> None:
+        """Trains a segment, and notes its figures.
+
+        Args:
+            batches: keys of the segment's batches, and of as many that follow it as intent is ahead. Those are
+                announced, so that a segment bears the cost of as many intents as it has batches.
+        """
+        manager, table, ahead = self.manager, self.table, self.args.lookahead
+        count, intends = len(batches) - ahead, self.technique is not None
+        first = manager.current_clock
+        if intends:
+            for step in range(ahead):
+                table.intent(batches[step], first + step)
+            for _ in range(3):  # the keys of the first batches arrive
+                manager.wait_sync()
+        manager.barrier()
+        counts, sent = manager.counts, manager.traffic.total_bytes_sent
+        self.asked, work = 0.0, self.args.work / 1e3
+        start, spent, worked = time.perf_counter(), time.process_time(), 0.0
+        for step in range(count):
+            if intends:
+                table.intent(batches[step + ahead], first + step + ahead)
+            values = table.pull(batches[step])
+            before = time.thread_time()
+            while (now := time.thread_time()) - before < work:
+                values.sum()
+            worked += now - before
+            table.push_async(batches[step], self.deltas)
+            if manager.world_size > 1 and manager.rank < 2 and step % 4 == 0:
+                self._echo()
+            manager.advance_clock()
+        seconds, spent = time.perf_counter() - start, time.process_time() - spent - worked
+        manager.barrier()
+        seconds = max(seconds, time.perf_counter() - start) if manager.world_size > 1 else seconds
+        after = manager.counts
+        pulled, remotely, moved, replicated = (
+            after[name] - counts[name] for name in ("pulled", "pulled_remotely", "moved", "replicated")
+        )
+        self.segments.append(
+            [
+                1e3 * seconds / count,
+                1e3 * spent / count,
+                100 * (1 - remotely / pulled),
+                (manager.traffic.total_bytes_sent - sent) / 1e6 / count,
+                moved / count,
+                replicated / count,
+            ]
+        )
+        for _ in range(ahead if intends else 0):  # what was announced and will not be used is given up
+            manager.advance_clock()
+        manager.wait_sync(everywhere=True)
+
+    def _echo(self) -> None:
+        first, second = self.echo.pull(torch.arange(2)).flatten().tolist()
+        rank = self.manager.rank
+        if (rank == 0 and first == second) or (rank == 1 and second < first):
+            self.echo.push_async(torch.tensor([rank]), torch.ones(1, 1))
+            now = time.perf_counter()
+            if self.asked:
+                self.seen.append(now - self.asked)
+            self.asked = now
+
+
+def loop(args: argparse.Namespace, rank: int) -> None:
+    """Prints the table of training loops."""
+    techniques = [None, *args.techniques.split(",")]
+    loops: list[Loop] = []
+    try:
+        for exponent in args.exponents:
+            for each in loops:
+                each.manager.close()
+            loops = [Loop(technique, args, f"{exponent}") for technique in techniques]
+            if exponent == args.exponents[0]:
+                say(
+                    loops[0].manager,
+                    f"{loops[0].manager.world_size} sites, {BATCH:,} of {ROWS:,} keys a batch, width {WIDTH}, "
+                    f"{args.work:g} ms of work a batch, {args.segments} segments of {args.batches}\n\n"
+                    "| keys | | ms a batch | of plain | spread | M keys/s | cpu ms beside work | % local | "
+                    "MB a batch | seen after, ms | moved | replicated |\n|" + "---|" * 12,
+                )
+            generator = torch.Generator().manual_seed(rank)
+            for segment in range(args.segments + 1):
+                batches = zipf_keys(args.batches + args.lookahead, exponent, generator)
+                for each in loops:
+                    each.run(batches)
+                    if segment == 0:  # tables have not settled, memory has not been touched
+                        each.segments.clear()
+                        each.seen.clear()
+            for each in loops:
+                figures = [median(column) for column in zip(*each.segments, strict=True)]
+                pairs = zip(each.segments, loops[0].segments, strict=True)
+                ratios = sorted(own[0] / plain[0] for own, plain in pairs)
+                ms, cpu, local, sent, moved, replicated, ratio = over_sites([*figures, median(ratios)])
+                seen = 1e3 * median(each.seen or [float("nan")]) / 2
+                keys = f"Zipf {exponent:g}" if exponent else "uniform"
+                say(
+                    loops[0].manager,
+                    f"| {keys} | {each.technique or 'plain server'} | {ms:.2f} | {ratio:.2f} | {ratios[0]:.2f} to "
+                    f"{ratios[-1]:.2f} | {BATCH / ms / 1e3:.2f} | {cpu:.2f} | {local:.2f} | {sent:.3f} | {seen:.1f} | "
+                    f"{moved:,.0f} | {replicated:,.0f} |",
+                )
+    finally:
+        for each in loops:
+            each.manager.close()
 
 
 def main() -> None:
     """Runs the benchmark at this site."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--technique", default="all")
-    parser.add_argument("--exponents", type=float, nargs="*", default=[0.0, 0.8, 1.1], help="skews of the loops")
-    parser.add_argument("--work", type=float, default=5.0, help="ms of work in a batch of the loops")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("rates", "loop"))
+    parser.add_argument("--batches", type=int, default=100, help="batches, of a segment where there are segments")
+    parser.add_argument("--segments", type=int, default=7, help="of each loop, after one to warm up")
+    parser.add_argument("--techniques", default="all", help="beside the plain server, with commas")
+    parser.add_argument("--exponents", type=float, nargs="*", default=[0.0, 0.9, 1.1], help="skews of the loops")
+    parser.add_argument("--work", type=float, default=2.5, help="processor ms of work in a batch of the loops")
     parser.add_argument("--lookahead", type=int, default=50, help="batches")
+    parser.add_argument("--rank", type=int, help="number of this site; torchrun's variables where not given")
+    parser.add_argument("--num-nodes", type=int, default=2, help="number of sites, with --rank")
+    parser.add_argument("--dist-url", default="tcp://127.0.0.1:8998", help="meeting point, with --rank")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dadplug.connect()
-    with ParameterManager(technique=args.technique) as manager:
-        generator = torch.Generator().manual_seed(manager.rank)
-        table = manager.table("uniform", WIDTH, rows=ROWS, initialiser=Normal())
-        table.pull(torch.arange(manager.rank, ROWS, manager.world_size))  # makes the values
-        throughput(manager, table, zipf_keys(args.batches, 0.0, generator))
-        for exponent in args.exponents if manager.world_size > 1 else []:
-            for lookahead in (0, args.lookahead):
-                table = manager.table(f"{exponent} {lookahead}", WIDTH, rows=ROWS, initialiser=Normal())
-                table.pull(torch.arange(manager.rank, ROWS, manager.world_size))
-                if manager.rank == 0:
-                    print(f"Zipf {exponent}:", flush=True)
-                loop(manager, table, zipf_keys(args.batches, exponent, generator), lookahead, args.work / 1e3)
+    if args.rank is None:
+        dadplug.connect()
+    else:
+        dadplug.connect(args.rank, args.num_nodes, args.dist_url)
+    if args.table == "rates":
+        with ParameterManager() as manager:
+            rates(manager, args)
+    elif not dist.is_initialized():
+        parser.error("the loop needs at least two sites: torchrun --nproc-per-node 2, or --rank")
+    else:
+        loop(args, dist.get_rank())
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ def test_the_window_follows_the_pace():
     assert timing.window == poisson_quantile(100)
     for clock in range(101, 200):
         timing.observe(clock - 2, clock)
-    assert timing.window == poisson_quantile(timing._smoothed) < 10
+    assert timing.window == poisson_quantile(timing._mean) < 10
     before = timing.window
     for _ in range(50):
         timing.observe(199, 199)  # at rest

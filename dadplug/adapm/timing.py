@@ -10,8 +10,8 @@ from contextlib import contextmanager
 QUANTILE = 0.9999
 SMOOTHING = 0.1
 START = 20.0  # ticks, before any have been counted
-_SHARE = 9  # a synchronisation is followed by a pause of this many times the processor time that it took
-_LONGEST = 0.1  # seconds that the pause takes at most
+_SHARE = 5  # a synchronisation is followed by a pause of this many times the processor time that it took
+_LONGEST = 0.05  # seconds that the pause takes at most
 
 
 class ActionTiming:
@@ -20,11 +20,11 @@ class ActionTiming:
     After AdaPM (Renz-Wieland et al., arXiv:2206.00470): an intent is due once it starts within the 0.9999 quantile of a
     Poisson variable. Its mean there is twice the ticks of a round; here it is the ticks that have been counted from one
     look at the intents to the arrival of what the next look asked for: an intent that has just missed a look waits as
-    long. The mean is the larger of the last count and a smoothed one.
+    long. The mean follows the counts up at once, and down slowly.
     """
 
     def __init__(self) -> None:
-        self._smoothed = START
+        self._mean = START
         self._clock = 0
         self.window = poisson_quantile(START)
 
@@ -37,13 +37,13 @@ class ActionTiming:
         """
         ticks = clock - begin
         if clock != self._clock:  # a worker at rest (validation, a pause) says nothing about how fast it is
-            self._smoothed += SMOOTHING * (ticks - self._smoothed)
+            self._mean = max(ticks, self._mean + SMOOTHING * (ticks - self._mean))
         self._clock = clock
-        self.window = poisson_quantile(max(ticks, self._smoothed))
+        self.window = poisson_quantile(self._mean)
 
 
 class SyncTiming:
-    """Lets the synchronisation of replicas take a tenth of a core at most.
+    """Lets the synchronisation of replicas take a sixth of a core at most.
 
     Args:
         interval: least time between two, in seconds.
