@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dadplug.adapm import AdaDataLoader, AdaModel, IntentError
 from dadplug.adapm.loader import Ids
+from dadplug.adapm.recorder import count_missing
 
 _HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 # What needs a trainer and looks up nothing.
@@ -86,9 +87,9 @@ class LookaheadLoader(AdaDataLoader):
             return
         for name, weight in self.model.managed.items():
             told = [ids[name].reshape(-1).long().cpu() for ids in now if name in ids]
-            announced = torch.cat(told).unique() if told else torch.empty(0, dtype=torch.long)
+            announced = torch.cat(told) if told else torch.empty(0, dtype=torch.long)
             for keys in weight.lookups[skip.get(name, 0) :]:
-                if missed := int((~torch.isin(keys, announced)).sum()):
+                if missed := count_missing(keys, announced):
                     whose = "the function intent" if callable(self._intent) else "automatic intent"
                     self._warn(
                         f"{whose} has not seen {missed} of {keys.numel()} rows of {name} that training_step looked up. "

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dadplug.adapm import AdaDataLoader, AdaModel, IntentError
+from dadplug.adapm.recorder import count_missing
 
 
 class DLRM(nn.Module):
@@ -207,7 +208,7 @@ def test_every_lookup_is_seen(make, batch, monkeypatch):
         managed(*inputs)
         assert recorded.keys() == seen.keys()
         for name, ids in seen.items():
-            assert torch.equal(recorded[name], torch.cat(ids).unique())
+            assert torch.equal(recorded[name].sort().values, torch.cat(ids).unique())
         seen.clear()
     assert managed.managed
 
@@ -327,3 +328,46 @@ def trains_ahead():
 def test_rows_are_here_before_their_batch(sites):
     pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     assert max(sites(2).run(trains_ahead)) < 0.4  # without intent one half
+
+
+def test_what_was_not_announced_is_counted():
+    for _ in range(20):
+        keys, announced = ints(50, 30).unique(), ints(50, 20)
+        assert count_missing(keys, announced) == int((~torch.isin(keys, announced)).sum())
+    assert count_missing(keys, torch.empty(0, dtype=torch.long)) == keys.numel()
+    assert count_missing(keys, keys) == 0
+
+
+class Stateful(nn.Module):
+    """Its Python code looks up something else in every second call, and changes ids that it has looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.words = nn.Embedding(40, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+
+    def forward(self, ids):
+        self.calls += 1
+        ids = ids.clone()
+        rows = self.words(ids)
+        ids += 1 + self.calls % 2
+        return self.layers(rows).sum() + self.layers(self.words(ids)).sum()
+
+
+def test_python_state_and_changed_ids_are_followed_in_every_pass():
+    model = Stateful()
+    managed = AdaModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for call in range(1, 5):
+        ids = ints(30, 6)
+        recorded = managed.record(lambda model, given: model(given), ids)["words.weight"]
+        assert torch.equal(recorded.sort().values, torch.cat([ids, ids + 1 + call % 2]).unique())
+
+
+def test_a_batch_that_the_model_changes_comes_out_unchanged():
+    model = nn.Embedding(40, 4)
+    managed = AdaModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = ints(30, 6)
+    before = ids.clone()
+    managed.record(lambda model, given: model(given.add_(3)), ids)
+    assert torch.equal(ids, before)

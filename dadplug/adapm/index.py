@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 Index = NDArray[np.int64]  # of shape (power of two, 2): key or -1, and its number; one cache line holds both
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 _HALF = np.uint64(32)
 
 
@@ -29,7 +29,7 @@ def room(index: Index) -> int:
 
 @njit(cache=True, nogil=True)
 def _first(index: Index, key: int) -> int:
-    return np.int64((np.uint64(key) * _MIX) >> _HALF) & (index.shape[0] - 1)
+    return np.int64((np.uint64(key) * MIX) >> _HALF) & (index.shape[0] - 1)
 
 
 @njit(cache=True, nogil=True)

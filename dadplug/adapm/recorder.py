@@ -8,58 +8,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..hooks.override import ForwardOverride
+from ..lowrank import sparse_kernels
+from . import kernels
+from .shapes import IntentError, ShapesOnly, ghost, keep_shapes
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-
-
-class IntentError(RuntimeError):
-    """The rows that a batch looks up cannot be known before its forward pass; the message names the line."""
-
-
-def _ghost(tensor: Tensor) -> Tensor:
-    """A tensor of which only the shape is known: on torch's meta device."""
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
-
-
-class _ShapesOnly(TorchDispatchMode):
-    """Runs operations on ghosts as shapes, and all others as they are."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                raise IntentError("it draws random numbers, which the training step would draw anew")
-            return func(*args, **kwargs)
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
-            raise IntentError("it needs the value of a floating-point number, of which only the shape is known")
-        for given, argument in zip(args, func._schema.arguments, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(given, Tensor) and not given.is_meta:
-                raise IntentError("it writes floating-point results, of which only the shape is known, into a tensor")
-        if func is torch.ops.aten.index.Tensor:
-            args = (args[0], _without_masks(args[1]))
-        args, kwargs = tree_map_only(Tensor, _ghost, (args, kwargs))
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
-        return func(*args, **kwargs)
-
-
-def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Replaces masks whose values are known by the positions that they choose, whose number is a shape."""
-    found: list[Tensor | None] = []
-    for index in indices:
-        if index is not None and not index.is_meta and index.dtype in (torch.bool, torch.uint8):
-            found.extend(index.nonzero().unbind(1))
-        else:
-            found.append(index)
-    return found
 
 
 class _Recording(ForwardOverride):
@@ -72,7 +33,7 @@ class _Recording(ForwardOverride):
     def __call__(self, input: Tensor, offsets: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         if input.is_meta:
             raise IntentError(f"the ids for {self.name} come out of floating-point numbers")
-        self.recorder.ids.setdefault(self.name, []).append(input.detach().reshape(-1).long().cpu())
+        self.recorder.note(self.name, input)
         assert isinstance(self.module, (nn.Embedding, nn.EmbeddingBag))
         width = self.module.embedding_dim
         shape: tuple[int, ...] = (*input.shape, width)
@@ -81,7 +42,8 @@ class _Recording(ForwardOverride):
             if input.dim() == 1 and offsets is not None:
                 bags = offsets.shape[0] - int(self.module.include_last_offset)
             shape = (bags, width)
-        return torch.empty(shape, device="meta")
+        with torch._C._DisableTorchDispatch():  # a shape needs no look from the mode
+            return torch.empty(shape, device="meta")
 
 
 class Recorder:
@@ -99,16 +61,28 @@ class Recorder:
     def __init__(self, model: nn.Module, layers: dict[str, list[str]]) -> None:
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(_ghost(parameter.detach()), requires_grad=False)
+            memo[id(parameter)] = nn.Parameter(ghost(parameter.detach()), requires_grad=False)
         for buffer in model.buffers():
             if buffer.is_floating_point():
-                memo[id(buffer)] = _ghost(buffer)
-        self.ids: dict[str, list[Tensor]] = {}
+                memo[id(buffer)] = ghost(buffer)
         self._skeleton = copy.deepcopy(model, memo)
         self._lock = threading.Lock()
+        self._mode = ShapesOnly()
+        self._training: bool | None = None
+        self._notes: dict[str, list[NDArray[np.int64]]] = {}
+        self._seen: dict[tuple[int, int], tuple[Tensor, NDArray[np.int64]]] = {}
         for name, paths in layers.items():
             for path in paths:
                 _Recording(self._skeleton.get_submodule(path), name, self)
+        keep_shapes(self._skeleton)
+
+    def note(self, name: str, ids: Tensor) -> None:
+        """Notes a lookup; ids are copied, since the model may change them afterwards."""
+        key = (id(ids), ids._version)  # the tensor is kept, so that nothing else has its number
+        if key not in self._seen:
+            whole = ids if ids.device.type == "cpu" else ids.detach().cpu()
+            self._seen[key] = ids, np.array(whole.numpy(), np.int64).reshape(-1)
+        self._notes.setdefault(name, []).append(self._seen[key][1])
 
     def record(self, forward: Any, batch: Any, training: bool = True) -> dict[str, Tensor]:
         """Runs a batch through the copy.
@@ -119,24 +93,47 @@ class Recorder:
             training: the mode of the model.
 
         Returns:
-            The distinct ids by the name of their weight.
+            The distinct ids by the name of their weight, in the order in which they occur first.
 
         Raises:
             IntentError: if what is looked up hangs on a floating-point value, or on chance.
         """
-        shapes = tree_map_only(Tensor, lambda t: _ghost(t) if t.is_floating_point() else t, batch)
+        shapes = tree_map_only(Tensor, lambda t: ghost(t) if t.is_floating_point() else t.clone(), batch)
         with self._lock:
-            self.ids = {}
-            self._skeleton.train(training)
+            self._notes, self._seen = {}, {}
+            if training != self._training:
+                self._skeleton.train(training)
+                self._training = training
             try:
-                with torch.no_grad(), _ShapesOnly():
+                with torch.no_grad(), self._mode:
                     forward(self._skeleton, shapes)
+                return _distinct(self._notes)
             except Exception as error:
                 raise IntentError(
                     f"automatic intent cannot follow the model{_line_of(error)}: {error}. Give AdaDataLoader "
                     "intent=, a function from a batch to its ids"
                 ) from error
-            return {name: torch.cat(ids).unique() for name, ids in self.ids.items()}
+            finally:
+                self._notes, self._seen = {}, {}
+
+
+def _distinct(notes: dict[str, list[NDArray[np.int64]]]) -> dict[str, Tensor]:
+    """Finds the distinct ids by weight; those that several weights have in common are gone through once."""
+    found: dict[tuple[int, ...], Tensor] = {}
+    for each in notes.values():
+        key = tuple(map(id, each))
+        if key not in found:
+            flat = each[0] if len(each) == 1 else np.concatenate(each)
+            inverse, distinct = np.empty_like(flat), np.empty_like(flat)
+            found[key] = torch.from_numpy(distinct[: sparse_kernels.unique(flat, inverse, distinct)])
+    return {name: found[tuple(map(id, each))] for name, each in notes.items()}
+
+
+def count_missing(keys: Tensor, announced: Tensor) -> int:
+    """Counts the keys that are not among those that were announced; int64 on the CPU, both of one dimension."""
+    if keys.numel() <= announced.numel() and torch.equal(keys, announced[: keys.numel()]):
+        return 0  # one lookup, whose distinct keys come in the same order
+    return int(kernels.count_absent(keys.contiguous().numpy(), announced.contiguous().numpy()))
 
 
 def _line_of(error: BaseException) -> str:

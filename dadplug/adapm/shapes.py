@@ -1,0 +1,197 @@
+"""A forward pass in which whole numbers are computed and floating-point tensors have only a shape.
+
+What an operation or a layer of torch makes of shapes alone is kept, so that a pass does it once for each shape. The
+model's own Python code runs in every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ..hooks.override import ForwardOverride, overridden
+
+_MOST = 10_000  # results that are kept
+_META = torch.device("meta")
+
+
+class IntentError(RuntimeError):
+    """The rows that a batch looks up cannot be known before its forward pass; the message names the line."""
+
+
+def ghost(tensor: Tensor) -> Tensor:
+    """Returns a tensor of which only the shape is known: on torch's meta device."""
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
+
+
+class _Unknown(Exception):
+    """An argument that cannot be part of a key."""
+
+
+def _describe(item: Any, tensors: list[Tensor]) -> Any:
+    """Returns what an argument's effect on shapes depends on; its tensors are added to a list."""
+    if item is None or item.__class__ in _PLAIN:
+        return item.__class__, item
+    if isinstance(item, Tensor):
+        tensors.append(item)
+        return item.shape, item.stride(), item.dtype
+    if item.__class__ in (list, tuple, torch.Size):
+        return tuple([_describe(part, tensors) for part in item])
+    if item.__class__ is dict:
+        return tuple([(name, _describe(part, tensors)) for name, part in item.items()])
+    raise _Unknown
+
+
+_PLAIN = {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+class _Shapes:
+    """Results, as shapes, by what they depend on."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def get(self, key: Any) -> Any:
+        """Makes the result that belongs to a key; None if it is not known."""
+        known = self._known.get(key)
+        if known is None:
+            return None
+        if known.__class__ is tuple:
+            return torch.empty_strided(*known[:2], dtype=known[2], device=_META)
+        leaves, spec = known
+        made = [
+            torch.empty_strided(*leaf[:2], dtype=leaf[2], device=_META) if leaf is not None else None for leaf in leaves
+        ]
+        return tree_unflatten(made, spec)
+
+    def put(self, key: Any, result: Any) -> None:
+        """Keeps a result, if it consists of shapes alone."""
+        leaves, spec = tree_flatten(result)
+        kept: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.is_meta and leaf.layout == torch.strided:
+                kept.append((leaf.shape, leaf.stride(), leaf.dtype))
+            elif leaf is None:
+                kept.append(None)
+            else:
+                return
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[key] = kept[0] if isinstance(result, Tensor) else [kept, spec]
+
+
+class ShapesOnly(TorchDispatchMode):
+    """Runs operations on ghosts as shapes, and all others as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shapes = _Shapes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(_has_ghost, args)) and not any(map(_has_ghost, kwargs.values())):
+            if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("device") != _META:
+                raise IntentError("it draws random numbers, which the training step would draw anew")
+            return func(*args, **kwargs)
+        if func in _READERS:
+            raise IntentError("it needs the value of a floating-point number, of which only the shape is known")
+        mutable = func._schema.is_mutable
+        if mutable:
+            for given, argument in zip(args, func._schema.arguments, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and isinstance(given, Tensor) and not given.is_meta:
+                    raise IntentError(
+                        "it writes floating-point results, of which only the shape is known, into a tensor"
+                    )
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], _without_masks(args[1]))
+        key = None
+        if not mutable:
+            try:
+                key = (func, _describe(args, []), _describe(kwargs, []) if kwargs else ())
+            except _Unknown:
+                pass
+            else:
+                if (result := self._shapes.get(key)) is not None:
+                    return result
+        args, kwargs = tree_map_only(Tensor, ghost, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _META
+        result = func(*args, **kwargs)
+        if key is not None:
+            self._shapes.put(key, result)
+        return result
+
+
+_READERS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
+
+
+def _has_ghost(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return item.is_meta
+    return item.__class__ in (list, tuple) and any(map(_has_ghost, item))
+
+
+def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """Replaces masks whose values are known by the positions that they choose, whose number is a shape."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and not index.is_meta and index.dtype in (torch.bool, torch.uint8):
+            found.extend(index.nonzero().unbind(1))
+        else:
+            found.append(index)
+    return found
+
+
+class _ShapeLayer(ForwardOverride):
+    """A layer of torch's own, whose result for shapes alone is kept."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._shapes = _Shapes()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors: list[Tensor] = []
+        try:
+            key = (self.module.training, _describe(args, tensors), _describe(kwargs, tensors))
+        except _Unknown:
+            return self.plain(*args, **kwargs)
+        if not tensors or not all(tensor.is_meta for tensor in tensors):
+            return self.plain(*args, **kwargs)
+        result = self._shapes.get(key)
+        if result is None:
+            result = self.plain(*args, **kwargs)
+            self._shapes.put(key, result)
+        return result
+
+
+def keep_shapes(model: nn.Module) -> None:
+    """Has torch's own layers in a model keep what they make of shapes.
+
+    They are layers of torch.nn that hold nothing else: no layer of the user's, no hooks, no whole numbers.
+    """
+    for module in _pure(model):
+        _ShapeLayer(module)
+
+
+def _pure(model: nn.Module) -> Iterator[nn.Module]:
+    for module in list(model.modules()):
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and all(map(_is_torchs, module.modules())):
+            yield module
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    hooks: list[Callable[[], Any]] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not isinstance(module, LazyModuleMixin)
+        and (not overridden(module) or isinstance(vars(module)["forward"], _ShapeLayer))
+        and not hooks
+        and all(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+    )
