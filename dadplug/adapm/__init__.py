@@ -7,6 +7,7 @@ from .model import AdaModel
 from .pending import Pending
 from .recorder import IntentError
 from .rules import RowwiseAdagrad
+from .sampling import Sample, Sampler
 from .table import Table
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "ParameterManager",
     "Pending",
     "RowwiseAdagrad",
+    "Sample",
+    "Sampler",
     "Table",
     "Uniform",
 ]

@@ -42,6 +42,7 @@ class Access(SiteState):
             if missing < 0:
                 return -1 - missing
             self.counts["pulled"] += keys.shape[0]
+            store.touch(where)
             if not missing:
                 return None
             positions = np.flatnonzero(where < 0).astype(np.int32)
@@ -49,6 +50,13 @@ class Access(SiteState):
             self._post(outbox)  # all of it goes to other sites, which work while the rest is copied
             kernels.read_found(store.rows, where, out)
         return request
+
+    def here(self, table: int, keys: Keys) -> NDArray[np.bool_]:
+        """Says for each key whether it can be read here; nothing is made or asked."""
+        found = np.empty(keys.shape[0], np.int8)
+        with self._lock:
+            kernels.readable(self.stores[table].rows, self.rank, self.sites, keys, found)
+        return found.view(np.bool_)
 
     def _pull_rest(
         self, table: int, keys: Keys, positions: NDArray[np.int32], out: Block, outbox: Outbox
@@ -81,7 +89,9 @@ class Access(SiteState):
     def _push(self, table: int, keys: Keys, deltas: Block, outbox: Outbox) -> Request | None:
         store = self.stores[table]
         where = np.empty(keys.shape[0], np.int32)
-        if not kernels.add(store.rows, keys, deltas, where):
+        missing = kernels.add(store.rows, keys, deltas, where)
+        store.touch(where)
+        if not missing:
             return None
         rest = np.flatnonzero(where < 0).astype(np.int32)
         keys, deltas = keys[rest], _taken(deltas, rest)

@@ -54,7 +54,6 @@ class Engine(Access):
     def __init__(self, rank: int, sites: int, technique: str, send: Callable[[int, Message], None]) -> None:
         super().__init__(rank, sites, send)
         self.technique = TECHNIQUES[technique]
-        self.clock = 0
         self.round = 0
         self.timing = ActionTiming()
         self._intents: list[tuple[int, int, int, int, Keys]] = []  # heap: start, order, end, table, keys

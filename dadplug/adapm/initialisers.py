@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 Initialiser = Callable[[NDArray[np.int64], NDArray[np.float32]], None]
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @njit(cache=True, nogil=True)
-def _mixed(x: np.uint64) -> np.uint64:
+def mixed(x: np.uint64) -> np.uint64:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014): 64 bits that pass for random."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -28,22 +28,22 @@ def _mixed(x: np.uint64) -> np.uint64:
 @njit(cache=True, nogil=True)
 def _fill_uniform(keys: NDArray[np.int64], seed: int, low: float, high: float, out: NDArray[np.float32]) -> None:
     for i in range(keys.shape[0]):
-        state = _mixed(_mixed(np.uint64(seed)) + np.uint64(keys[i]) * _STEP)
+        state = mixed(mixed(np.uint64(seed)) + np.uint64(keys[i]) * STEP)
         for x in range(out.shape[1]):
-            state += _STEP
-            unit = np.float64(_mixed(state) >> np.uint64(11)) * 2.0**-53
+            state += STEP
+            unit = np.float64(mixed(state) >> np.uint64(11)) * 2.0**-53
             out[i, x] = low + (high - low) * unit
 
 
 @njit(cache=True, nogil=True)
 def _fill_normal(keys: NDArray[np.int64], seed: int, mean: float, std: float, out: NDArray[np.float32]) -> None:
     for i in range(keys.shape[0]):
-        state = _mixed(_mixed(np.uint64(seed)) + np.uint64(keys[i]) * _STEP)
+        state = mixed(mixed(np.uint64(seed)) + np.uint64(keys[i]) * STEP)
         for x in range(out.shape[1]):
-            state += _STEP
-            first = (np.float64(_mixed(state) >> np.uint64(11)) + 1.0) * 2.0**-53
-            state += _STEP
-            second = np.float64(_mixed(state) >> np.uint64(11)) * 2.0**-53
+            state += STEP
+            first = (np.float64(mixed(state) >> np.uint64(11)) + 1.0) * 2.0**-53
+            state += STEP
+            second = np.float64(mixed(state) >> np.uint64(11)) * 2.0**-53
             out[i, x] = mean + std * np.sqrt(-2.0 * np.log(first)) * np.cos(2.0 * np.pi * second)  # Box and Muller
 
 

@@ -21,6 +21,7 @@ from .rows import (
     Rows,
     add_row,
     copy_row,
+    free_row,
     row_of,
     take_row,
 )
@@ -163,6 +164,18 @@ def locate(r: Rows, rank: int, sites: int, keys: Keys, where: Numbers, targets: 
 
 
 @njit(cache=True, nogil=True)
+def readable(r: Rows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
+    """Flags the keys whose value is here, or comes to be here when it is first used."""
+    index, directory = r.finder, r.directory
+    for i in range(keys.shape[0]):
+        number = get(index, keys[i])
+        found[i] = number >= 0
+        if number == -1:
+            entry = get(directory, keys[i])
+            found[i] = (keys[i] % sites if entry < 0 else entry >> 32) == rank
+
+
+@njit(cache=True, nogil=True)
 def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
     """Makes rows for the keys that `locate` found untouched; returns how many, numbered in `rows`."""
     created = 0
@@ -298,3 +311,34 @@ def count_absent(keys: Keys, others: Keys) -> int:
             place = (place + 1) & mask
         count += places[place] < 0
     return count
+
+
+@njit(cache=True, nogil=True)
+def unused(r: Rows, clock: int, used: Keys, before: int, found: Numbers) -> int:
+    """Lists the rows that may be dropped: owned, without replicas or intent, and not used since a time.
+
+    Args:
+        r: the store.
+        clock: this site's.
+        used: time of the last use, by row.
+        before: rows used then or later are kept.
+        found: room for all rows, overwritten.
+
+    Returns:
+        How many there are.
+    """
+    states, peers, until = r.states, r.peers, r.until
+    count = 0
+    for row in range(r.counts[ROW_TOP]):
+        if states[row] == OWNED and peers[row] == 0 and until[row] <= clock and used[row] < before:
+            found[count] = row
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def drop(r: Rows, rows: Numbers) -> None:
+    """Gives rows back, with their values."""
+    finder, keys, states, slots, counts = r.finder, r.keys, r.states, r.slots, r.counts
+    for i in range(rows.shape[0]):
+        free_row(finder, keys, states, slots, counts, rows[i])

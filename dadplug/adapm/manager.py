@@ -112,6 +112,7 @@ class ParameterManager:
         rows: int | None = None,
         initialiser: Initialiser | None = None,
         capacity: int | None = None,
+        max_rows: int | None = None,
     ) -> Table:
         """Adds a table; all sites must add the same ones in the same order.
 
@@ -121,18 +122,22 @@ class ParameterManager:
             rows: keys are 0 to rows - 1; None for any key of at least 0, whose values come to be when first used.
             initialiser: makes the first values from the keys, see `dadplug.adapm.initialisers`; zeros where None.
             capacity: number of keys for which memory is reserved at this site at first.
+            max_rows: number of keys that this site keeps, for keys without end. Where there would be more, it drops
+                those that it owns and that were not used for longest, with all that has been pushed to them: when they
+                are used again, they begin with their first values. Keys with a replica elsewhere or with intent that
+                has been acted on stay, even if there are more. None keeps all.
 
         Raises:
             ValueError: if an argument is out of range.
             MismatchError: if the sites' tables differ.
         """
-        if width < 1 or (rows is not None and rows < 1):
-            raise ValueError(f"width and rows must be at least 1, got {width} and {rows}")
+        if width < 1 or (rows is not None and rows < 1) or (max_rows is not None and max_rows < 1):
+            raise ValueError(f"width, rows and max_rows must be at least 1, got {width}, {rows} and {max_rows}")
         if any(table.name == name for table in self._tables):
             raise ValueError(f"there is a table {name!r} already")
-        table = Table(self, self._engine, len(self._tables), name, width, rows, initialiser, capacity)
+        table = Table(self, self._engine, len(self._tables), name, width, rows, initialiser, capacity, max_rows)
         self._tables.append(table)
-        self._agree(f"table {len(self._tables) - 1}", (name, width, rows))
+        self._agree(f"table {len(self._tables) - 1}", (name, width, rows, max_rows))
         return table
 
     def _agree(self, what: str, item: tuple[Any, ...]) -> None:
@@ -155,12 +160,14 @@ class ParameterManager:
         """What has happened at this site so far, in keys.
 
         ``pulled`` and ``pushed`` by workers, ``pulled_remotely`` and ``pushed_remotely`` the part that another site had
-        to answer, ``moved`` and ``replicated`` to other sites, and what is here now: ``rows`` and ``replicas``.
+        to answer, ``moved`` and ``replicated`` to other sites, ``evicted`` (see `table`), and what is here now:
+        ``rows`` and ``replicas``.
         """
-        here = {"rows": 0, "replicas": 0}
+        here = {"rows": 0, "replicas": 0, "evicted": 0}
         for store in self._engine.stores:
             here["rows"] += len(store)
             here["replicas"] += store.replicas
+            here["evicted"] += store.evicted
         return self._engine.counts | here
 
     def intend(self, table: int, keys: NDArray[np.int64], start: int, end: int) -> None:

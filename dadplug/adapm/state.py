@@ -32,6 +32,7 @@ class SiteState:
     def __init__(self, rank: int, sites: int, send: Callable[[int, Message], None]) -> None:
         self.rank, self.sites = rank, sites
         self.stores: list[Store] = []
+        self.clock = 0
         self.counts = dict.fromkeys(COUNTS, 0)
         self._send = send
         self._lock = threading.Lock()
@@ -49,6 +50,7 @@ class SiteState:
 
     def add_store(self, store: Store) -> None:
         """Adds a table, numbered in the order in which they are added."""
+        store.clock = lambda: self.clock
         with self._lock:
             self.stores.append(store)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,9 +27,19 @@ class Store:
         limit: keys are smaller; None for any key.
         initialiser: gives the first values.
         capacity: number of rows to begin with.
+        max_rows: rows that are kept; the least recently used ones go where there would be more. None for all.
+
+    Attributes:
+        clock: tells the clock of the site; rows with intent ahead stay.
+        evicted: number of rows that had to go.
     """
 
-    def __init__(self, width: int, limit: int | None, initialiser: Initialiser, capacity: int) -> None:
+    def __init__(
+        self, width: int, limit: int | None, initialiser: Initialiser, capacity: int, max_rows: int | None = None
+    ) -> None:
+        self.max_rows, self.evicted = max_rows, 0
+        self.clock: Callable[[], int] = int
+        self._time, self._used = 0, np.zeros(0, np.int64)  # calls, and the last one that used a row
         self.width = width
         self.limit = UNBOUNDED if limit is None else limit
         self.initialiser = initialiser
@@ -67,7 +79,9 @@ class Store:
         return sum(array.nbytes for array in self.rows)
 
     def make_room(self, rows: int, slots: int = 0) -> None:
-        """Grows the arrays so that this many rows and slots can be taken."""
+        """Grows the arrays so that this many rows and slots can be taken, after dropping rows that are too many."""
+        if self.max_rows is not None and len(self) + rows > self.max_rows:
+            self._evict(len(self) + rows - self.max_rows)
         r, counts = self.rows, self.rows.counts
         needed = int(counts[layout.ROWS]) + rows
         if needed > r.keys.shape[0]:
@@ -80,6 +94,30 @@ class Store:
             size = max(needed, int(_GROWTH * r.tracked.shape[0]))
             names = ("tracked", "deltas", "dirty", "flight", "asked", "answered")
             self._grow(names, size, int(counts[layout.SLOT_TOP]))
+
+    def touch(self, rows: Numbers) -> None:
+        """Notes that rows are used; those of less than 0 are none. Of interest only where rows may be dropped."""
+        if self.max_rows is None:
+            return
+        if self._used.shape[0] < self.rows.keys.shape[0]:
+            used = np.zeros(self.rows.keys.shape[0], np.int64)
+            used[: self._used.shape[0]] = self._used
+            self._used = used
+        self._time += 1
+        self._used[rows[rows >= 0]] = self._time
+
+    def _evict(self, count: int) -> None:
+        """Drops the least recently used rows; some more than needed, so that it is not done in each call."""
+        assert self.max_rows is not None
+        self.touch(np.empty(0, np.int32))
+        found = np.empty(self.rows.keys.shape[0], np.int32)
+        # A call that is under way has found rows of its own at most two touches ago.
+        found = found[: kernels.unused(self.rows, self.clock(), self._used, self._time - 2, found)]
+        count = min(found.shape[0], count + self.max_rows // 16)
+        if count < found.shape[0]:
+            found = found[np.argpartition(self._used[found], count)[:count]]
+        kernels.drop(self.rows, found)
+        self.evicted += found.shape[0]
 
     def _grow(self, names: tuple[str, ...], size: int, used: int) -> None:
         grown = {}
@@ -108,6 +146,7 @@ class Store:
         """
         where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
         fresh = kernels.locate(self.rows, rank, sites, keys, where, targets)
+        self.touch(where)
         if fresh:
             self.make_room(fresh)
             rows = np.empty(fresh, np.int32)
@@ -115,6 +154,7 @@ class Store:
             block = np.empty((rows.shape[0], self.width), np.float32)
             self.initialiser(self.rows.keys[rows], block)
             self.rows.values[rows] = block
+            self.touch(rows)
         return where, targets
 
     def read_rows(self, rows: Numbers) -> Block:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import kernels
 from .engine import Engine
 from .initialisers import Constant, Initialiser
 from .pending import Pending
+from .sampling import Sampler
 from .store import Store
 
 if TYPE_CHECKING:
@@ -41,13 +44,14 @@ class Table:
         rows: int | None,
         initialiser: Initialiser | None,
         capacity: int | None,
+        max_rows: int | None = None,
     ) -> None:
         self.name, self.width, self.rows = name, width, rows
         self.rank, self.world_size = manager.rank, manager.world_size
         self._manager, self._engine, self._number = manager, engine, number
         if capacity is None:
             capacity = 1024 if rows is None else -(-rows // engine.sites)
-        self._store = Store(width, rows, initialiser or Constant(), capacity)
+        self._store = Store(width, rows, initialiser or Constant(), capacity, max_rows)
         engine.add_store(self._store)
 
     def pull(self, keys: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -175,6 +179,14 @@ class Table:
             self._refuse(flat, position)
         if end > self._manager.current_clock:
             self._manager.intend(self._number, flat.copy(), start, end)
+
+    def sampler(self, weights: Tensor | None = None, **options: Any) -> Sampler:
+        """Makes a sampler of keys, as for negative examples; see `Sampler` for the options."""
+        return Sampler(self, weights, **options)
+
+    def here(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Says for each key, in range, whether this site can read it without asking another."""
+        return self._engine.here(self._number, keys)
 
     def owned(self) -> tuple[Tensor, Tensor]:
         """Returns the keys that this site owns at present, ascending, and their values, as copies.

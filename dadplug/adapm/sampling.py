@@ -1,0 +1,234 @@
+"""Samples of keys, as for negative examples: drawn early, announced by intent, and pulled when they are used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .initialisers import STEP, mixed
+from .rows import Keys
+
+if TYPE_CHECKING:
+    from .table import Table
+
+SCHEMES = ("independent", "pool", "local")
+_TRIES = 16  # draws for a key that is here, before one from elsewhere is taken
+
+
+@njit(cache=True, nogil=True)
+def alias_table(weights: NDArray[np.float64], shares: NDArray[np.float64], aliases: Keys) -> None:
+    """Prepares draws in constant time (Walker 1977, in the form of Vose 1991).
+
+    Args:
+        weights: n weights of at least 0, whose mean is 1.
+        shares: n numbers, overwritten: the part of a column that is its own.
+        aliases: n numbers, overwritten: whose the rest is.
+    """
+    n = weights.shape[0]
+    small, large = np.empty(n, np.int64), np.empty(n, np.int64)
+    smalls, larges = 0, 0
+    for i in range(n):
+        shares[i] = weights[i]
+        aliases[i] = i
+        if weights[i] < 1:
+            small[smalls] = i
+            smalls += 1
+        else:
+            large[larges] = i
+            larges += 1
+    while smalls and larges:
+        smalls -= 1
+        less, more = small[smalls], large[larges - 1]
+        aliases[less] = more
+        shares[more] -= 1 - shares[less]
+        if shares[more] < 1:
+            larges -= 1
+            small[smalls] = more
+            smalls += 1
+    for i in range(smalls):  # what rounding has left
+        shares[small[i]] = 1
+    for i in range(larges):
+        shares[large[i]] = 1
+
+
+@njit(cache=True, nogil=True)
+def draw(seed: int, rank: int, first: int, shares: NDArray[np.float64], aliases: Keys, rows: int, out: Keys) -> None:
+    """Draws keys; the one at position p of a site's sequence hangs on nothing but (seed, rank, p).
+
+    Args:
+        seed: another one gives another sequence.
+        rank: the site.
+        first: position of the first key in the sequence.
+        shares: see `alias_table`; of no length where all keys are as likely.
+        aliases: see `alias_table`.
+        rows: number of keys.
+        out: n keys, overwritten.
+    """
+    begin = mixed(mixed(np.uint64(seed)) + np.uint64(rank + 1) * STEP)
+    for i in range(out.shape[0]):
+        state = mixed(begin + np.uint64(first + i) * STEP)
+        column = np.int64(np.float64(state >> np.uint64(11)) * 2.0**-53 * rows)
+        if shares.shape[0]:
+            part = np.float64(mixed(state + STEP) >> np.uint64(11)) * 2.0**-53
+            if part >= shares[column]:
+                column = aliases[column]
+        out[i] = column
+
+
+class Sample:
+    """Keys that a `Sampler` has prepared; the values are pulled in portions, or at once.
+
+    Attributes:
+        remaining: how many keys have not been pulled.
+    """
+
+    def __init__(self, sampler: Sampler, count: int, keys: Keys | None) -> None:
+        self._sampler, self._keys = sampler, keys
+        self.remaining = count
+
+    def pull(self, count: int | None = None) -> tuple[Tensor, Tensor]:
+        """Pulls the next keys of the sample.
+
+        Args:
+            count: how many; all that remain where None.
+
+        Returns:
+            The keys, int64 of shape (count,), and their values, of shape (count, width).
+
+        Raises:
+            ValueError: if fewer remain.
+            SiteError: if a site ends or does not answer.
+        """
+        count = self.remaining if count is None else count
+        if not 0 <= count <= self.remaining:
+            raise ValueError(f"{count} keys are asked for, of a sample of which {self.remaining} remain")
+        if self._keys is None:
+            keys = self._sampler._draw_local(count)
+        else:
+            start = self._keys.shape[0] - self.remaining
+            keys = self._keys[start : start + count]
+        self.remaining -= count
+        found = torch.from_numpy(keys.copy())
+        return found, self._sampler.table.pull(found)
+
+
+class Sampler:
+    """Draws keys of a table from a distribution, with replacement; made by `Table.sampler`.
+
+    The schemes, after AdaPM's (Renz-Wieland et al., arXiv:2206.00470, and their *NuPS*, arXiv:2104.00501):
+
+    - ``"independent"``: keys are drawn when a sample is prepared, each by itself, and announced for the time of use;
+    - ``"pool"``: as many keys as `pool` are drawn independently and used `reuse` times, each time in another order;
+      keys return soon, when they are still here, so that fewer move;
+    - ``"local"``: keys are drawn when they are pulled, among those that are here at the time. Nothing is sent. What is
+      drawn hangs on which keys the sites use, so that the distribution is kept only where that does not matter.
+
+    The first two give a site the same keys for the same seed, whatever happens elsewhere.
+
+    Args:
+        table: the table, with a number of rows.
+        weights: of shape (rows,), at least 0, as frequencies of words; all keys are as likely where None.
+        power: exponent on the weights; 0.75 on frequencies is word2vec's distribution.
+        seed: another one gives other samples; sites differ by themselves.
+        scheme: see above.
+        pool: keys of a pool.
+        reuse: how often a pool is used.
+
+    Raises:
+        ValueError: if an option does not fit.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        weights: Tensor | None = None,
+        *,
+        power: float = 1.0,
+        seed: int = 0,
+        scheme: str = "independent",
+        pool: int = 4096,
+        reuse: int = 16,
+    ) -> None:
+        if scheme not in SCHEMES:
+            raise ValueError(f"unknown scheme {scheme!r}; valid ones are {', '.join(map(repr, SCHEMES))}")
+        if table.rows is None:
+            raise ValueError(f"table {table.name!r} has any keys: samples need one with a number of rows")
+        if pool < 1 or reuse < 1 or seed < 0:
+            raise ValueError(f"pool and reuse must be at least 1 and seed at least 0, got {pool}, {reuse} and {seed}")
+        self.table, self.scheme = table, scheme
+        self._rows, self._seed, self._size, self._reuse = table.rows, seed, pool, reuse
+        self._shares, self._aliases = np.empty(0), np.empty(0, np.int64)
+        if weights is not None:
+            self._weigh(weights, power)
+        self._drawn = 0
+        self._pool, self._used = np.empty(0, np.int64), 0  # keys, in the order of use, and how often they were used
+        self._left = 0  # of the pool, in this use
+
+    def _weigh(self, weights: Tensor, power: float) -> None:
+        numbers = weights.detach().double().cpu().numpy().reshape(-1)
+        if weights.shape != (self._rows,) or not np.isfinite(numbers).all() or (numbers < 0).any():
+            raise ValueError(
+                f"weights must be {self._rows} finite numbers of at least 0, one for each row, got shape "
+                f"{tuple(weights.shape)}"
+            )
+        powers = np.where(numbers > 0, np.power(numbers, power, where=numbers > 0, out=np.zeros_like(numbers)), 0)
+        if not powers.sum() > 0:
+            raise ValueError("weights must not all be 0")
+        self._shares, self._aliases = np.empty(self._rows), np.empty(self._rows, np.int64)
+        alias_table(powers * (self._rows / powers.sum()), self._shares, self._aliases)
+
+    def prepare(self, count: int, start: int, end: int = 0) -> Sample:
+        """Draws keys for later, and says when they will be used; returns at once.
+
+        Args:
+            count: how many.
+            start: the clock at which the use begins, see `Table.intent`.
+            end: the clock at which it is over, not included; 0 for ``start + 1``.
+
+        Raises:
+            ValueError: if count is less than 1, or the end does not come after the start.
+        """
+        if count < 1:
+            raise ValueError(f"a sample has at least one key, got {count}")
+        if self.scheme == "local":
+            return Sample(self, count, None)
+        keys = self._draw(count) if self.scheme == "independent" else self._from_pool(count)
+        self.table.intent(torch.from_numpy(keys), start, end)
+        return Sample(self, count, keys)
+
+    def _draw(self, count: int) -> Keys:
+        keys = np.empty(count, np.int64)
+        draw(self._seed, self.table.rank, self._drawn, self._shares, self._aliases, self._rows, keys)
+        self._drawn += count
+        return keys
+
+    def _from_pool(self, count: int) -> Keys:
+        parts = []
+        while count:
+            if not self._left:
+                if self._used % self._reuse == 0:
+                    self._pool = self._draw(self._size)
+                order = np.random.default_rng((self._seed, self.table.rank, self._used)).permutation(self._size)
+                self._pool = self._pool[order]
+                self._used += 1
+                self._left = self._size
+            taken = min(count, self._left)
+            begin = self._size - self._left
+            parts.append(self._pool[begin : begin + taken])
+            self._left -= taken
+            count -= taken
+        return np.concatenate(parts)
+
+    def _draw_local(self, count: int) -> Keys:
+        keys = self._draw(count)
+        for _ in range(_TRIES):
+            away = np.flatnonzero(~self.table.here(keys))
+            if not away.shape[0]:
+                break
+            keys[away] = self._draw(away.shape[0])
+        return keys
