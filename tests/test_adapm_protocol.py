@@ -87,8 +87,10 @@ class Simulation:
             engine.intend(0, self.some_keys(), start, start + self.random.randrange(1, 10))
         elif action < 0.6:
             engine.clock += 1
-        elif action < 0.7:
-            engine.run_round()
+        elif action < 0.66:
+            engine.act()
+        elif action < 0.72:
+            engine.synchronise()
         elif self.on_the_way:
             self.deliver()
 
@@ -234,3 +236,23 @@ def test_a_replica_that_nobody_changes_is_not_sent_again():
     keys, codes, _, values = answer.arrays
     assert dict(zip(keys.tolist(), codes.tolist(), strict=True)) == {1: rows.SAME, 3: rows.VALUE}
     assert values.shape == (1, WIDTH)
+
+
+def test_intents_are_acted_on_while_a_round_is_under_way():
+    simulation = Simulation(2, "all", 0)
+    first, second = simulation.engines
+    second.intend(0, np.array([1], np.int64), 0, 50)
+    second.pull(0, np.array([1], np.int64), np.empty((1, WIDTH), np.float32))
+    first.intend(0, np.array([1], np.int64), 0, 50)
+    settled(simulation)
+    first.synchronise()
+    assert not first.sync_over
+    first.intend(0, np.array([3], np.int64), 0, 50)
+    first.act()
+    kinds = {message.kind.name for _, _, message in simulation.on_the_way}
+    assert kinds == {"SYNC", "INTENT"}
+    while simulation.on_the_way:
+        simulation.deliver()
+    assert first.round_over
+    assert first.sync_over
+    assert owner_of(simulation, 3) == 0

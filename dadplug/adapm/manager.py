@@ -131,8 +131,10 @@ class ParameterManager:
             ValueError: if an argument is out of range.
             MismatchError: if the sites' tables differ.
         """
-        if width < 1 or (rows is not None and rows < 1) or (max_rows is not None and max_rows < 1):
-            raise ValueError(f"width, rows and max_rows must be at least 1, got {width}, {rows} and {max_rows}")
+        if width < 1 or (rows is not None and rows < 1):
+            raise ValueError(f"width and rows must be at least 1, got {width} and {rows}")
+        if max_rows is not None and max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         if any(table.name == name for table in self._tables):
             raise ValueError(f"there is a table {name!r} already")
         table = Table(self, self._engine, len(self._tables), name, width, rows, initialiser, capacity, max_rows)
