@@ -68,7 +68,7 @@ class Pipeline:
             group, size = open_groups.pop((kind, dtype), ([], 0))
             group.append(unit)
             size += kind.numbers(unit, rows.get(unit.name, 1), self.method) * self.wire(dtype).itemsize
-            if size >= self.options.bucket_bytes(kind.bucket_mb):
+            if size >= self.options.bucket_bytes(kind.full_at(self.transport)):
                 stages.append(kind(group, self))
             else:
                 open_groups[kind, dtype] = group, size

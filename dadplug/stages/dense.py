@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from ..exchange import Transport
 from ..exchange.buckets import GatheredBucket, dense_bucket
 from ..exchange.codes import CodedBucket
 from ..methods import Method
@@ -18,6 +19,8 @@ from .base import Stage, register_stage, write_gradient
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
+
+_SMALL_MB = 0.06
 
 
 @register_stage("allreduce")
@@ -40,6 +43,12 @@ class DenseStage(Stage):
 
     gathers: ClassVar[bool] = False
     """Whether payloads are gathered on any wire, and never summed on their way."""
+
+    @classmethod
+    def full_at(cls, transport: Transport) -> float:
+        """A bucket that is gathered costs little beside its bytes, and may leave while backward goes on."""
+        small = min(_SMALL_MB, cls.bucket_mb)
+        return small if transport.prefers_gather(int(1e6 * small)) else cls.bucket_mb
 
     @classmethod
     def payload_bytes(cls, unit: Unit, method: Method, wire: str, sites: int, gathered: bool = False) -> int:
