@@ -37,6 +37,7 @@ TECHNIQUES = {
     "relocation_only": RELOCATE,
     "static": STAY,
 }
+_MOST_KEYS = 2048  # in a SYNC: while an owner works on it, its workers wait
 
 
 class Engine(Access):
@@ -112,17 +113,19 @@ class Engine(Access):
         before, self._looked = self._looked, self.clock
         if not self._intents or self._intents[0][0] > self.clock + self.timing.window:
             return
-        outbox: Outbox = []
+        self.round += 1
+        while (outbox := self._act_on_next(before)) is not None:  # workers get the lock between two intents
+            self._post(outbox)
+
+    def _act_on_next(self, before: int) -> Outbox | None:
         with self._lock:
-            self.round += 1
-            asked = 0
-            while self._intents and self._intents[0][0] <= self.clock + self.timing.window:
-                _, _, end, table, keys = heapq.heappop(self._intents)
-                if end > self.clock:
-                    asked += self._want(table, keys, end, outbox)
-            if asked:
-                self._open[self.round] = [asked, before]
-        self._post(outbox)
+            if not self._intents or self._intents[0][0] > self.clock + self.timing.window:
+                return None
+            _, _, end, table, keys = heapq.heappop(self._intents)
+            outbox: Outbox = []
+            if end > self.clock and (asked := self._want(table, keys, end, outbox)):
+                self._open.setdefault(self.round, [0, before])[0] += asked
+            return outbox
 
     def synchronise(self) -> None:
         """Has all replicas synchronised of which nothing is under way."""
@@ -154,11 +157,13 @@ class Engine(Access):
         flags, owners = np.empty(size, np.int8), np.empty(size, np.int8)
         count = placement.collect(store.rows, self.clock, self.round, keys, versions, flags, owners, slots)
         for owner in np.unique(owners[:count]):
-            chosen = np.flatnonzero(owners[:count] == owner)
-            deltas = np.empty((int((flags[chosen] & DIRTY).sum()), store.width), np.float32)
-            placement.take_deltas(store.rows, slots[chosen], deltas)
-            arrays: list[NDArray[Any]] = [keys[chosen], versions[chosen], flags[chosen], deltas]
-            outbox.append((int(owner), Message(Kind.SYNC, table, self.rank, self.round, 0, arrays)))
+            replicas = np.flatnonzero(owners[:count] == owner)
+            for start in range(0, replicas.shape[0], _MOST_KEYS):
+                chosen = replicas[start : start + _MOST_KEYS]
+                deltas = np.empty((int((flags[chosen] & DIRTY).sum()), store.width), np.float32)
+                placement.take_deltas(store.rows, slots[chosen], deltas)
+                arrays: list[NDArray[Any]] = [keys[chosen], versions[chosen], flags[chosen], deltas]
+                outbox.append((int(owner), Message(Kind.SYNC, table, self.rank, self.round, 0, arrays)))
         return count
 
     def _answered(self, number: int, keys: int) -> None:
