@@ -313,7 +313,7 @@ def test_the_window_is_a_quantile_of_poisson(rate):
 
 def test_the_window_follows_the_pace():
     timing = ActionTiming()
-    assert timing.window == poisson_quantile(20)
+    assert timing.window == poisson_quantile(10)
     timing.observe(0, 100)
     assert timing.window == poisson_quantile(100)
     for clock in range(101, 200):

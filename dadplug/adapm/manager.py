@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from .timing import SyncTiming
 
 _IDLE = 0.05  # seconds between looks at nothing
 _HURRY = 2e-4  # seconds between rounds while somebody waits for them
+_LATE = 0.01  # seconds that the background thread may be late before a worker waits for it, and waits at most
 _FAREWELL = 0.3  # seconds that a site's last message may take longer than the end of its connection
 _MOST_SITES = 62
 
@@ -89,6 +91,8 @@ class ParameterManager:
         self._failure_lock = threading.Lock()
         self._progress = threading.Condition()
         self._in_a_hurry = 0
+        self._due = math.inf  # when the background thread wants to look at its tasks again
+        self._turn = threading.Event()
         self._barriers = 0
         self._arrived: dict[int, int] = {}
         self._left: set[int] = set()
@@ -181,6 +185,10 @@ class ParameterManager:
         """Moves this site's clock on by one, usually once a batch; returns the new time."""
         self.check()
         self._engine.clock += 1
+        if time.monotonic() > self._due + _LATE:
+            # A worker that lets the GIL go for many short times takes it back before the other thread has woken up.
+            self._turn.clear()
+            self._turn.wait(_LATE)
         return self._engine.clock
 
     def wait_sync(self, *, everywhere: bool = False) -> None:
@@ -270,6 +278,7 @@ class ParameterManager:
 
     def _fail(self, failure: BaseException | int) -> None:
         """Ends all waits; what is called from now on raises."""
+        self._due = math.inf
         if self._failure is None:
             self._failure = failure
         self._engine.release()
@@ -295,6 +304,7 @@ class ParameterManager:
                     pause = min(pause, timing.next - now)
                 if self._in_a_hurry:
                     pause = min(pause, _HURRY)
+                self._due = now + max(pause, 0.0)
                 self._receive(pause)
                 now = time.monotonic()
                 if now >= next_look or self._in_a_hurry:
@@ -310,6 +320,8 @@ class ParameterManager:
                 if self._in_a_hurry:
                     with self._progress:
                         self._progress.notify_all()
+                if not self._turn.is_set():
+                    self._turn.set()
         except BaseException as error:
             self._fail(error)
         finally:
@@ -318,6 +330,7 @@ class ParameterManager:
     def _receive(self, pause: float) -> None:
         assert self._network is not None
         messages, lost = self._network.receive(pause)
+        self._due = math.inf  # it has woken up
         for sender, frames in messages:
             message = Message.decode(frames, [table.width for table in self._tables])
             if message.kind is Kind.BARRIER:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 QUANTILE = 0.9999
 SMOOTHING = 0.1
-START = 20.0  # ticks, before any have been counted
+START = 10.0  # ticks, before any have been counted
 _SHARE = 5  # a synchronisation is followed by a pause of this many times the processor time that it took
 _LONGEST = 0.1  # seconds that the pause takes at most
 
