@@ -185,6 +185,17 @@ class Table:
         keys, values = self._engine.owned(self._number)
         return torch.from_numpy(keys), torch.from_numpy(values)
 
+    def states(self, keys: Tensor) -> Tensor:
+        """Says where keys are, as this site sees it, without asking another.
+
+        Args:
+            keys: int64, of any shape.
+
+        Returns:
+            int8, of the keys' shape: `dadplug.adapm.rows.OWNED`, ``REPLICA`` or ``REQUESTED``, -1 where there is none.
+        """
+        return torch.from_numpy(self._engine.states(self._number, self._flat(keys))).view(keys.shape)
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that this site has reserved for the table."""
