@@ -21,9 +21,10 @@ def by_lightning(run: Run, intent: Any = "auto", technique: str = "all") -> Outc
         technique: as for `AdaPMStrategy`.
     """
     import pytorch_lightning as pl
+    from dadplug.runners.pytorch_lightning import AdaPMStrategy
+
     from dadplug.adapm import Timeline
     from dadplug.adapm.timeline import frequent_keys
-    from dadplug.runners.pytorch_lightning import AdaPMStrategy
 
     plain, data = build_renumbered(run)
     outcome = Outcome()
@@ -50,9 +51,7 @@ def by_lightning(run: Run, intent: Any = "auto", technique: str = "all") -> Outc
                 self.timeline = Timeline(manager, strategy.managed.managed["net.deep.weight"].table, keys)
             manager.barrier()
             self.before = manager.counts
-            self.epoch = epoch(
-                outcome, lambda: manager.traffic.total_bytes_sent + reduction.traffic.total_bytes_sent
-            )
+            self.epoch = epoch(outcome, lambda: manager.traffic.total_bytes_sent + reduction.traffic.total_bytes_sent)
             self.epoch.__enter__()
 
         def on_train_batch_end(self, *args) -> None:

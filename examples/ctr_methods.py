@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -49,8 +50,8 @@ class Run:
     batch_size: int = 64
     lr: float = 0.003
     seed: int = 0
-    lookahead: int = 16
-    interval: float = 0.002
+    lookahead: int = 32
+    interval: float = 0.05
     renumber: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -85,17 +86,23 @@ class Batches:
         size: rows of one site in a batch.
         rank: this site.
         sites: number of sites.
+        epochs: how often it goes through them.
     """
 
-    def __init__(self, clicks: Clicks, size: int, rank: int = 0, sites: int = 1) -> None:
-        self.clicks, self.size, self.rank, self.sites = clicks, size, rank, sites
+    def __init__(self, clicks: Clicks, size: int, rank: int = 0, sites: int = 1, epochs: int = 1) -> None:
+        self.clicks, self.size, self.rank, self.sites, self.epochs = clicks, size, rank, sites, epochs
 
     def __len__(self) -> int:
+        return self.epochs * self.in_epoch
+
+    @property
+    def in_epoch(self) -> int:
+        """Number of batches in an epoch."""
         whole, rest = divmod(len(self.clicks), self.size * self.sites)
         return whole + (rest >= self.sites)
 
     def __iter__(self) -> Iterator[Batch]:
-        for number in range(len(self)):
+        for number in [*range(self.in_epoch)] * self.epochs:
             start = number * self.size * self.sites
             count = min(self.size * self.sites, len(self.clicks) - start)
             first, last = count * self.rank // self.sites, count * (self.rank + 1) // self.sites
@@ -140,7 +147,8 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 
 def manual_intent(batch: Batch) -> dict[str, Tensor]:
     """Says what a batch will look up."""
-    return {"wide.weight": batch[1], "deep.weight": batch[1]}
+    ids = batch[1].unique()
+    return {"wide.weight": ids, "deep.weight": ids}
 
 
 @torch.no_grad()
@@ -229,9 +237,12 @@ def by_manager(run: Run, technique: str = "all", intent: Any = "auto") -> Outcom
     outcome = Outcome()
     with ParameterManager(technique=technique, interval=run.interval) as manager:
         model = AdaModel(plain, optimizer, manager, initialisers=first, **run.options)
-        loader: Any = Batches(data.train, run.batch_size, run.rank, run.sites)
+        # All epochs in one: intents go on over the end of an epoch, and what the next one needs stays where it is.
+        batches = Batches(data.train, run.batch_size, run.rank, run.sites, run.epochs)
+        loader: Any = batches
         if intent is not None:
-            loader = AdaDataLoader(loader, model, intent=intent, forward=forward, lookahead=run.lookahead)
+            loader = AdaDataLoader(batches, model, intent=intent, forward=forward, lookahead=run.lookahead)
+        ahead = iter(loader)
         timeline = Timeline(manager, model.managed["deep.weight"].table, frequent_keys(data.train.ids, _WATCHED))
 
         def sent() -> int:
@@ -244,7 +255,7 @@ def by_manager(run: Run, technique: str = "all", intent: Any = "auto") -> Outcom
             manager.barrier()
             before = manager.counts
             with epoch(outcome, sent):
-                for batch in loader:
+                for batch in itertools.islice(ahead, batches.in_epoch):
                     optimizer.zero_grad()
                     loss_of(model, batch).backward()
                     model.synchronize()
@@ -256,6 +267,7 @@ def by_manager(run: Run, technique: str = "all", intent: Any = "auto") -> Outcom
             outcome.log_losses.append(test_loss(model, data.test, run.rank, run.sites, manager.gather_objects))
         outcome.table_bytes = sum(weight.table.nbytes for weight in model.managed.values())
         outcome.histories = timeline.gather()
+        next(ahead, None)  # there is none; the loader's thread ends
         model.close()
     return outcome
 

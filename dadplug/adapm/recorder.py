@@ -85,7 +85,7 @@ class _Recording(ForwardOverride):
 
 
 class _ShapeOfLinear(ForwardOverride):
-    """A linear layer that returns a shape: torch takes a millisecond for it, many times what the rest of a pass takes."""
+    """A linear layer that returns a shape: torch takes a millisecond for one, more than for the rest of a pass."""
 
     def __init__(self, module: nn.Linear) -> None:
         super().__init__(module)

@@ -199,5 +199,5 @@ def frequent_keys(ids: Tensor, count: int) -> Tensor:
     """
     keys, times = torch.unique(ids, return_counts=True)
     order = keys[times.argsort(descending=True, stable=True)]
-    ranks = torch.logspace(0, float(np.log10(len(order))), count).long() - 1
-    return order[ranks.clamp(max=len(order) - 1).unique()]
+    ranks = torch.logspace(0, float(np.log10(len(order))), count, dtype=torch.float64).round().long() - 1
+    return order[ranks.unique()]

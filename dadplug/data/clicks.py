@@ -53,7 +53,8 @@ class Clicks(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def shape(self) -> tuple[int, int, int]:
         """What images have."""
         raise DataError(
-            "clicks are rows of counts and categories, not images: they are for the model wide_deep, see examples/ctr.py"
+            "clicks are rows of counts and categories, not images: they are for the model wide_deep, as in "
+            "examples/ctr.py"
         )
 
     def subset(self, indices: Tensor) -> Clicks:

@@ -84,17 +84,20 @@ def _find(path: Path) -> Path:
 def _read_sample(file: Path, limit: int | None) -> Clicks:
     shapes = {"dense": (DENSE,), "labels": (), "sparse": (FIELDS,)}
     try:
-        with np.load(file, allow_pickle=False) as archive:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise ValueError("it is one array, not an archive of them")
+        with loaded as archive:
             missing = [name for name in shapes if name not in archive]
             if missing:
                 raise DataError(f"{file} lacks the arrays {', '.join(missing)}; it has {', '.join(archive) or 'none'}")
             dense, labels, ids = (archive[name] for name in shapes)
     except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise DataError(f"{file} is damaged, or no file of NumPy's: {error}") from error
+    count = labels.shape[0] if labels.ndim else 0
     for array, (name, rest) in zip((dense, labels, ids), shapes.items(), strict=True):
-        if array.shape != (len(dense), *rest) if array.ndim else True:
-            wanted = ", ".join(map(str, ("rows", *rest)))
-            raise DataError(f"{name} in {file} has shape {array.shape}, it should be ({wanted}) with {len(dense)} rows")
+        if array.shape != (count, *rest):
+            raise DataError(f"{name} in {file} has shape {array.shape}, it should be {(count, *rest)} for its labels")
     if not all(np.issubdtype(array.dtype, np.integer) for array in (labels, ids)):
         raise DataError(f"labels and sparse in {file} must be whole numbers, they are {labels.dtype} and {ids.dtype}")
     if not np.issubdtype(dense.dtype, np.number) or not np.isfinite(dense).all():

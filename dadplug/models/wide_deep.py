@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -46,7 +47,7 @@ class WideDeep(nn.Module):
         nn.init.normal_(self.deep.weight, std=std)
         self.linear = nn.Linear(dense, 1)
         widths = [dense + fields * dim, *hidden]
-        layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in zip(widths, widths[1:], strict=False)]
+        layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
         self.network = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
