@@ -77,9 +77,10 @@ def table(outcomes: dict[str, list[Outcome]]) -> str:
         one = rounds[-1]
         sent = ["-" if count is None else f"{count / 1e6:.2f}" for count in (one.bytes_sent[0], one.bytes_sent[-1])]
         local = "-" if one.local_share[-1] is None else f"{100 * one.local_share[-1]:.1f} %"
+        times = "  ".join(f"{time:7.2f}" for time in seconds[name])
         lines.append(
-            f"{name:22}  {'  '.join(f'{cell:>19}' for cell in cells)}  "
-            f"{seconds[name][0]:7.2f}  {seconds[name][1]:7.2f}  {ratios[0]:>12}  {ratios[1]:>12}  {sent[0]:>8}  {sent[1]:>8}  {local:>7}"
+            f"{name:22}  {'  '.join(f'{cell:>19}' for cell in cells)}  {times}  {ratios[0]:>12}  {ratios[1]:>12}  "
+            f"{sent[0]:>8}  {sent[1]:>8}  {local:>7}"
         )
     return "\n".join(lines)
 

@@ -63,7 +63,9 @@ def by_lightning(run: Run, intent: Any = "auto", technique: str = "all") -> Outc
             self.epoch.__exit__(None, None, None)
             pulled, away = (manager.counts[name] - self.before[name] for name in ("pulled", "pulled_remotely"))
             outcome.local_share.append(1 - away / pulled)
-            outcome.log_losses.append(test_loss(module.net, data.test, run.rank, run.sites, manager.gather_objects))
+            with self.timeline.paused():
+                loss = test_loss(module.net, data.test, run.rank, run.sites, manager.gather_objects)
+            outcome.log_losses.append(loss)
             weights = strategy.managed.managed.values()
             outcome.table_bytes = sum(weight.table.nbytes for weight in weights)
             if trainer.current_epoch == run.epochs - 1:

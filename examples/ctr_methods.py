@@ -264,7 +264,9 @@ def by_manager(run: Run, technique: str = "all", intent: Any = "auto") -> Outcom
                 manager.wait_sync(everywhere=True)
             pulled, away = (manager.counts[name] - before[name] for name in ("pulled", "pulled_remotely"))
             outcome.local_share.append(1 - away / pulled)
-            outcome.log_losses.append(test_loss(model, data.test, run.rank, run.sites, manager.gather_objects))
+            with timeline.paused():
+                loss = test_loss(model, data.test, run.rank, run.sites, manager.gather_objects)
+            outcome.log_losses.append(loss)
         outcome.table_bytes = sum(weight.table.nbytes for weight in model.managed.values())
         outcome.histories = timeline.gather()
         next(ahead, None)  # there is none; the loader's thread ends

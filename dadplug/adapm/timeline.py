@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,17 +83,33 @@ class Timeline:
         self.history = SiteHistory()
         self._table, self._keys = table, keys
         self._start = time.perf_counter()
+        self._left_out = dict.fromkeys(("bytes_sent", *COUNTS[:-2]), 0)
 
     def note(self) -> None:
         """Notes how things stand at this site; usually once a step."""
         history = self.history
         history.clocks.append(self.manager.current_clock)
         history.seconds.append(time.perf_counter() - self._start)
-        history.bytes_sent.append(self.manager.traffic.total_bytes_sent)
-        for name, value in self.manager.counts.items():
-            history.counts[name].append(value)
+        now = self._now()
+        history.bytes_sent.append(now.pop("bytes_sent") - self._left_out["bytes_sent"])
+        for name, value in now.items():
+            history.counts[name].append(value - self._left_out.get(name, 0))
         if self._table is not None and self._keys is not None:
             history.states.append(self._table.states(self._keys).numpy())
+
+    def _now(self) -> dict[str, int]:
+        return {"bytes_sent": self.manager.traffic.total_bytes_sent} | self.manager.counts
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what is pulled, pushed, moved and sent meanwhile, as by an evaluation between two steps."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            now = self._now()
+            for name in self._left_out:
+                self._left_out[name] += now[name] - before[name]
 
     def gather(self) -> list[SiteHistory]:
         """Returns what each site has noted, by site; all sites must call it."""
@@ -121,11 +138,10 @@ class Timeline:
         watched = bool(sites[0].states)
         figure = Figure(figsize=(11, 8 if watched else 5), layout="constrained")
         FigureCanvasAgg(figure)
+        lower: Any = figure
         if watched:
             upper, lower = figure.subfigures(2, 1, height_ratios=(1.2, 1.6))
             _draw_keys(upper, sites)
-        else:
-            lower = figure
         panels = lower.subplots(2, 2, sharex=True)
         for rank, site in enumerate(sites):
             style = {"color": _color(rank), "label": f"site {rank}", "linewidth": 1.4}
@@ -133,7 +149,7 @@ class Timeline:
             panels[0][1].plot(site.counts["replicas"], **style)
             panels[1][0].plot(np.arange(1, len(site.clocks)), 100 * site.local_share, **style)
             panels[1][1].plot(np.arange(1, len(site.clocks)), site.per_step("bytes_sent") / 1e3, **style)
-        texts = ("keys owned", "replicas", "% of pulled keys that were here", "kB sent in a step")
+        texts = ("keys owned", "replicas", "% of pulls local", "kB sent in a step")
         for panel, text in zip(panels.flat, texts, strict=True):
             panel.set_ylabel(text)
             panel.grid(alpha=0.3)
@@ -176,7 +192,7 @@ def _draw_keys(figure: Any, sites: Sequence[SiteHistory]) -> None:
         patches.append(Patch(color=tuple(light), label=f"site {rank}, replicas elsewhere"))
     panel = figure.subplots()
     panel.imshow(image.transpose(1, 0, 2), aspect="auto", interpolation="nearest")
-    panel.set(ylabel="watched keys", xlabel="step")
+    panel.set(ylabel="watched keys, frequent to rare", xlabel="step")
     panel.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=5, frameon=False, fontsize=8)
 
 

@@ -93,7 +93,8 @@ def renumbered(data: DataPair) -> tuple[DataPair, Tensor]:
     parts = [data.train, data.test]
     assert all(isinstance(part, Clicks) for part in parts)
     old, new = torch.unique(torch.cat([part.ids.reshape(-1) for part in parts]), return_inverse=True)  # type: ignore[attr-defined]
-    pair, begin = [], 0
+    pair: list[Clicks] = []
+    begin = 0
     for part in parts:
         assert isinstance(part, Clicks)
         own = new[begin : begin + part.ids.numel()].view(part.ids.shape)
