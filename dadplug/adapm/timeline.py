@@ -136,7 +136,7 @@ class Timeline:
         except ImportError as error:
             raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
         watched = bool(sites[0].states)
-        figure = Figure(figsize=(11, 8 if watched else 5), layout="constrained")
+        figure: Any = Figure(figsize=(11, 8 if watched else 5), layout="constrained")
         FigureCanvasAgg(figure)
         lower: Any = figure
         if watched:

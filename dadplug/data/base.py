@@ -65,7 +65,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Samples(Protocol):
-    """What every data set can do: `Images` in memory, `Photos` in files, or `Clicks`, whose samples have three parts."""
+    """What every data set can do: `Images` in memory, `Photos` in files, or `Clicks` of three parts a sample."""
 
     labels: Tensor
 
