@@ -84,19 +84,6 @@ class _Recording(ForwardOverride):
         return torch.empty(shape, device="meta")
 
 
-class _ShapeOfLinear(ForwardOverride):
-    """A linear layer that returns a shape: torch takes a millisecond for one, more than for the rest of a pass."""
-
-    def __init__(self, module: nn.Linear) -> None:
-        super().__init__(module)
-        self.linear = module
-
-    def __call__(self, input: Tensor) -> Tensor:
-        if not input.is_meta or input.shape[-1] != self.linear.in_features:
-            return self.plain(input)
-        return torch.empty((*input.shape[:-1], self.linear.out_features), dtype=input.dtype, device="meta")
-
-
 class Recorder:
     """A copy of a model, without its numbers, that tells which rows a batch looks up.
 
@@ -122,9 +109,6 @@ class Recorder:
         for name, paths in layers.items():
             for path in paths:
                 _Recording(self._skeleton.get_submodule(path), name, self)
-        for module in list(self._skeleton.modules()):
-            if type(module) is nn.Linear and "forward" not in vars(module):
-                _ShapeOfLinear(module)
 
     def record(self, forward: Any, batch: Any, training: bool = True) -> dict[str, Tensor]:
         """Runs a batch through the copy.

@@ -98,7 +98,8 @@ class Timeline:
             history.states.append(self._table.states(self._keys).numpy())
 
     def _now(self) -> dict[str, int]:
-        return {"bytes_sent": self.manager.traffic.total_bytes_sent} | self.manager.counts
+        counts = self.manager.counts
+        return {"bytes_sent": self.manager.traffic.total_bytes_sent} | {name: counts[name] for name in COUNTS}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
