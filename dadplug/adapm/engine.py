@@ -291,14 +291,6 @@ class Engine:
         with self._lock:
             return self.stores[table].owned()
 
-    def states(self, table: int, keys: Keys) -> NDArray[np.int8]:
-        """Says for each key what `rows` calls its state here; less than 0 where there is none."""
-        with self._lock:
-            rows = self.stores[table].rows
-            out = np.empty(keys.shape[0], np.int8)
-            kernels.states(rows, keys, out)
-            return out
-
     def release(self) -> None:
         """Ends the wait of all requests: they will not be answered any more."""
         with self._lock:

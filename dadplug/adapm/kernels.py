@@ -272,12 +272,3 @@ def owned(r: Rows, rows: Numbers) -> int:
             rows[count] = row
             count += 1
     return count
-
-
-@njit(cache=True, nogil=True)
-def states(r: Rows, keys: Keys, out: Codes) -> None:
-    """Looks the states of keys up; -1 for one that is absent."""
-    index, states = r.finder, r.states
-    for i in range(keys.shape[0]):
-        row = row_of(get(index, keys[i]))
-        out[i] = states[row] if row >= 0 else -1
