@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--methods", default=ALL)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64, help="rows in a batch of one site")
+    parser.add_argument("--batch-size", type=int, default=128, help="rows in a batch of one site")
     parser.add_argument("--lr", type=float, default=0.003)
     parser.add_argument("--lookahead", type=int, default=Run.lookahead)
     parser.add_argument("--interval", type=float, default=Run.interval)

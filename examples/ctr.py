@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", help="Criteo's train.txt or a sample in .npz (default: generated clicks)")
     parser.add_argument("--limit", type=int, help="rows to read (default: all)")
     parser.add_argument("--epochs", type=int, default=2, help="number of epochs (default: 2)")
-    parser.add_argument("--batch-size", type=int, default=64, help="rows in a batch of one site (default: 64)")
+    parser.add_argument("--batch-size", type=int, default=128, help="rows in a batch of one site (default: 128)")
     parser.add_argument("--lr", type=float, default=0.003, help="learning rate of Adagrad (default: 0.003)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first values (default: 0)")
     parser.add_argument("--lookahead", type=int, default=Run.lookahead, help="batches that intents are ahead")

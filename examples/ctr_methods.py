@@ -47,7 +47,7 @@ class Run:
     rank: int
     sites: int
     epochs: int = 2
-    batch_size: int = 64
+    batch_size: int = 128
     lr: float = 0.003
     seed: int = 0
     lookahead: int = 32
