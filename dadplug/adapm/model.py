@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..reduction import GradientReduction
 from .initialisers import Initialiser, Normal
-from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight
+from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, find_layers
 from .manager import ParameterManager
 from .recorder import IntentError, Recorder
 from .rules import RowwiseAdagradRule, rule_of
@@ -356,32 +356,3 @@ def _group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
         if any(parameter is other for other in group["params"]):
             return group
     raise ValueError("a managed weight has left the optimizer that AdaModel was made with")
-
-
-def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, list[tuple[str, nn.Module]]]:
-    """Finds the layers whose weights can be managed, by the weight's name; layers may share one."""
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
-    names: dict[int, str] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append((path, module))
-            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
-    found = {}
-    for key, modules in owners.items():
-        if key not in optimized or not all(
-            isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, module in modules
-        ):
-            continue
-        if any(type(module) not in (nn.Embedding, nn.EmbeddingBag) for _, module in modules):
-            continue  # a class of its own may do anything with its weight
-        if modules[0][1].weight.dtype != torch.float32:
-            continue
-        for path, module in modules:
-            if module.max_norm is not None:
-                raise ValueError(
-                    f"layer {path!r} has max_norm={module.max_norm}, which rescales rows in forward: a managed row "
-                    "changes by what optimizers add only. Leave it out of the optimizer's parameters, or drop max_norm"
-                )
-        found[names[key]] = modules
-    return found
