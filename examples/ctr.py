@@ -119,7 +119,7 @@ def run_site(arguments: argparse.Namespace, methods: list[str]) -> None:
         outcome = (LIGHTNING if arguments.trainer == "lightning" else METHODS)[name](run)
         if rank == 0:
             print(row_of(name, outcome), flush=True)
-            if outcome.histories:
+            if outcome.histories and all(len(site.clocks) > 1 for site in outcome.histories):
                 pictures.append(draw(Path(arguments.log_dir), name, outcome))
     if pictures:
         print("\npictures:", *pictures)
