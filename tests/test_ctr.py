@@ -207,8 +207,8 @@ def test_the_example_trains_in_lightning_on_criteos_files(tmp_path):
 
     np.savez(tmp_path / "sample.npz", **sample(300))
     url = f"tcp://127.0.0.1:{support.free_port()}"
-    flags = ["--trainer", "lightning", "--data", str(tmp_path), "--epochs", "1", "--batch-size", "40", "--dist-url", url]
-    commands = [[CTR, "--rank", rank, *flags, "--log-dir", str(tmp_path / "logs")] for rank in "01"]
+    flags = ["--trainer", "lightning", "--data", str(tmp_path), "--epochs", "1", "--batch-size", "40"]
+    commands = [[CTR, "--rank", rank, *flags, "--dist-url", url, "--log-dir", str(tmp_path / "logs")] for rank in "01"]
     first, second = support.run_programs(commands)
     assert first.status == second.status == 0, first.errors + second.errors
     assert re.search(r"^adapm +0\.", first.output, re.M)
