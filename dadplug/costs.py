@@ -1,0 +1,48 @@
+"""What a plan costs: the bytes that a site hands to the transport, parameter by parameter."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .plan import Plan, PlanRow
+from .planning import Planner
+from .stages import DenseStage, stage_kind
+from .units import FactorUnit
+
+
+def make_plan(planner: Planner) -> Plan:
+    """Tells which parameter takes which path, and what it costs; final after the first step."""
+    rows = []
+    world_size, options = planner.transport.world_size, planner.options
+    by_name = {name: unit for unit in planner.units for name in unit.parameters}
+    for name, parameter in planner.model.named_parameters():
+        unit, nbytes = by_name.get(name), dense_bytes(parameter, world_size)
+        dense = nbytes
+        if unit is None:
+            nbytes = dense = 0
+        elif isinstance(unit, FactorUnit):
+            nbytes = _factor_bytes(planner, unit, name)
+        else:
+            kind = stage_kind(unit.path)
+            assert issubclass(kind, DenseStage)
+            nbytes = kind.payload_bytes(unit, planner.method, options.wire, world_size)
+        reason = planner.reasons.get(name) or planner.notices.get(name, "")
+        rows.append(PlanRow(name, tuple(parameter.shape), planner.paths[name], nbytes, dense, reason))
+    return Plan(rows, options.mode, world_size)
+
+
+def dense_bytes(parameter: nn.Parameter, world_size: int) -> int:
+    """Tells what the all-reduce of a parameter's gradient takes."""
+    return int(2 * (world_size - 1) / world_size * parameter.numel() * parameter.element_size())
+
+
+def _factor_bytes(planner: Planner, unit: FactorUnit, name: str) -> int:
+    copies = planner.transport.world_size - 1
+    size = {"bf16": 2, "int8": 1}.get(planner.options.wire, unit.lead.element_size())
+    if name != unit.name:
+        return copies * size * unit.parameters[name].numel() * planner.method.sends_bias
+    if planner.pipeline is not None and planner.settled:
+        rows = planner.pipeline.room(unit)
+    else:
+        rows = planner.method.rows_sent(1, *unit.shape)
+    return copies * size * rows * sum(unit.widths)
