@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .exchange import Transport
 from .plan import Plan, PlanRow
 from .planning import Planner
 from .stages import DenseStage, stage_kind
@@ -13,10 +14,10 @@ from .units import FactorUnit
 def make_plan(planner: Planner) -> Plan:
     """Tells which parameter takes which path, and what it costs; final after the first step."""
     rows = []
-    world_size, options = planner.transport.world_size, planner.options
+    transport, options = planner.transport, planner.options
     by_name = {name: unit for unit in planner.units for name in unit.parameters}
     for name, parameter in planner.model.named_parameters():
-        unit, nbytes = by_name.get(name), dense_bytes(parameter, world_size)
+        unit, nbytes = by_name.get(name), dense_bytes(parameter, transport)
         dense = nbytes
         if unit is None:
             nbytes = dense = 0
@@ -25,19 +26,20 @@ def make_plan(planner: Planner) -> Plan:
         else:
             kind = stage_kind(unit.path)
             assert issubclass(kind, DenseStage)
-            nbytes = kind.payload_bytes(unit, planner.method, options.wire, world_size)
+            nbytes = kind.payload_bytes(unit, planner.method, options.wire, transport)
         reason = planner.reasons.get(name) or planner.notices.get(name, "")
         rows.append(PlanRow(name, tuple(parameter.shape), planner.paths[name], nbytes, dense, reason))
-    return Plan(rows, options.mode, world_size)
+    machines = None if transport.machines is None else transport.machines.count
+    return Plan(rows, options.mode, transport.world_size, machines)
 
 
-def dense_bytes(parameter: nn.Parameter, world_size: int) -> int:
+def dense_bytes(parameter: nn.Parameter, transport: Transport) -> int:
     """Tells what the all-reduce of a parameter's gradient takes."""
-    return int(2 * (world_size - 1) / world_size * parameter.numel() * parameter.element_size())
+    return int(transport.ring * parameter.numel() * parameter.element_size())
 
 
 def _factor_bytes(planner: Planner, unit: FactorUnit, name: str) -> int:
-    copies = planner.transport.world_size - 1
+    copies = planner.transport.copies
     size = {"bf16": 2, "int8": 1}.get(planner.options.wire, unit.lead.element_size())
     if name != unit.name:
         return copies * size * unit.parameters[name].numel() * planner.method.sends_bias

@@ -76,7 +76,9 @@ class GradientReduction:
         self.stopped = False
         self._step = 0
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._transport = open_transport(process_group, self.traffic, device, self.options.timeout)
+        self._transport = open_transport(
+            process_group, self.traffic, device, self.options.timeout, self.options.hierarchy
+        )
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
         replicas.check_alike(model, settings, self._transport)
@@ -85,7 +87,9 @@ class GradientReduction:
         self._epoch_samples = 0
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
-            own = open_transport(process_group, self.traffic, device, self.options.timeout)
+            own = open_transport(
+            process_group, self.traffic, device, self.options.timeout, self.options.hierarchy
+        )
             self._norms = SyncedBatchNorms(model, own, self._counter if self.options.weighting == "samples" else None)
         self._method = make_method(self.options)
         self._renormalised = replicas.tables_with_max_norm(model)
@@ -135,7 +139,7 @@ class GradientReduction:
         if not planner.settled:
             planner.settle(self._step)
             trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-            self.traffic.dense_bytes = sum(dense_bytes(parameter, self.world_size) for parameter in trained)
+            self.traffic.dense_bytes = sum(dense_bytes(parameter, self._transport) for parameter in trained)
         assert planner.pipeline is not None
         try:
             notes = planner.pipeline.finish(self._step, stop)

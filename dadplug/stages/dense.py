@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..exchange.buckets import DenseBucket
 from ..exchange.codes import CodedBucket
+from ..exchange.transport import Transport
 from ..methods import Method
 from ..notes import Note
 from ..share import finite
@@ -42,10 +43,10 @@ class DenseStage(Stage):
     """Whether payloads are gathered on any wire, and never summed on their way."""
 
     @classmethod
-    def payload_bytes(cls, unit: Unit, method: Method, wire: str, sites: int) -> int:
+    def payload_bytes(cls, unit: Unit, method: Method, wire: str, transport: Transport) -> int:
         """Tells how many bytes a site hands to the transport for a unit in a step."""
         size = {"bf16": 2, "int8": 1}.get(wire, unit.lead.element_size())
-        rate = sites - 1 if cls.gathers or wire == "int8" else 2 * (sites - 1) / sites
+        rate = transport.copies if cls.gathers or wire == "int8" else transport.ring
         return int(rate * cls.numbers(unit, 0, method) * size)
 
     def rounding(self) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ class DenseStage(Stage):
         with self.timing("encode", unit):
             finite_there = self.put(unit, self._samples / self.pipeline.reference)
         transport, options = self.pipeline.transport, self.pipeline.options
-        nbytes = self.payload_bytes(unit, self.pipeline.method, options.wire, transport.world_size)
+        nbytes = self.payload_bytes(unit, self.pipeline.method, options.wire, transport)
         transport.traffic.of(unit.name).bytes += nbytes
         if self.pipeline.options.check_finite and not finite_there:
             self.pipeline.faults.append((3, unit.name))

@@ -69,7 +69,7 @@ class FactorStage(Stage):
                 self.bucket.fill(slot, share)
         transport = self.pipeline.transport
         nbytes = self.bucket.slot_bytes(slot, transport.rank)
-        transport.traffic.of(unit.name).bytes += (transport.world_size - 1) * nbytes
+        transport.traffic.of(unit.name).bytes += transport.copies * nbytes
 
     def _encode(self, unit: Unit) -> Share | None:
         """Encodes what has arrived; takes note of NaN and Inf, and passes them on as such."""
