@@ -24,7 +24,7 @@ def make_plan(planner: Planner) -> Plan:
         elif isinstance(unit, FactorUnit):
             nbytes = _factor_bytes(planner, unit, name)
         else:
-            kind = stage_kind(unit.path)
+            kind = stage_kind(unit.path, transport)
             assert issubclass(kind, DenseStage)
             nbytes = kind.payload_bytes(unit, planner.method, options.wire, transport)
         reason = planner.reasons.get(name) or planner.notices.get(name, "")
@@ -42,7 +42,9 @@ def _factor_bytes(planner: Planner, unit: FactorUnit, name: str) -> int:
     copies = planner.transport.copies
     size = {"bf16": 2, "int8": 1}.get(planner.options.wire, unit.lead.element_size())
     if name != unit.name:
-        return copies * size * unit.parameters[name].numel() * planner.method.sends_bias
+        rows = planner.pipeline.room(unit) if planner.pipeline is not None and planner.settled else None
+        sends = planner.method.sends_bias and (rows is None or rows > 0)
+        return copies * size * unit.parameters[name].numel() * sends
     if planner.pipeline is not None and planner.settled:
         rows = planner.pipeline.room(unit)
     else:

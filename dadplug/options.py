@@ -22,6 +22,10 @@ def _option(
     return field(default=default, metadata={"help": help_text, "choices": choices, "kind": kind})
 
 
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of `GradientReduction`, the runners and the command line, by the same words.
@@ -47,10 +51,10 @@ class Options:
     average_buffers: bool = _option(True, "average running statistics over sites before evaluation and checkpoints")
     check_finite: bool = _option(True, "NaN or Inf in a gradient is an error; switch off under a GradScaler")
     bucket_mb: float | None = _option(None, "payload of a bucket in MB; None: 0.03 for factors, 4 for dense gradients")
-    hierarchy: Hierarchy = _option(
+    hierarchy: Hierarchy = _option(  # noqa: RUF009
         None,
-        "processes on each machine, between which the link is fast: a number, auto, or ranks by machine; None: all alike",
-        kind=lambda text: int(text) if text.isdigit() else text,
+        "which processes share a machine: auto, a number on each, or lists of ranks; None: all links are alike",
+        kind=_number_or_word,
     )
     timeout: float = _option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost")
 

@@ -87,9 +87,7 @@ class GradientReduction:
         self._epoch_samples = 0
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
-            own = open_transport(
-            process_group, self.traffic, device, self.options.timeout, self.options.hierarchy
-        )
+            own = open_transport(process_group, self.traffic, device, self.options.timeout, self.options.hierarchy)
             self._norms = SyncedBatchNorms(model, own, self._counter if self.options.weighting == "samples" else None)
         self._method = make_method(self.options)
         self._renormalised = replicas.tables_with_max_norm(model)

@@ -7,4 +7,14 @@ from .sites import Sites
 from .traffic import Traffic
 from .transport import Gather, Reduction, Transport
 
-__all__ = ["DEFAULT_TIMEOUT", "Gather", "Hierarchy", "Reduction", "Sites", "Traffic", "Transport", "connect", "open_transport"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "Gather",
+    "Hierarchy",
+    "Reduction",
+    "Sites",
+    "Traffic",
+    "Transport",
+    "connect",
+    "open_transport",
+]

@@ -143,6 +143,6 @@ class Traffic:
 
     def __repr__(self) -> str:
         return (
-            f"Traffic({self.bytes_sent:,} bytes in the last step, {self.ratio:.1f} times fewer than dense{self._apart}; "
+            f"Traffic({self.bytes_sent:,} bytes{self._apart} in the last step, {self.ratio:.1f} times fewer than dense; "
             f"{self.total_bytes_sent:,} bytes in all)"
         )
