@@ -7,7 +7,7 @@ machine, then between machines, and hands it on inside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from .sites import Sites
 from .traffic import Traffic
 from .transport import Gather, Reduction, Transport
 
+_LOOK = 0.5  # seconds after which a site that waits looks at what others have found out
 _MOST_TAGS = 2**30  # tags are 32 bits wide, and used over and over
 
 
@@ -98,30 +99,26 @@ class HierarchicalTransport(Transport):
         """
         try:
             with self.traffic.waiting():
-                job.wait()
+                while not job.wait(_LOOK):
+                    # What passes on may be alive, and have nothing to pass on any more.
+                    if (found := self.sites.found_lost()) is not None:
+                        raise found
         except _Lost as lost:
             raise self.lost(lost.error, lost.peer) from lost.error
 
-    def wait_through(self, work: dist.Work, rank: int, through: int) -> None:
-        """Waits for what a site sends by way of another one.
+    def arrive(self, works: Sequence[tuple[dist.Work, int]], origin: int | None = None) -> None:
+        """Waits for works, on a lane.
 
-        Raises:
-            SiteError: if a site is gone or silent: of a silent pair, the one that sends, since the other passes on
-                what comes, and is gone itself if it cannot.
+        Args:
+            works: the works.
+            origin: the site whose payload the other end passes on; if nothing comes, that one is silent.
         """
-        try:
-            with self.traffic.waiting():
-                work.wait()
-        except RuntimeError as error:
-            raise self.lost(error, rank if "imed out" in str(error) else through) from error
-
-    def arrive(self, works: list[tuple[dist.Work, int]]) -> None:
-        """Waits for works, on a lane."""
         for work, peer in works:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _Lost(error, peer) from error
+                silent = "imed out" in str(error)
+                raise _Lost(error, origin if silent and origin is not None else peer) from error
 
 
 class _Lost(Exception):
@@ -144,31 +141,33 @@ class _HierarchicalGather:
         remote = [rank for rank in range(transport.world_size) if rank not in machines.own]
         self._passed_on = [rank for rank in remote if machines.receiver(rank) == transport.rank]
         self._relayed = [(rank, machines.receiver(rank)) for rank in remote if rank not in self._passed_on]
-        self._posted = False
-        self._direct: list[tuple[dist.Work, int]] = []
-        self._through: list[tuple[dist.Work, int, int]] = []  # work, where it comes from, and through whom
         self._sends: list[tuple[dist.Work, int]] = []
-        self._relay: Job | None = None
+        self._jobs: list[Job] = []
 
     def post(self) -> None:
-        if self._posted:
+        if self._jobs:
             return
-        self._posted = True
-        receive, machines = self._transport.receive, self._transport.machines
-        arriving = [(rank, receive(self._payloads[rank], rank, self._tag + rank)) for rank in self._passed_on]
-        for rank in machines.peers:
-            self._direct += receive(self._payloads[rank], rank, self._tag + rank)
-        for rank, through in self._relayed:
-            works = receive(self._payloads[rank], through, self._tag + rank)
-            self._through += [(work, rank, through) for work, _ in works]
-        if any(works for _, works in arriving):
-            self._relay = self._transport.lanes.submit(("relay", lambda: self._pass_on(arriving)))
+        remote, inside = self._receive((rank, rank) for rank in self._passed_on), self._receive(self._inside())
+        submit = self._transport.lanes.submit
+        self._jobs = [submit(("relay", lambda: self._pass_on(remote))), submit(("arrive", lambda: self._take(inside)))]
+
+    def _inside(self) -> list[tuple[int, int]]:
+        """Whose payloads come from inside the machine, and by whom."""
+        return [*((rank, rank) for rank in self._transport.machines.peers), *self._relayed]
+
+    def _receive(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, list[tuple[dist.Work, int]]]]:
+        receive = self._transport.receive
+        return [(rank, receive(self._payloads[rank], through, self._tag + rank)) for rank, through in pairs]
 
     def _pass_on(self, arriving: Sequence[tuple[int, list[tuple[dist.Work, int]]]]) -> None:
         for rank, works in arriving:
             self._transport.arrive(works)
             for peer in self._transport.machines.peers:
                 self._sends += self._transport.send(self._payloads[rank], peer, self._tag + rank)
+
+    def _take(self, arriving: Sequence[tuple[int, list[tuple[dist.Work, int]]]]) -> None:
+        for rank, works in arriving:
+            self._transport.arrive(works, origin=rank)
 
     def launch(self) -> None:
         self.post()
@@ -178,15 +177,10 @@ class _HierarchicalGather:
 
     def wait(self) -> list[Tensor]:
         transport = self._transport
-        transport.wait_all(self._direct)
-        if self._relay is not None:
-            transport.wait_for(self._relay)
-            self._relay = None
-        for work, rank, through in self._through:
-            transport.wait_through(work, rank, through)
-        self._through.clear()
+        for job in self._jobs:
+            transport.wait_for(job)
+        self._jobs.clear()
         transport.wait_all(self._sends)
-        self._posted = False
         return self._payloads
 
 
@@ -200,19 +194,19 @@ class _HierarchicalReduction:
         parts = flat.tensor_split(machines.owners)
         self._sends: list[tuple[dist.Work, int]] = []
         self._receives: list[tuple[dist.Work, int]] = []
-        self._job: Job | None = None
+        steps: list[tuple[str, Callable[[], None]]] = []
         if machines.index < machines.owners:
             self._part = parts[machines.index]
             self._pieces = self._part.tensor_split(machines.count)
             self._addends = [torch.empty_like(self._part) for _ in machines.peers]
             self._arriving = self._receive_all(self._addends, machines.peers, tag)
-            steps = (("up", self._sum_inside), ("between", self._sum_between), ("down", self._hand_on))
-            self._job = transport.lanes.submit(*steps)
+            steps = [("up", self._sum_inside), ("between", self._sum_between), ("down", self._hand_on)]
         for index, part in enumerate(parts):
             if index != machines.index:
                 owner = machines.own[index]
                 self._receives += transport.receive(part, owner, tag + 3)
                 self._sends += transport.send(part, owner, tag)
+        self._job = transport.lanes.submit(*steps, ("back", lambda: transport.arrive(self._receives)))
 
     def _receive_all(self, places: Sequence[Tensor], ranks: Sequence[int], tag: int) -> list[tuple[dist.Work, int]]:
         pairs = zip(places, ranks, strict=True)
@@ -251,8 +245,5 @@ class _HierarchicalReduction:
         return [piece for number, piece in enumerate(self._pieces) if number != machine]
 
     def wait(self) -> None:
-        if self._job is not None:
-            self._transport.wait_for(self._job)
-        for work, _ in self._receives:
-            self._transport.wait(work)
+        self._transport.wait_for(self._job)
         self._transport.wait_all(self._sends)

@@ -24,15 +24,16 @@ class Job:
         """Whether all is done, or has failed."""
         return self._over.is_set()
 
-    def wait(self) -> None:
-        """Waits until all is done.
+    def wait(self, seconds: float) -> bool:
+        """Waits until all is done, so long at most; says whether it is.
 
         Raises:
             BaseException: what a step raised.
         """
-        self._over.wait()
+        over = self._over.wait(seconds)
         if self.error is not None:
             raise self.error
+        return over
 
     def run_next(self) -> str | None:
         """Runs a step; returns the lane of the next one, None at the end."""

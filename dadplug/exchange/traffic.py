@@ -142,7 +142,6 @@ class Traffic:
         self._bytes, self._inside, self._wait = 0, 0, 0.0
 
     def __repr__(self) -> str:
-        return (
-            f"Traffic({self.bytes_sent:,} bytes{self._apart} in the last step, {self.ratio:.1f} times fewer than dense; "
-            f"{self.total_bytes_sent:,} bytes in all)"
-        )
+        fewer = f"{self.ratio:.1f} times fewer than dense"
+        whole = f"{self.total_bytes_sent:,} bytes in all"
+        return f"Traffic({self.bytes_sent:,} bytes{self._apart} in the last step, {fewer}; {whole})"
