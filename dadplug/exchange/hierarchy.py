@@ -8,6 +8,8 @@ machine, then between machines, and hands it on inside.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from .traffic import Traffic
 from .transport import Gather, Reduction, Transport
 
 _LOOK = 0.5  # seconds after which a site that waits looks at what others have found out
+_SHORT, _LONG = 0.2, 3.0  # seconds that lanes have to end, of themselves and once they have been broken off
 _MOST_TAGS = 2**30  # tags are 32 bits wide, and used over and over
 
 
@@ -46,9 +49,21 @@ class HierarchicalTransport(Transport):
         self.ring = 2 * (machines.count - 1) / machines.count / machines.owners if works else 0.0
 
     def close(self) -> None:
-        if "lanes" in vars(self):
-            self.lanes.close()
+        if "lanes" in vars(self) and not self.lanes.close(_SHORT):
+            self._break_off()
+            self.lanes.close(_LONG)
         super().close()
+
+    def _break_off(self) -> None:
+        """Ends what the lanes wait for: an interpreter that ends while a thread waits inside of gloo is aborted.
+
+        There is no call for it, but a wait that times out closes a group's connections.
+        """
+        other = self._global[(self.rank + 1) % self.world_size]
+        with suppress(RuntimeError):
+            nothing = dist.irecv(torch.zeros(1), other, group=self.group, tag=_MOST_TAGS + 1)
+            if nothing is not None:
+                nothing.wait(timedelta(milliseconds=1))
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         return _HierarchicalGather(self, sizes, dtype, self.tags(self.world_size))

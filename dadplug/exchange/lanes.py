@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -58,6 +59,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self._queues: dict[str, SimpleQueue[Job | None]] = {}
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def submit(self, *steps: tuple[str, Callable[[], None]]) -> Job:
@@ -70,7 +72,10 @@ class Lanes:
         with self._lock:
             if lane not in self._queues:
                 self._queues[lane] = SimpleQueue()
-                threading.Thread(target=self._work, args=(lane,), name=f"dadplug-{lane}", daemon=True).start()
+                self._threads.append(
+                    threading.Thread(target=self._work, args=(lane,), name=f"dadplug-{lane}", daemon=True)
+                )
+                self._threads[-1].start()
         self._queues[lane].put(job)
 
     def _work(self, lane: str) -> None:
@@ -81,7 +86,12 @@ class Lanes:
                 self._put(following, job)
             del job  # it holds the transport, which goes when nobody uses it
 
-    def close(self) -> None:
-        """Ends the threads once they have done what they have."""
+    def close(self, seconds: float) -> bool:
+        """Ends the threads once they have done what they have; says whether they have ended within so long."""
         for queue in self._queues.values():
             queue.put(None)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
