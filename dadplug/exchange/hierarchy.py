@@ -37,6 +37,8 @@ class HierarchicalTransport(Transport):
         machines: the processes of each machine.
     """
 
+    machines: Machines
+
     def __init__(
         self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, timeout: float, machines: Machines
     ) -> None:
