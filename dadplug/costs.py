@@ -23,6 +23,8 @@ def make_plan(planner: Planner) -> Plan:
             nbytes = dense = 0
         elif isinstance(unit, FactorUnit):
             nbytes = _factor_bytes(planner, unit, name)
+        elif planner.pipeline is not None and planner.settled:
+            nbytes = planner.pipeline.sent_bytes(unit)
         else:
             kind = stage_kind(unit.path, transport)
             assert issubclass(kind, DenseStage)
