@@ -7,6 +7,7 @@ machine, then between machines, and hands it on inside.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -121,27 +122,35 @@ class HierarchicalTransport(Transport):
                     if (found := self.sites.found_lost()) is not None:
                         raise found
         except _Lost as lost:
+            deadline = time.monotonic() + _LOOK
+            while lost.peer is None and time.monotonic() < deadline:  # others know better
+                if (found := self.sites.found_lost()) is not None:
+                    raise found from lost.error
+                time.sleep(_LOOK / 10)
             raise self.lost(lost.error, lost.peer) from lost.error
 
-    def arrive(self, works: Sequence[tuple[dist.Work, int]], origin: int | None = None) -> None:
+    def arrive(self, works: Sequence[tuple[dist.Work, int]], origin: int | None = None, *, sums: bool = False) -> None:
         """Waits for works, on a lane.
 
         Args:
             works: the works.
             origin: the site whose payload the other end passes on; if nothing comes, that one is silent.
+            sums: whether the other end sends a sum; if nothing comes, any of its addends may be missing.
         """
         for work, peer in works:
             try:
                 work.wait()
             except RuntimeError as error:
-                silent = "imed out" in str(error)
-                raise _Lost(error, origin if silent and origin is not None else peer) from error
+                culprit: int | None = peer
+                if "imed out" in str(error):
+                    culprit = None if sums else peer if origin is None else origin
+                raise _Lost(error, culprit) from error
 
 
 class _Lost(Exception):
     """A lane has lost a peer; the main thread, which looks for the reason, hears of it where it waits."""
 
-    def __init__(self, error: RuntimeError, peer: int) -> None:
+    def __init__(self, error: RuntimeError, peer: int | None) -> None:
         self.error = error
         self.peer = peer
 
@@ -223,7 +232,7 @@ class _HierarchicalReduction:
                 owner = machines.own[index]
                 self._receives += transport.receive(part, owner, tag + 3)
                 self._sends += transport.send(part, owner, tag)
-        self._job = transport.lanes.submit(*steps, ("back", lambda: transport.arrive(self._receives)))
+        self._job = transport.lanes.submit(*steps, ("back", lambda: transport.arrive(self._receives, sums=True)))
 
     def _receive_all(self, places: Sequence[Tensor], ranks: Sequence[int], tag: int) -> list[tuple[dist.Work, int]]:
         pairs = zip(places, ranks, strict=True)
@@ -242,7 +251,7 @@ class _HierarchicalReduction:
 
     def _sum_between(self) -> None:
         transport, machines = self._transport, self._transport.machines
-        transport.arrive(self._arriving)
+        transport.arrive(self._arriving, sums=True)
         own = self._pieces[machines.machine]
         for addend in self._addends:
             own.add_(addend)
@@ -252,7 +261,7 @@ class _HierarchicalReduction:
             self._sends += transport.send(own, rank, self._tag + 2)
 
     def _hand_on(self) -> None:
-        self._transport.arrive(self._arriving)
+        self._transport.arrive(self._arriving, sums=True)
         for rank in self._transport.machines.peers:
             self._sends += self._transport.send(self._part, rank, self._tag + 3)
 

@@ -65,9 +65,10 @@ class Machines:
         return self.own[index % len(self.own)]
 
 
-def own_place() -> tuple[str, ...]:
+def own_place() -> tuple[str, str]:
     """Tells where this process runs: the machine's number, if its launcher gives it one, and its name."""
-    return (*(os.environ.get(name, "") for name in _NUMBERS), socket.gethostname())
+    number = next((os.environ[name] for name in _NUMBERS if name in os.environ), "0")
+    return number, socket.gethostname()
 
 
 def check_hierarchy(hierarchy: Any) -> None:

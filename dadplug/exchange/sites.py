@@ -75,7 +75,8 @@ class Sites:
             culprit = int(found.removeprefix(_LOST)) if found.startswith(_LOST) else -1
             if culprit not in (-1, self.rank):
                 reason = words.get(culprit, _LOST)
-                return self._blame(culprit, None if reason.startswith(_LOST) else reason)
+                told = "another site has lost the connection to it, or has waited for it in vain"
+                return self._blame(culprit, told if reason.startswith(_LOST) else reason)
         return None
 
     def _has_spoken(self, rank: int) -> bool:

@@ -147,7 +147,7 @@ class MachineFactorStage(FactorStage):
             if unit.rows:
                 unit.form_gradients()
                 unit.dense = True
-            if sent is not None and samples != self._weighed_by:
+            if sent is not None and samples not in (0, self._weighed_by):
                 missing = 1 - self._weighed_by / samples
                 add_gradient(unit.lead, missing * (sent.left.T @ sent.right))
                 if unit.bias is not None and sent.bias is not None:
