@@ -60,13 +60,15 @@ class HierarchicalTransport(Transport):
     def _break_off(self) -> None:
         """Ends what the lanes wait for: an interpreter that ends while a thread waits inside of gloo is aborted.
 
-        There is no call for it, but a wait that times out closes a group's connections.
+        There is no call for it, but a wait that times out closes all of a group's connections; one for a site that is
+        gone does not.
         """
-        other = self._global[(self.rank + 1) % self.world_size]
-        with suppress(RuntimeError):
-            nothing = dist.irecv(torch.zeros(1), other, group=self.group, tag=_MOST_TAGS + 1)
-            if nothing is not None:
-                nothing.wait(timedelta(milliseconds=1))
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                with suppress(RuntimeError):
+                    nothing = dist.irecv(torch.zeros(1), self._global[rank], group=self.group, tag=_MOST_TAGS + 1)
+                    if nothing is not None:
+                        nothing.wait(timedelta(milliseconds=1))
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         return _HierarchicalGather(self, sizes, dtype, self.tags(self.world_size))
