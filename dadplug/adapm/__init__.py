@@ -9,6 +9,7 @@ from .recorder import IntentError
 from .rules import RowwiseAdagrad
 from .sampling import Sample, Sampler
 from .table import Table
+from .timeline import Timeline
 
 __all__ = [
     "AdaDataLoader",
@@ -23,5 +24,6 @@ __all__ = [
     "Sample",
     "Sampler",
     "Table",
+    "Timeline",
     "Uniform",
 ]
