@@ -99,19 +99,24 @@ class FactorBucket:
         self._dtype = dtype
         self._wire = wire
         self._head = _aligned(-(-4 * (1 + len(self.slots)) // wire.itemsize))
-        self._gather: Gather | None = None
-        self._own: list[Share] = []
         self._rows = [0] * len(self.slots)
         self._late: dict[int, Share] = {}
         self.extra_rows = [0] * len(self.slots)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Makes payloads of the slots' capacities.
+
+        At the end of a step and not when they are first needed: sites that use other layers need buckets in another
+        order, and messages find one another by the order in which gathers were made.
+        """
+        sites = range(self._transport.world_size)
+        sizes = [self._head + sum(sum(slot.sizes(slot.capacity[site])) for slot in self.slots) for site in sites]
+        self._gather: Gather = self._transport.gather(sizes, self._wire)
+        self._own = self._cut(self._gather.payload, self._transport.rank)
 
     def post(self) -> None:
-        """Makes ready to receive; lays payloads out anew where a capacity has changed."""
-        if self._gather is None:
-            sites = range(self._transport.world_size)
-            sizes = [self._head + sum(sum(slot.sizes(slot.capacity[site])) for slot in self.slots) for site in sites]
-            self._gather = self._transport.gather(sizes, self._wire)
-            self._own = self._cut(self._gather.payload, self._transport.rank)
+        """Makes ready to receive."""
         self._gather.post()
 
     def _cut(self, payload: Tensor, site: int) -> list[Share]:
@@ -164,7 +169,6 @@ class FactorBucket:
             samples: samples that this site's gradients stand for.
         """
         self.post()
-        assert self._gather is not None
         self._integers(self._gather.payload).copy_(torch.tensor([samples, *self._rows], dtype=torch.int32))
         self._gather.launch()
 
@@ -175,7 +179,6 @@ class FactorBucket:
 
     def wait(self) -> None:
         """Waits until every site's payload is there."""
-        assert self._gather is not None
         self._gather.wait()
 
     def receive(self) -> tuple[list[int], list[list[Share]]]:
@@ -184,7 +187,6 @@ class FactorBucket:
         Returns:
             The samples of each site, and by slot and site what was sent; valid until the next step's `post`.
         """
-        assert self._gather is not None
         samples: list[int] = []
         shares: list[list[Share]] = [[] for _ in self.slots]
         for site, payload in enumerate(self._gather.wait()):
@@ -232,7 +234,7 @@ class FactorBucket:
         """Learns from the rows that every site had, by slot and site, and forgets the step."""
         changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
         if any(changed):
-            self._gather = None
+            self._lay_out()
         self._late.clear()
         self._rows = [0] * len(self.slots)
         self.extra_rows = [0] * len(self.slots)

@@ -158,6 +158,7 @@ class FactorStage(Stage):
                 self._write_gradients(unit, *self._gradients[unit.name])
         self.bucket.end_step([[share.rows for share in shares] for shares in self._shares])
         self._present.clear()
+        self._shares.clear()  # they hold on to payloads
         self._gradients.clear()
 
     def _write_gradients(self, unit: Unit, weight: Tensor, bias: Tensor | None) -> None:
