@@ -1,9 +1,9 @@
 """Methods by the names that the benchmarks give them: a mode with options, or a peer (DDP and its hooks).
 
-    rankdad                                    a mode, at the benchmark's rank
-    rankdad:wire=bf16+error_feedback=true      with options of GradientReduction
-    ddp, ddp-fp16, ddp-powersgd                DistributedDataParallel, alone and with torch's own hooks
-    alone                                      no other site
+rankdad                                    a mode, at the benchmark's rank
+rankdad:wire=bf16+error_feedback=true      with options of GradientReduction
+ddp, ddp-fp16, ddp-powersgd                DistributedDataParallel, alone and with torch's own hooks
+alone                                      no other site
 """
 
 from __future__ import annotations

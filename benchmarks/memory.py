@@ -5,8 +5,8 @@
 
 Resident memory beyond that of a process that has trained the same before and has thrown it away: libraries, compiled
 kernels and caches do not count; parameters, gradients, activations, payloads and a method's state do. Peaks are
-the kernel's (VmHWM, reset by /proc/self/clear_refs; Linux), of the first three steps, in which methods learn the model, and
-of the steps after that. One thread, SGD without momentum. All methods run with the same settings of malloc, by which
+the kernel's (VmHWM, reset by /proc/self/clear_refs; Linux), of the first three steps, in which methods learn, and of
+the steps after that. One thread, SGD without momentum. All methods run with the same settings of malloc, by which
 what is freed goes back to the system at once.
 
 What is promised: no more than DDP's peak and the payloads of all sites. Exits with an error where that does not hold,

@@ -9,8 +9,8 @@ normalisation. In a step a site has no batch, one, or two that accumulate, each 
 part of the layers, with random delays before, between and after.
 
 A verdict a method: no site hung (the timeout would end it), replicas equal to the bit at each look, gradients of exact
-methods equal to autograd's on all sites' rows at each look, and memory at the end within a tenth of that after the first
-tenth of the steps. Exits with an error if one fails.
+methods equal to autograd's on all sites' rows at each look, and memory at the end within a tenth of that after the
+first tenth of the steps. Exits with an error if one fails.
 """
 
 from __future__ import annotations

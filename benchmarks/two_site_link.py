@@ -17,46 +17,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from attach import PEERS
+from drive import check_rates, colours_of, read, run_sites, title
 from link import may_make_links
 from workloads import WORKLOADS
 
-from dadplug.launch import free_port
-
-HERE = Path(__file__).resolve().parent
-METHODS = "alone,ddp,ddp-fp16,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,rankdad:dense=lowrank,"
-METHODS += "powersgd,topk"
-TITLES = {
-    "alone": "one process alone",
-    "ddp": "DDP",
-    "ddp-fp16": "DDP, fp16 hook",
-    "ddp-powersgd": "DDP, PowerSGD hook",
-    "mnistnet": "MNISTNet",
-    "vit": "ViT",
-    "gpt": "small GPT",
-    "resnet": "ResNet-18's shape",
-    "lstm": "LSTM",
-    "none": "unshaped",
-}
-
-
-def title(name: str) -> str:
-    """What tables and pictures call a model, method or rate."""
-    if rate := re.fullmatch(r"([\d.]+)([kmg])bit", name):
-        return f"{rate[1]} {rate[2].replace('m', 'M').replace('g', 'G')}bit/s"
-    return TITLES.get(name) or name.replace(":wire=", ", ").replace(":", ", ").replace("+", ", ").replace("=", " ")
-
-
-def read(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+METHODS = "alone,ddp,ddp-fp16,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,"
+METHODS += "rankdad:dense=lowrank,powersgd,topk"
 
 
 def measure(arguments: argparse.Namespace, results: Path) -> None:
@@ -80,49 +51,19 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
 
 def run(model: str, methods: list[str], rates: list[str], arguments: argparse.Namespace, results: Path) -> str:
     """Runs methods of a model on two sites; returns why they ended early, or an empty string."""
-    program = [str(HERE / "step_time.py"), "--model", model, "--methods", ",".join(methods)]
-    program += ["--json", str(results), "--steps", str(arguments.steps), "--seconds", str(arguments.seconds)]
-    program += ["--rank", str(arguments.rank)]
-    if arguments.loopback:
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-        command = [sys.executable, *launch, *program, "--label", rates[0]]
-    else:
-        command = [sys.executable, str(HERE / "link.py"), "none", sys.executable, *program, "--rates", ",".join(rates)]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stderr=said)
-        try:
-            hung = not wait(process, results, arguments.limit)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-        said.seek(0)
-        lines = [line.strip() for line in said.read().splitlines() if line.strip()]
-    if hung:
-        return f"no result within {arguments.limit:g} s"
-    if not process.returncode:
-        return ""
-    errors = [line for line in lines if re.match(r"(\[rank\d\]: ?)?[\w.]*(Error|Exception)\b|what\(\)", line)]
-    return re.sub(r"^\[rank\d\]: ?", "", (errors or lines or ["ended without a word"])[-1])[:200]
-
-
-def wait(process: subprocess.Popen, results: Path, limit: float) -> bool:
-    """Waits for a process; False if it has had no further result for too long."""
-    size, since = -1, time.monotonic()
-    while process.poll() is None:
-        now = results.stat().st_size if results.exists() else 0
-        if now != size:
-            size, since = now, time.monotonic()
-        if time.monotonic() - since > limit:
-            return False
-        time.sleep(0.2)
-    return True
+    program = ["step_time.py", "--model", model, "--methods", ",".join(methods), "--json", str(results)]
+    program += ["--steps", str(arguments.steps), "--seconds", str(arguments.seconds), "--rank", str(arguments.rank)]
+    program += ["--label", rates[0]] if arguments.loopback else ["--rates", ",".join(rates)]
+    return run_sites(program, arguments.loopback, results, arguments.limit)
 
 
 def table(rows: list[dict], rates: list[str]) -> str:
     """Writes a table in Markdown: a line a model and method, milliseconds and times faster than DDP by rate."""
     found = {(row["model"], row["method"], row["rate"]): row for row in rows}
-    lines = ["| model | method | MB a step | " + " | ".join(map(title, rates)) + " |", "| --- " * (3 + len(rates)) + "|"]
+    lines = [
+        "| model | method | MB a step | " + " | ".join(map(title, rates)) + " |",
+        "| --- " * (3 + len(rates)) + "|",
+    ]
     reasons: list[str] = []
     for model, method in dict.fromkeys((row["model"], row["method"]) for row in rows):
         cells = [_cell(found.get((model, method, rate)), found.get((model, "ddp", rate)), reasons) for rate in rates]
@@ -158,7 +99,7 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
     panels = figure.subplots(high, min(2, len(models)), squeeze=False).flat
     for rest in panels[len(models) :]:
         rest.axis("off")
-    colours = _colours(bars)
+    colours = colours_of(bars)
     found = {(row["model"], row["method"], row["rate"]): row["ms"] for row in rows if "ms" in row}
     for panel, model in zip(panels, models, strict=False):
         shown = [ms for (of, _, _), ms in found.items() if of == model] or [1.0]
@@ -184,16 +125,6 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def _colours(methods: list[str]) -> dict[str, object]:
-    """Greys for the peers and what is like them, colours for the rest."""
-    from matplotlib import colormaps
-
-    peers = [name for name in methods if name in (*PEERS, "dsgd")]
-    others = [name for name in methods if name not in peers]
-    greys = {name: str(0.2 + 0.6 * place / max(1, len(peers) - 1)) for place, name in enumerate(peers)}
-    return greys | {name: colormaps["tab10"]([0, 1, 2, 3, 4, 5, 6, 8, 9][place % 9]) for place, name in enumerate(others)}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(WORKLOADS))
@@ -202,19 +133,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="most steps of a method at a rate (least: 3)")
     parser.add_argument("--seconds", type=float, default=2.0, help="time after which steps of a cell are enough")
     parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds without a result after which a method hangs")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds without a result until a method hangs")
     parser.add_argument("--out", default="two_site_link", help="name of the files, without .md, .png and .json")
     parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
     arguments = parser.parse_args()
     for model in arguments.models.split(","):
         if model not in WORKLOADS:
             parser.error(f"no model {model!r}; models are {', '.join(WORKLOADS)}")
-    for rate in arguments.rates.split(","):
-        if rate != "none" and not re.fullmatch(r"[\d.]+[kmg]bit", rate):
-            parser.error(f"a rate reads like 100mbit, or none, got {rate!r}")
     arguments.loopback = not may_make_links()
-    if arguments.loopback and arguments.rates != "none" and not arguments.draw_only:
-        parser.error("rates need Linux, root and iproute2; without them only --rates none runs, on loopback")
+    if not arguments.draw_only:
+        check_rates(parser, arguments.rates, arguments.loopback)
     results = Path(f"{arguments.out}.json")
     results.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()

@@ -233,9 +233,9 @@ class FactorBucket:
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:
         """Learns from the rows that every site had, by slot and site, and forgets the step."""
         changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
+        self._late.clear()
         if any(changed):
             self._lay_out()
-        self._late.clear()
         self._rows = [0] * len(self.slots)
         self.extra_rows = [0] * len(self.slots)
 
