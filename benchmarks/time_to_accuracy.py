@@ -2,7 +2,7 @@
 
     sudo python benchmarks/time_to_accuracy.py --dataset mnist --data-dir DIR         MNIST's files: MNISTNet to 0.93
     sudo python benchmarks/time_to_accuracy.py --dataset dogsvscats --data-dir DIR/train.zip         a small ViT to 0.62
-    python benchmarks/time_to_accuracy.py --rates none                     the embedded digits; without root, on loopback
+    python benchmarks/time_to_accuracy.py --rates none                    the embedded digits; without root, on loopback
 
 Two sites, the same seeds and batches for every method; Adam. The clock runs through training steps alone: evaluation,
 start-up and the compilation of kernels do not count. Site 0 evaluates. A run that has not got there within --limit
