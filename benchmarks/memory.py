@@ -10,7 +10,8 @@ the steps after that. One thread, SGD without momentum. All methods run with the
 what is freed goes back to the system at once.
 
 What is promised: no more than DDP's peak and the payloads of all sites. Exits with an error where that does not hold,
-by more than the tolerance. A method that keeps a state by its nature (error feedback) is let off that.
+by more than the tolerance. A method with error feedback keeps as many numbers as the model has, by its nature; where it
+needs them beyond that, the table says so.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_TOP_PAD_": "0",
 }
-FIRST_STEPS, STEPS = 3, 12
+FIRST_STEPS, STEPS = 3, 8
 
 
 def resident(what: str) -> float:
@@ -137,11 +138,12 @@ def compare(arguments: argparse.Namespace) -> int:
             ddp = row if method == "ddp" else ddp
             beyond = max(row[when] - ddp[when] for when in ("first", "later")) if ddp else float("nan")
             peer = method.startswith("ddp")
-            within = peer or beyond <= row["payloads"] + kept + arguments.tolerance
-            failed += not within
+            spare = row["payloads"] + arguments.tolerance - beyond
+            within = "" if peer else "yes" if spare >= 0 else "with its state" if spare + kept >= 0 else "NO"
+            failed += within == "NO"
             print(
                 f"| {model} | {method} | {row['first']:.1f} | {row['later']:.1f} | {beyond:+.1f} | "
-                f"{row['payloads']:.2f} | {kept:.1f} | {'' if peer else 'yes' if within else 'NO'} |",
+                f"{row['payloads']:.2f} | {kept:.1f} | {within} |",
                 flush=True,
             )
     return int(failed > 0)
