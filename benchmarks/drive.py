@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -83,7 +84,8 @@ def run_sites(program: list[str], loopback: bool, results: Path, limit: float) -
     if not process.returncode:
         return ""
     errors = [line for line in lines if re.match(r"(\[rank\d\]: ?)?[\w.]*(Error|Exception)\b|what\(\)", line)]
-    return re.sub(r"^\[rank\d\]: ?", "", (errors or lines or ["ended without a word"])[-1])[:200]
+    reason = re.sub(r"^\[rank\d\]: ?", "", (errors or lines or ["ended without a word"])[-1])
+    return textwrap.shorten(reason, 300, placeholder=" …")
 
 
 def _wait(process: subprocess.Popen, results: Path, limit: float) -> bool:
