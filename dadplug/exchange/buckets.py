@@ -285,26 +285,26 @@ class DenseBucket:
 class GatheredBucket(DenseBucket):
     """Gradients of several parameters that every site gathers, and sums in the same order.
 
-    Numbers of a narrow type are summed in single precision.
+    The sum replaces rank 0's payload; numbers of a narrow type are summed in single precision, beside it.
     """
 
     def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> None:
         self._transport = transport
         self._gather = transport.gather([sum(sizes)] * transport.world_size, dtype)
-        self._parts = self._gather.payload.split(list(sizes))
+        self._sizes = list(sizes)
+        self._parts = self._gather.payload.split(self._sizes)
         wide = torch.promote_types(dtype, torch.float32)
-        self._total = torch.empty(sum(sizes), dtype=wide, device=transport.device)
-        self._sums = self._total.split(list(sizes))
+        self._total = None if wide == dtype else torch.empty(sum(sizes), dtype=wide, device=transport.device)
 
     def launch(self) -> None:
         self._gather.launch()
 
     def wait(self) -> Sequence[Tensor]:
         first, *others = self._gather.wait()
-        self._total.copy_(first)
+        total = first if self._total is None else self._total.copy_(first)
         for payload in others:
-            self._total.add_(payload)
-        return self._sums
+            total.add_(payload)
+        return total.split(self._sizes)
 
 
 def dense_bucket(sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> DenseBucket:
