@@ -171,10 +171,11 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
     """Draws test accuracy against seconds of training, a panel a rate; of the first seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(4.2 * len(rates) + 1, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(rates), sharex=True, sharey=True, squeeze=False)[0]
     curves = [row for row in rows if "curve" in row and row["seed"] == 0]
     colours = colours_of(list(dict.fromkeys(row["method"] for row in curves)))
     for panel, rate in zip(panels, rates, strict=True):
@@ -183,6 +184,9 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
             panel.plot(seconds, values, marker=".", label=title(row["method"]), color=colours[row["method"]])
         panel.axhline(curves[0]["target"], color="black", linewidth=1, linestyle=":")
         panel.set(title=title(rate), xscale="log", xlabel="seconds of training")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3)
     panels[0].set(ylabel=f"test accuracy on {curves[0]['dataset']}")
     known = {text: handle for panel in panels for handle, text in zip(*panel.get_legend_handles_labels(), strict=True)}
