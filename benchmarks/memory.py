@@ -1,6 +1,6 @@
 """Peak memory of training by method, against DDP's, at two sites: processes of their own for each model and method.
 
-    python benchmarks/memory.py                                         all five models, about 5 minutes
+    python benchmarks/memory.py                                         all five models, some ten minutes
     python benchmarks/memory.py --models mnistnet --methods ddp,dad
 
 Resident memory beyond that of a process that has trained the same before and has thrown it away: libraries, compiled
