@@ -8,6 +8,7 @@ from .pending import Pending
 from .recorder import IntentError
 from .rules import RowwiseAdagrad
 from .table import Table
+from .timeline import Timeline
 
 __all__ = [
     "AdaDataLoader",
@@ -20,5 +21,6 @@ __all__ = [
     "Pending",
     "RowwiseAdagrad",
     "Table",
+    "Timeline",
     "Uniform",
 ]
