@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,9 +46,7 @@ class Link:
             run(*inside, "ip", "link", "set", "lo", "up")
             run(*inside, "ip", "link", "set", interface, "up")
             if self.rate != "none":
-                # A bucket of about a millisecond: a small payload is held to the rate like a large one.
-                shape = ("tbf", "rate", self.rate, "burst", str(burst(self.rate)), "latency", "400ms")
-                run(*inside, "tc", "qdisc", "add", "dev", interface, "root", *shape)
+                run(*inside, *shaping(interface, self.rate))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -65,6 +64,27 @@ class Link:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
         return subprocess.Popen(["ip", "netns", "exec", self.spaces[rank], *program], env=environment, **streams)
+
+
+def shaping(interface: str, rate: str) -> list[str]:
+    """The command that holds what an interface sends to a rate."""
+    # A bucket of about a millisecond: a small payload is held to the rate like a large one.
+    shape = ["tbf", "rate", rate, "burst", str(burst(rate)), "latency", "400ms"]
+    return ["tc", "qdisc", "replace", "dev", interface, "root", *shape]
+
+
+def reshape(rate: str) -> None:
+    """Gives the link another rate; for a program that runs on it, at each of its sites."""
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    if rate == "none":
+        subprocess.run(["tc", "qdisc", "del", "dev", interface, "root"], check=False, stderr=subprocess.DEVNULL)
+    else:
+        run(*shaping(interface, rate))
+
+
+def may_make_links() -> bool:
+    """Says whether this process may make network namespaces."""
+    return sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 def burst(rate: str) -> int:

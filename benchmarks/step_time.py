@@ -2,6 +2,10 @@
 
     sudo python benchmarks/link.py 100mbit python benchmarks/step_time.py
     torchrun --nproc-per-node 2 benchmarks/step_time.py                     unshaped, on loopback
+    sudo python benchmarks/link.py none python benchmarks/step_time.py --rates 10mbit,100mbit,none
+
+With --rates the sites themselves give the link one rate after the other, and build and warm each method up before,
+while it is unshaped (but for auto, which chooses by the link). See benchmarks/two_site_link.py for all models.
 
 One thread a site. A step is forward, backward, the exchange and the optimizer's step; before each the sites wait for
 one another, outside of the measured time. Bytes are those of the network interface's counter where the link has one.
@@ -14,92 +18,135 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from attach import Attached, parse
+from link import reshape
 from workloads import WORKLOADS, loss
 
 import dadplug
 
+WARM_UP = 5  # steps; kernels compile, payloads find their sizes, DDP makes its buckets anew, PowerSGD's hook begins
+LEAST = 3
+
 
 def sent() -> int:
-    counter = Path(f"/sys/class/net/{os.environ.get('GLOO_SOCKET_IFNAME', 'lo')}/statistics/tx_bytes")
-    return int(counter.read_text()) if counter.exists() else 0
+    """Bytes that this site's interface has sent; on loopback, which all sites share, its part of them."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+    sharing = dist.get_world_size() if interface == "lo" else 1
+    return int(counter.read_text()) // sharing if counter.exists() else 0
 
 
-def measure(name: str, arguments: argparse.Namespace) -> tuple[float, int]:
-    """Returns the median step time in seconds, and bytes a step."""
-    torch.manual_seed(0)
-    workload = WORKLOADS[arguments.model]
-    model = trained = workload.build()
-    reduction = None
-    method, _, settings = name.partition(":")
-    if method.startswith("ddp"):
-        # PowerSGD's hook aborts with more than one bucket on gloo, so that it gets a single one.
-        trained = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100 if method == "ddp-powersgd" else 25)
-        if method == "ddp-fp16":
-            trained.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif method == "ddp-powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=arguments.rank, start_powerSGD_iter=2)
-            trained.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif method != "alone":
-        options = {"rank": arguments.rank} | dict(setting.split("=") for setting in settings.split("+") if setting)
-        options = {key: int(value) if str(value).isdigit() else value for key, value in options.items()}
-        reduction = dadplug.GradientReduction(model, mode=method, **options)
-    make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[arguments.optimizer]
-    optimizer = make(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    inputs, targets = workload.draw(arguments.batch_size or workload.batch_size, generator)
-    steps = arguments.steps if method not in ("ddp", "ddp-fp16", "dsgd") else min(arguments.steps, arguments.slow_steps)
-    times, before = [], 0
-    for step in range(steps + 5):
-        dist.barrier()
-        if step == 5:
-            before = sent()
+@dataclass(frozen=True)
+class Measured:
+    """Step times by a method at a rate.
+
+    Attributes:
+        seconds: median time of a step.
+        nbytes: bytes a step.
+        steps: number of steps.
+    """
+
+    seconds: float
+    nbytes: int
+    steps: int
+
+
+def meet(go_on: bool = True) -> bool:
+    """Waits for the other sites; says whether all want to go on."""
+    wanted = torch.tensor([int(go_on)])
+    dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
+    return bool(wanted)
+
+
+def time_steps(step: Callable[[], None], most: int, seconds: float) -> Measured:
+    """Times steps until there are enough, or they have taken long enough; at least three."""
+    times: list[float] = []
+    meet()
+    before = sent()
+    while meet(len(times) < LEAST or (len(times) < most and sum(times) < seconds)):
         start = time.perf_counter()
-        loss(trained(inputs), targets).backward()
-        if reduction is not None:
-            reduction.synchronize()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
         times.append(time.perf_counter() - start)
-    dist.barrier()
-    spent = (sent() - before) // steps
-    if reduction is not None:
-        reduction.detach()
-    return statistics.median(times[5:]), spent
+    return Measured(statistics.median(times), (sent() - before) // len(times), len(times))
+
+
+def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Measured]]:
+    """Measures a method at each rate."""
+    for rates in [[rate] for rate in arguments.rates] if parse(name)[0] == "auto" else [arguments.rates]:
+        if arguments.shape:
+            reshape("none")
+        torch.manual_seed(0)
+        workload = WORKLOADS[arguments.model]
+        model = workload.build()
+        attached = Attached(model, name, arguments.rank)
+        make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[arguments.optimizer]
+        optimizer = make(model.parameters(), lr=1e-3)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        inputs, targets = workload.draw(arguments.batch_size or workload.batch_size, generator)
+
+        def step(attached=attached, optimizer=optimizer, inputs=inputs, targets=targets) -> None:
+            loss(attached.model(inputs), targets).backward()
+            attached.synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        chooses = parse(name)[0] == "auto"
+        if arguments.shape and chooses:
+            reshape(rates[0])
+        for _ in range(WARM_UP):
+            step()
+        for rate in rates:
+            meet()
+            if arguments.shape:
+                reshape(rate)
+            yield rate, time_steps(step, arguments.steps, arguments.seconds)
+        if arguments.shape:
+            reshape("none")
+        attached.detach()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="alone,ddp,ddp-powersgd,dsgd,dad,rankdad")
+    parser.add_argument("--methods", default="alone,ddp,ddp-powersgd,dsgd,dad,rankdad", help="as benchmarks/attach.py")
     parser.add_argument("--model", choices=list(WORKLOADS), default="mnistnet")
-    parser.add_argument("--json", help="file to append the results to, a line a method")
-    parser.add_argument("--rate", default="", help="written into that file")
+    parser.add_argument("--json", help="file to append the results to, a line a method and rate")
+    parser.add_argument("--rates", help="rates to give the link, such as 10mbit,1gbit,none; by default as it is")
+    parser.add_argument("--label", default="", help="what the file calls the rate, without --rates")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--batch-size", type=int, help="samples a site; by default each model's own")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument(
-        "--slow-steps", type=int, default=15, help="steps of ddp and dsgd, which take long on slow links"
-    )
+    parser.add_argument("--steps", type=int, default=60, help="most steps of a method at a rate")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time after which steps of a method are enough")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     arguments = parser.parse_args()
+    arguments.shape = arguments.rates is not None
+    if arguments.shape and "GLOO_SOCKET_IFNAME" not in os.environ:
+        parser.error("--rates needs a link: run it by `sudo python benchmarks/link.py none python …`")
+    arguments.rates = arguments.rates.split(",") if arguments.shape else [arguments.label]
     torch.set_num_threads(1)
     dadplug.connect()
-    results = {}
+    peers: dict[str, float] = {}
     for name in arguments.methods.split(","):
-        results[name] = measure(name, arguments)
-        if dist.get_rank() == 0:
-            seconds, spent = results[name]
-            ratio = f"{results['ddp'][0] / seconds:6.1f} x faster than ddp" if "ddp" in results else ""
-            if arguments.json:
-                row = {"model": arguments.model, "rate": arguments.rate, "method": name, "ms": 1e3 * seconds}
-                with open(arguments.json, "a") as results_file:
-                    results_file.write(json.dumps(row | {"bytes": spent}) + "\n")
-            print(f"{name:24} {1e3 * seconds:8.1f} ms   {spent:12,} bytes   {ratio}", flush=True)
+        for rate, measured in measure(name, arguments):
+            if dist.get_rank() == 0:
+                show(name, rate, measured, peers, arguments)
+
+
+def show(name: str, rate: str, measured: Measured, ddp: dict[str, float], arguments: argparse.Namespace) -> None:
+    """Prints a line, and appends it to the file."""
+    if name == "ddp":
+        ddp[rate] = measured.seconds
+    ratio = f"{ddp[rate] / measured.seconds:6.1f} x faster than ddp" if rate in ddp else ""
+    print(f"{name:24} {rate:8} {1e3 * measured.seconds:8.1f} ms   {measured.nbytes:12,} bytes   {ratio}", flush=True)
+    if arguments.json:
+        row = {"model": arguments.model, "rate": rate, "method": name, "ms": 1e3 * measured.seconds}
+        with open(arguments.json, "a") as results:
+            results.write(json.dumps(row | {"bytes": measured.nbytes, "steps": measured.steps}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,89 +1,165 @@
 """Step times over models, methods and rates of the link, in one run: a table and a picture.
 
-    sudo python benchmarks/two_site_link.py
-    sudo python benchmarks/two_site_link.py --models mnistnet,vit --rates 100mbit,none --picture steps.png
+    sudo python benchmarks/two_site_link.py                                       everything, about a quarter of an hour
+    sudo python benchmarks/two_site_link.py --models mnistnet,vit --rates 100mbit,none --methods ddp,rankdad
+    python benchmarks/two_site_link.py --rates none                               without root, on loopback
+    python benchmarks/two_site_link.py --draw-only                                table and picture of an earlier run
 
-For each rate and model it starts benchmarks/step_time.py on two sites joined by benchmarks/link.py. Peers are DDP, DDP
-with fp16 compression, and DDP with PowerSGD's hook (rank 4). Linux, root; about an hour for everything.
+For each model it starts benchmarks/step_time.py on two sites joined by benchmarks/link.py, which give the link one rate
+after the other. Peers are DDP, DDP with torch's hook for fp16, and DDP with its PowerSGD hook (rank 4). A method that
+fails, or hangs, takes its reason into the table, and the others go on.
+
+Writes OUT.md, OUT.png, and OUT.json, a line a cell as it is measured. Rates need Linux, root and iproute2.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import math
+import signal
 import sys
-import tempfile
+import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-METHODS = "alone,ddp,ddp-fp16,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,powersgd,topk"
+from drive import check_rates, colours_of, read, run_sites, title
+from link import may_make_links
+from workloads import WORKLOADS
+
+METHODS = "alone,ddp,ddp-fp16,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,"
+METHODS += "rankdad:dense=lowrank,powersgd,topk,edad"  # edad last: it refuses models without chains of layers
 
 
-def measure(arguments: argparse.Namespace) -> list[dict]:
-    """Runs everything; returns a row a model, rate and method."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as results:
-        for rate in arguments.rates.split(","):
-            for model in arguments.models.split(","):
-                slow = "2" if rate == "10mbit" else "8"
-                program = [str(HERE / "step_time.py"), "--model", model, "--methods", arguments.methods]
-                program += ["--json", results.name, "--rate", rate, "--slow-steps", slow, "--steps", "30"]
-                command = [sys.executable, str(HERE / "link.py"), rate, sys.executable, *program]
-                print(f"== {model} at {rate}", flush=True)
-                if subprocess.run(command, check=False).returncode:
-                    print(f"{model} at {rate} failed; its rows are left out", flush=True)
-        return [json.loads(line) for line in Path(results.name).read_text().splitlines()]
+def measure(arguments: argparse.Namespace, results: Path) -> None:
+    """Runs everything; the results file gets a line a model, method and rate, with an error where there is no time."""
+    rates = arguments.rates.split(",")
+    for model in arguments.models.split(","):
+        methods = arguments.methods.split(",")
+        while methods:
+            print(f"== {model}: {', '.join(methods)}", flush=True)
+            reason = run(model, methods, rates, arguments, results)
+            done = {(row["method"], row["rate"]) for row in read(results) if row["model"] == model}
+            failed = next((name for name in methods if any((name, rate) not in done for rate in rates)), None)
+            if failed is None:
+                break
+            print(f"{failed} failed: {reason}", flush=True)
+            with results.open("a") as file:
+                for rate in (rate for rate in rates if (failed, rate) not in done):
+                    file.write(json.dumps({"model": model, "method": failed, "rate": rate, "error": reason}) + "\n")
+            methods = methods[methods.index(failed) + 1 :]
+
+
+def run(model: str, methods: list[str], rates: list[str], arguments: argparse.Namespace, results: Path) -> str:
+    """Runs methods of a model on two sites; returns why they ended early, or an empty string."""
+    program = ["step_time.py", "--model", model, "--methods", ",".join(methods), "--json", str(results)]
+    program += ["--steps", str(arguments.steps), "--seconds", str(arguments.seconds), "--rank", str(arguments.rank)]
+    program += ["--label", rates[0]] if arguments.loopback else ["--rates", ",".join(rates)]
+    return run_sites(program, arguments.loopback, results, arguments.limit)
 
 
 def table(rows: list[dict], rates: list[str]) -> str:
     """Writes a table in Markdown: a line a model and method, milliseconds and times faster than DDP by rate."""
     found = {(row["model"], row["method"], row["rate"]): row for row in rows}
-    lines = ["| model | method | MB a step | " + " | ".join(rates) + " |", "| --- " * (3 + len(rates)) + "|"]
+    lines = [
+        "| model | method | MB a step | " + " | ".join(map(title, rates)) + " |",
+        "| --- " * (3 + len(rates)) + "|",
+    ]
+    reasons: list[str] = []
     for model, method in dict.fromkeys((row["model"], row["method"]) for row in rows):
-        cells = []
-        for rate in rates:
-            row, ddp = found.get((model, method, rate)), found.get((model, "ddp", rate))
-            ratio = f" ({ddp['ms'] / row['ms']:.1f} x)" if row and ddp else ""
-            cells.append(f"{row['ms']:,.0f} ms{ratio}" if row else "-")
-        sent = next(row["bytes"] for row in rows if (row["model"], row["method"]) == (model, method))
-        lines.append(f"| {model} | {method} | {sent / 1e6:.3f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        cells = [_cell(found.get((model, method, rate)), found.get((model, "ddp", rate)), reasons) for rate in rates]
+        sent = [row["bytes"] for row in rows if (row["model"], row["method"]) == (model, method) and "bytes" in row]
+        size = "-" if not sent else "0" if max(sent) < 1000 else f"{sent[-1] / 1e6:.3g}"
+        lines.append(f"| {title(model)} | {title(method)} | {size} | " + " | ".join(cells) + " |")
+    notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n\n".join(["\n".join(lines), *notes])
 
 
-def draw(rows: list[dict], rates: list[str], file: str) -> None:
-    """Draws step times against the rate, a panel a model."""
-    import matplotlib
+def _cell(row: dict | None, ddp: dict | None, reasons: list[str]) -> str:
+    if row is None:
+        return ""
+    if "error" in row:
+        if row["error"] not in reasons:
+            reasons.append(row["error"])
+        return f"failed [{reasons.index(row['error']) + 1}]"
+    known = ddp is not None and "ms" in ddp and row["method"] not in ("ddp", "alone")
+    ratio = f" ({ddp['ms'] / row['ms']:.3g} x)" if known else ""
+    return f"{row['ms']:,.0f}{ratio}" if row["ms"] >= 100 else f"{row['ms']:.3g}{ratio}"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = pyplot.subplots(1, len(models), figsize=(4 * len(models), 4), squeeze=False)
-    for panel, model in zip(panels[0], models, strict=True):
-        for method in dict.fromkeys(row["method"] for row in rows if row["model"] == model):
-            times = {row["rate"]: row["ms"] for row in rows if (row["model"], row["method"]) == (model, method)}
-            known = [rate for rate in rates if rate in times]
-            style = {"linestyle": "--"} if method.startswith(("ddp", "alone")) else {}
-            panel.plot(known, [times[rate] for rate in known], marker="o", markersize=3, label=method, **style)
-        panel.set(title=model, yscale="log", xlabel="link", ylabel="ms a step")
-        panel.grid(alpha=0.3)
-    panels[0][-1].legend(fontsize=7)
-    figure.tight_layout()
+def draw(rows: list[dict], rates: list[str], file: Path) -> None:
+    """Draws step times, a panel a model, a group of bars a rate."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    models, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "method"))
+    bars = [method for method in methods if method != "alone"]
+    high = math.ceil(len(models) / 2)
+    figure = Figure(figsize=(13 if len(models) > 1 else 7, 3.1 * high + 0.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(high, min(2, len(models)), squeeze=False).flat
+    for rest in panels[len(models) :]:
+        rest.axis("off")
+    colours = colours_of(bars)
+    found = {(row["model"], row["method"], row["rate"]): row["ms"] for row in rows if "ms" in row}
+    for panel, model in zip(panels, models, strict=False):
+        shown = [ms for (of, _, _), ms in found.items() if of == model] or [1.0]
+        bottom = 0.6 * min(shown)
+        for place, method in enumerate(bars):
+            times = [found.get((model, method, rate), math.nan) for rate in rates]
+            shift = (place - (len(bars) - 1) / 2) * 0.84 / len(bars)
+            heights = [time - bottom for time in times]
+            places = [group + shift for group in range(len(rates))]
+            panel.bar(places, heights, 0.76 / len(bars), bottom, color=colours[method], label=title(method))
+            for x, time_ in zip(places, times, strict=True):
+                if math.isnan(time_) and any((row["model"], row["method"]) == (model, method) for row in rows):
+                    panel.annotate("x", (x, bottom), ha="center", va="bottom", fontsize=7, color=colours[method])
+        alone = [ms for (of, method, _), ms in found.items() if (of, method) == (model, "alone")]
+        if alone:
+            panel.axhline(min(alone), color="black", linewidth=1, linestyle=":", label=title("alone"))
+        panel.set(title=title(model), yscale="log", ylim=(bottom, 1.6 * max(shown)), ylabel="ms a step")
+        panel.set_xticks(range(len(rates)), [title(rate) for rate in rates])
+        panel.grid(axis="y", alpha=0.3)
+        panel.set_axisbelow(True)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, ncols=6 if len(models) > 1 else 3)
     figure.savefig(file, dpi=110)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mnistnet,vit,gpt,resnet,lstm")
-    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--models", default=",".join(WORKLOADS))
+    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them")
     parser.add_argument("--rates", default="10mbit,100mbit,1gbit,none")
-    parser.add_argument("--picture", help="file to draw into")
+    parser.add_argument("--steps", type=int, default=30, help="most steps of a method at a rate (least: 3)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time after which steps of a cell are enough")
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds without a result until a method hangs")
+    parser.add_argument("--out", default="two_site_link", help="name of the files, without .md, .png and .json")
+    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
     arguments = parser.parse_args()
-    rows, rates = measure(arguments), arguments.rates.split(",")
+    for model in arguments.models.split(","):
+        if model not in WORKLOADS:
+            parser.error(f"no model {model!r}; models are {', '.join(WORKLOADS)}")
+    arguments.loopback = not may_make_links()
+    if not arguments.draw_only:
+        check_rates(parser, arguments.rates, arguments.loopback)
+    results = Path(f"{arguments.out}.json")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    if not arguments.draw_only:
+        results.unlink(missing_ok=True)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sites end, too
+        measure(arguments, results)
+    rows = read(results)
+    if not rows:
+        parser.error(f"there is nothing in {results}")
+    rates = list(dict.fromkeys(row["rate"] for row in rows)) if arguments.draw_only else arguments.rates.split(",")
+    Path(f"{arguments.out}.md").write_text(table(rows, rates) + "\n")
     print(table(rows, rates))
-    if arguments.picture:
-        draw(rows, rates, arguments.picture)
+    draw(rows, rates, Path(f"{arguments.out}.png"))
+    print(f"\n{arguments.out}.md, .png and .json, in {(time.monotonic() - start) / 60:.1f} minutes")
+    return int(not any("ms" in row for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

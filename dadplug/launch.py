@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _GRACE = 20.0  # seconds that sites have to end by themselves once one has failed
 
@@ -24,7 +26,7 @@ def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = No
     """Runs a Python program once for each site, with torchrun's environment variables, and waits for all.
 
     Each site gets its share of the processor's cores. If one site fails, the others get a little time to end with
-    their own message. Ctrl-C ends all.
+    their own message. Ctrl-C and SIGTERM end all.
 
     Args:
         arguments: the program and its arguments, as after ``python``.
@@ -36,19 +38,20 @@ def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = No
     """
     port = free_port() if port is None else port
     threads = max(1, (os.cpu_count() or 1) // num_sites)
-    processes = []
-    for rank in range(num_sites):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_sites),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        }
-        processes.append(subprocess.Popen([sys.executable, *arguments], env=environment))
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        return _wait(processes)
+        with _sigterm_as_exit():
+            for rank in range(num_sites):
+                environment = os.environ | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(num_sites),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+                }
+                processes.append(subprocess.Popen([sys.executable, *arguments], env=environment))
+            return _wait(processes)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -58,6 +61,19 @@ def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = No
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Lets SIGTERM end the program as an exception does, so that what it started ends, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -13,8 +13,8 @@ from torch import nn
 import dadplug
 from dadplug.exchange.buckets import FactorBucket
 from dadplug.exchange.indices import IndexSlot
+from dadplug.exchange.opening import open_transport
 from dadplug.exchange.traffic import Traffic
-from dadplug.exchange.transport import open_transport
 from dadplug.share import Share
 
 

@@ -109,19 +109,24 @@ class FactorBucket:
         self._dtype = dtype
         self._wire = wire
         self._head = _aligned(-(-4 * (1 + len(self.slots)) // wire.itemsize))
-        self._gather: Gather | None = None
-        self._own: list[Share] = []
         self._rows = [0] * len(self.slots)
         self._late: dict[int, Share] = {}
         self.extra_rows = [0] * len(self.slots)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Makes payloads of the slots' capacities.
+
+        At the end of a step and not when they are first needed: sites that use other layers need buckets in another
+        order, and messages find one another by the order in which gathers were made.
+        """
+        places = range(len(self._senders))
+        sizes = [self._head + sum(sum(slot.sizes(slot.capacity[place])) for slot in self.slots) for place in places]
+        self._gather: Gather = self._transport.gather(self._by_rank(sizes), self._wire)
+        self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
 
     def post(self) -> None:
-        """Makes ready to receive; lays payloads out anew where a capacity has changed."""
-        if self._gather is None:
-            places = range(len(self._senders))
-            sizes = [self._head + sum(sum(slot.sizes(slot.capacity[place])) for slot in self.slots) for place in places]
-            self._gather = self._transport.gather(self._by_rank(sizes), self._wire)
-            self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
+        """Makes ready to receive."""
         self._gather.post()
 
     def _by_rank(self, sizes: Sequence[int]) -> list[int]:
@@ -182,7 +187,6 @@ class FactorBucket:
             samples: samples that this site's gradients stand for.
         """
         self.post()
-        assert self._gather is not None
         if self.place is not None:
             self._integers(self._gather.payload).copy_(torch.tensor([samples, *self._rows], dtype=torch.int32))
         self._gather.launch()
@@ -198,7 +202,6 @@ class FactorBucket:
 
     def wait(self) -> None:
         """Waits until every site's payload is there."""
-        assert self._gather is not None
         self._gather.wait()
 
     def receive(self) -> tuple[list[int], list[list[Share]]]:
@@ -207,7 +210,6 @@ class FactorBucket:
         Returns:
             The samples of each site, and by slot and site what was sent; valid until the next step's `post`.
         """
-        assert self._gather is not None
         samples: list[int] = []
         shares: list[list[Share]] = [[] for _ in self.slots]
         for site, payload in enumerate(self._of_senders(self._gather.wait())):
@@ -255,9 +257,9 @@ class FactorBucket:
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:
         """Learns from the rows that every site had, by slot and site, and forgets the step."""
         changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
-        if any(changed):
-            self._gather = None
         self._late.clear()
+        if any(changed):
+            self._lay_out()
         self._rows = [0] * len(self.slots)
         self.extra_rows = [0] * len(self.slots)
 
@@ -307,26 +309,26 @@ class DenseBucket:
 class GatheredBucket(DenseBucket):
     """Gradients of several parameters that every site gathers, and sums in the same order.
 
-    Numbers of a narrow type are summed in single precision.
+    The sum replaces rank 0's payload; numbers of a narrow type are summed in single precision, beside it.
     """
 
     def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> None:
         self._transport = transport
         self._gather = transport.gather([sum(sizes)] * transport.world_size, dtype)
-        self._parts = self._gather.payload.split(list(sizes))
+        self._sizes = list(sizes)
+        self._parts = self._gather.payload.split(self._sizes)
         wide = torch.promote_types(dtype, torch.float32)
-        self._total = torch.empty(sum(sizes), dtype=wide, device=transport.device)
-        self._sums = self._total.split(list(sizes))
+        self._total = None if wide == dtype else torch.empty(sum(sizes), dtype=wide, device=transport.device)
 
     def launch(self) -> None:
         self._gather.launch()
 
     def wait(self) -> Sequence[Tensor]:
         first, *others = self._gather.wait()
-        self._total.copy_(first)
+        total = first if self._total is None else self._total.copy_(first)
         for payload in others:
-            self._total.add_(payload)
-        return self._sums
+            total.add_(payload)
+        return total.split(self._sizes)
 
 
 def dense_bucket(sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> DenseBucket:

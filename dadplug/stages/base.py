@@ -149,6 +149,13 @@ def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) ->
         parameter.grad.mul_(scale)
 
 
+def gradient_to_form(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+    """Returns ``.grad`` in another shape, to be overwritten where it lies: a gradient is not there twice."""
+    if parameter.grad is None or parameter.grad.is_sparse or not parameter.grad.is_contiguous():
+        parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+    return parameter.grad.view(shape)
+
+
 _KINDS: dict[tuple[str, bool], type[Stage]] = {}
 
 

@@ -41,7 +41,7 @@ class FactorStage(Stage):
         self.bucket = FactorBucket(slots, pipeline.transport, self.dtype, wire, self.senders)
         self._present: set[str] = set()
         self._samples: list[int] = []
-        self._shares: list[list[Share]] = []
+        self._rows: list[list[int]] = []  # that have arrived, by slot and site
         self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def _find_senders(self) -> list[int]:
@@ -134,16 +134,17 @@ class FactorStage(Stage):
     def receive(self) -> None:
         with self.timing("wait"):
             self.bucket.wait()
-        self._samples, self._shares = self.bucket.receive()
-        self._decode(self._samples)
+        self._samples, shares = self.bucket.receive()
+        self._rows = [[share.rows for share in sites] for sites in shares]
+        self._decode(shares, self._samples)
 
-    def _decode(self, samples: Sequence[int]) -> None:
+    def _decode(self, shares: Sequence[list[Share]], samples: Sequence[int]) -> None:
         """Forms the gradients of what has arrived, with each site's share in the samples."""
         self._gradients.clear()
         if any(samples):
-            for unit, shares in zip(self.units, self._shares, strict=True):
+            for unit, each in zip(self.units, shares, strict=True):
                 with self.timing("decode", unit):
-                    self._decode_unit(unit, shares, samples)
+                    self._decode_unit(unit, each, samples)
 
     def _decode_unit(self, unit: Unit, shares: Sequence[Share], samples: Sequence[int]) -> None:
         assert isinstance(unit, FactorUnit)
@@ -151,7 +152,8 @@ class FactorStage(Stage):
         whole = unit.complete([share.to(unit.lead.device, self.dtype) for share in shares], self.pipeline.known)
         if whole is None:
             return
-        self.pipeline.known[unit.name] = whole
+        if self.pipeline.method.chains:  # nobody else asks for it, and it is as large as the payloads
+            self.pipeline.known[unit.name] = whole
         weights, exact = self._weights(samples), self.pipeline.method.exact
         gradients = decode(whole, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
         self._gradients[unit.name] = gradients
@@ -166,19 +168,31 @@ class FactorStage(Stage):
 
     def finish(self, notes: Sequence[Note], write: bool) -> None:
         samples = self._counts(notes)
-        if write and samples != self._samples:  # a backward pass came after the bucket had left
-            self._decode(samples)
         extra = [[notes[rank].extra_rows[index] for rank in self.senders] for index in self._indices()]
-        for (slot, site), share in self.bucket.second_round(extra).items():
-            self._shares[slot][site] = self._shares[slot][site].plus(share)
-        for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
-            if write and any(note.present[index] for note in notes):
-                if any(extra[slot]) or unit.name not in self._gradients:
-                    self._decode_unit(unit, self._shares[slot], samples)
+        wanted = [write and any(note.present[index] for note in notes) for index in self._indices()]
+        missing = any(want and unit.name not in self._gradients for want, unit in zip(wanted, self.units, strict=True))
+        if any(map(any, extra)) or missing or samples != self._samples:
+            self._finish_late(extra, wanted, samples, write)
+        for want, unit in zip(wanted, self.units, strict=True):
+            if want:
                 self._write_gradients(unit, *self._gradients[unit.name])
-        self.bucket.end_step([[share.rows for share in shares] for shares in self._shares])
         self._present.clear()
         self._gradients.clear()
+        self.bucket.end_step(self._rows)
+
+    def _finish_late(
+        self, extra: Sequence[Sequence[int]], wanted: Sequence[bool], samples: Sequence[int], write: bool
+    ) -> None:
+        """Decodes anew what has changed since the buckets left: rows in a second round, samples of a late backward."""
+        _, shares = self.bucket.receive()
+        if write and samples != self._samples:
+            self._decode(shares, samples)
+        for (slot, site), share in self.bucket.second_round(extra).items():
+            shares[slot][site] = shares[slot][site].plus(share)
+            self._rows[slot][site] += share.rows
+        for slot, unit in enumerate(self.units):
+            if wanted[slot] and (any(extra[slot]) or unit.name not in self._gradients):
+                self._decode_unit(unit, shares[slot], samples)
 
     def _write_gradients(self, unit: Unit, weight: Tensor, bias: Tensor | None) -> None:
         assert isinstance(unit, FactorUnit)

@@ -14,7 +14,7 @@ from ..methods import Method
 from ..methods.powersgd import PowerSGD
 from ..notes import Note
 from ..units import Unit
-from .base import register_stage, write_gradient
+from .base import gradient_to_form, register_stage
 from .dense import DenseStage
 
 
@@ -96,8 +96,8 @@ class PowerStage(DenseStage):
             elif write and any(note.present[index] for note in notes):
                 with self.timing("decode", unit):
                     right = rights[slot].to(matrix.dtype).view(self._ranks[slot], -1).clone()
-                    agreed = left.T @ right
-                    write_gradient(unit.lead, agreed, scale)
+                    agreed = torch.mm(left.T, right, out=gradient_to_form(unit.lead, unit.shape))
                     matrix.sub_(agreed, alpha=share)
+                    agreed.mul_(scale)
                     self.method.keep(unit.name, right)
         self._arrivals.clear()

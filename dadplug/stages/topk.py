@@ -14,7 +14,7 @@ from ..methods.topk import TopK
 from ..notes import Note
 from ..share import finite
 from ..units import Unit
-from .base import register_stage, write_gradient
+from .base import gradient_to_form, register_stage
 from .dense import DenseStage
 
 _ALIGNMENT = 16  # bytes
@@ -86,11 +86,11 @@ class TopKStage(DenseStage):
                 self.method.errors.forget(unit.name)  # it holds gradients that are lost, or that have been agreed on
             elif write and any(note.present[index] for note in notes):
                 with self.timing("decode", unit):
-                    agreed = torch.zeros_like(unit.lead).view(-1)
+                    agreed = gradient_to_form(unit.lead, (-1,)).zero_()
                     for payload in self._payloads:
                         indices, numbers = self._places(payload, slot)
                         agreed.index_add_(0, indices, numbers.to(agreed.dtype))
-                    write_gradient(unit.lead, agreed, scale)
+                    agreed.mul_(scale)
                     left, indices, sent = self._sent[unit.name]
                     left.index_add_(0, indices, sent, alpha=-1)
         self._arrivals.clear()

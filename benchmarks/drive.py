@@ -1,0 +1,112 @@
+"""What the benchmarks over rates and methods share: starting two sites, results in lines, names, colours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+from attach import PEERS
+
+from dadplug.launch import free_port
+
+HERE = Path(__file__).resolve().parent
+TITLES = {
+    "alone": "one process alone",
+    "ddp": "DDP",
+    "ddp-fp16": "DDP, fp16 hook",
+    "ddp-powersgd": "DDP, PowerSGD hook",
+    "mnistnet": "MNISTNet",
+    "vit": "ViT",
+    "gpt": "small GPT",
+    "resnet": "ResNet-18's shape",
+    "lstm": "LSTM",
+    "none": "unshaped",
+}
+
+
+def title(name: str) -> str:
+    """What tables and pictures call a model, method or rate."""
+    if rate := re.fullmatch(r"([\d.]+)([kmg])bit", name):
+        return f"{rate[1]} {rate[2].replace('m', 'M').replace('g', 'G')}bit/s"
+    return TITLES.get(name) or re.sub("[:+]", ", ", name.replace("wire=", "")).replace("=", " ")
+
+
+def check_rates(parser: argparse.ArgumentParser, rates: str, loopback: bool) -> None:
+    """Ends the program where a rate is none, or cannot be had."""
+    for rate in rates.split(","):
+        if rate != "none" and not re.fullmatch(r"[\d.]+[kmg]bit", rate):
+            parser.error(f"a rate reads like 100mbit, or none, got {rate!r}")
+    if loopback and rates != "none":
+        parser.error("rates need Linux, root and iproute2; without them only --rates none runs, on loopback")
+
+
+def read(file: Path) -> list[dict]:
+    """Reads results, a line each."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def run_sites(program: list[str], loopback: bool, results: Path, limit: float) -> str:
+    """Runs a program of this folder on two sites, joined by benchmarks/link.py or on loopback.
+
+    Args:
+        program: the program and its arguments.
+        loopback: whether they meet on loopback.
+        results: file that grows as the program gets on.
+        limit: seconds in which it must have grown; else the program is ended.
+
+    Returns:
+        Why the program has failed; an empty string if it has not.
+    """
+    command = [sys.executable, str(HERE / "link.py"), "none", sys.executable]
+    if loopback:
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command = [sys.executable, *launch, "--master-port", str(free_port())]
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen([*command, str(HERE / program[0]), *program[1:]], stderr=said)
+        try:
+            hung = not _wait(process, results, limit)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+        said.seek(0)
+        lines = [line.strip() for line in said.read().splitlines() if line.strip()]
+    if hung:
+        return f"no result within {limit:g} s"
+    if not process.returncode:
+        return ""
+    errors = [line for line in lines if re.match(r"(\[rank\d\]: ?)?[\w.]*(Error|Exception)\b|what\(\)", line)]
+    reason = re.sub(r"^\[rank\d\]: ?", "", (errors or lines or ["ended without a word"])[-1])
+    return textwrap.shorten(reason, 300, placeholder=" …")
+
+
+def _wait(process: subprocess.Popen, results: Path, limit: float) -> bool:
+    """Waits for a process; False if it has had no further result for too long."""
+    size, since = -1, time.monotonic()
+    while process.poll() is None:
+        now = results.stat().st_size if results.exists() else 0
+        if now != size:
+            size, since = now, time.monotonic()
+        if time.monotonic() - since > limit:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def colours_of(methods: list[str]) -> dict[str, object]:
+    """Greys for the peers and dsgd, which sends what they send; colours for the rest."""
+    from matplotlib import colormaps
+
+    peers = [name for name in methods if name in (*PEERS, "dsgd")]
+    others = [name for name in methods if name not in peers]
+    greys = {name: str(0.2 + 0.6 * place / max(1, len(peers) - 1)) for place, name in enumerate(peers)}
+    coloured = (0, 1, 2, 3, 4, 5, 6, 8, 9)  # of ten, but for the grey
+    return greys | {name: colormaps["tab10"](coloured[place % 9]) for place, name in enumerate(others)}

@@ -1,0 +1,171 @@
+"""Peak memory of training by method, against DDP's, at two sites: processes of their own for each model and method.
+
+    python benchmarks/memory.py                                         all five models, some ten minutes
+    python benchmarks/memory.py --models mnistnet --methods ddp,dad
+
+Resident memory beyond that of a process that has trained the same before and has thrown it away: libraries, compiled
+kernels and caches do not count; parameters, gradients, activations, payloads and a method's state do. Peaks are
+the kernel's (VmHWM, reset by /proc/self/clear_refs; Linux), of the first three steps, in which methods learn, and of
+the steps after that. One thread, SGD without momentum. All methods run with the same settings of malloc, by which
+what is freed goes back to the system at once.
+
+What is promised: no more than DDP's peak and the payloads of all sites. Exits with an error where that does not hold,
+by more than the tolerance. A method with error feedback keeps as many numbers as the model has, by its nature; where it
+needs them beyond that, the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from attach import Attached
+from workloads import WORKLOADS, loss
+
+import dadplug
+from dadplug.launch import launch_sites
+from dadplug.lowrank.scratch import scratch
+
+METHODS = "ddp,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,powersgd,topk"
+MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "0",
+}
+FIRST_STEPS, STEPS = 3, 8
+
+
+def resident(what: str) -> float:
+    """A line of /proc/self/status, such as VmRSS, in MB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{what}:")[1].split()[0]) / 1e3
+
+
+def reset_peak() -> None:
+    """Makes VmHWM begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def settle() -> None:
+    """Gives back what is free."""
+    gc.collect()
+    scratch.clear()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def train(arguments: argparse.Namespace, steps: int) -> tuple[float, float, int]:
+    """Trains from nothing; returns the peaks of the first steps and of the others, in MB, and payload bytes a step."""
+    workload = WORKLOADS[arguments.model]
+    torch.manual_seed(0)
+    model = workload.build()
+    attached = Attached(model, arguments.method, arguments.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    first = 0.0
+    reset_peak()
+    for step in range(steps):
+        if step == FIRST_STEPS:
+            first = resident("VmHWM")
+            reset_peak()
+        inputs, targets = workload.draw(workload.batch_size, torch.Generator().manual_seed(step))
+        loss(attached.model(inputs), targets).backward()
+        attached.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+    payload = attached.reduction.traffic.bytes_sent if attached.reduction is not None else 0
+    attached.detach()
+    return first, resident("VmHWM"), payload
+
+
+def run_site(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dadplug.connect()
+    train(arguments, FIRST_STEPS + 1)
+    settle()
+    before = resident("VmRSS")
+    first, later, payload = train(arguments, STEPS)
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (first - before, later - before, payload))
+    if dist.get_rank() == 0:
+        firsts, laters, payloads = zip(*every, strict=True)
+        row = {"first": max(firsts), "later": max(laters), "payloads": sum(payloads) / 1e6}
+        Path(arguments.result).write_text(json.dumps(row))
+
+
+def measure(model: str, method: str, rank: int) -> dict:
+    """Measures a method in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, errors = Path(folder) / "result.json", Path(folder) / "errors"
+        command = [sys.executable, __file__, "--model", model, "--method", method, "--rank", str(rank)]
+        command += ["--result", str(result)]
+        with errors.open("w") as stream:
+            subprocess.run(command, env=os.environ | MALLOC, stderr=stream, check=False)
+        if not result.exists():
+            return {"error": (errors.read_text().strip().splitlines() or ["ended without a word"])[-1]}
+        return json.loads(result.read_text())
+
+
+def state(model: str, method: str) -> float:
+    """What a method keeps beside payloads by its nature, in MB: an error for each number that it may not have sent."""
+    keeps = method.startswith(("powersgd", "topk")) or "error_feedback=true" in method or "int8" in method
+    parameters = WORKLOADS[model].build().parameters()
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 1e6 if keeps else 0.0
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Measures all, and prints a table."""
+    print("| model | method | peak MB, first steps | later | beyond DDP | payloads | state | within |")
+    print("| --- " * 8 + "|", flush=True)
+    failed = 0
+    for model in arguments.models.split(","):
+        ddp: dict | None = None
+        for method in arguments.methods.split(","):
+            row = measure(model, method, arguments.rank)
+            if "error" in row:
+                print(f"| {model} | {method} | failed: {row['error']} |" + " |" * 5, flush=True)
+                failed += 1
+                continue
+            kept = state(model, method)
+            ddp = row if method == "ddp" else ddp
+            beyond = max(row[when] - ddp[when] for when in ("first", "later")) if ddp else float("nan")
+            peer = method.startswith("ddp")
+            spare = row["payloads"] + arguments.tolerance - beyond
+            within = "" if peer else "yes" if spare >= 0 else "with its state" if spare + kept >= 0 else "NO"
+            failed += within == "NO"
+            print(
+                f"| {model} | {method} | {row['first']:.1f} | {row['later']:.1f} | {beyond:+.1f} | "
+                f"{row['payloads']:.2f} | {kept:.1f} | {within} |",
+                flush=True,
+            )
+    return int(failed > 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(WORKLOADS))
+    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them; ddp first")
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--tolerance", type=float, default=1.0, help="MB by which two runs of the same may differ")
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--method", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.model is None:
+        return compare(arguments)
+    if "RANK" not in os.environ:
+        return launch_sites([__file__, *sys.argv[1:]], 2)
+    run_site(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
