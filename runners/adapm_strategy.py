@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dadplug.options import Options
-
 from . import dad_strategy
+from .management import Management, check_names, embeddings_of, give_back, lookups
 from .registration import needs_lightning
 
 if TYPE_CHECKING:
     from dadplug.adapm import AdaModel
-
-_OWN = ("mode", "intent", "lookahead", "reduce", "technique", "interval")
 
 
 class AdaPMStrategy(dad_strategy.DADStrategy):
@@ -92,30 +88,15 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         **unknown: Any,
     ) -> None:
         given = locals()  # written out above, as LightningCLI needs it
-        from dadplug.adapm.engine import TECHNIQUES
-
-        if intent is not None and intent != "auto" and not callable(intent):
-            raise ValueError(f"intent must be 'auto', a function from a batch to its ids, or None, got {intent!r}")
-        if lookahead < 1:
-            raise ValueError(f"lookahead must be at least 1, got {lookahead}")
-        for name, value, choices in (("reduce", reduce, ("mean", "sum")), ("technique", technique, TECHNIQUES)):
-            if value not in choices:
-                raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
-        if interval < 0:
-            raise ValueError(f"interval must be at least 0, got {interval}")
+        management = Management(**{name: given[name] for name in Management.names()})
         passed = inspect.signature(dad_strategy.DADStrategy.__init__).parameters
         super().__init__(**{name: given[name] for name in passed if name not in ("self", "unknown")}, **unknown)
-        self._intent, self._lookahead, self._reduce = intent, lookahead, reduce
-        self._technique, self._interval = technique, interval
+        self._management = management
         self._optimizer: Any = None
         self._loader: Any = None
 
     def _check_names(self, unknown: dict[str, Any]) -> None:
-        names = [*_OWN, *(name for name in Options.names() if name != "mode")]
-        for name in unknown:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
+        check_names(unknown)
 
     # Start and end
 
@@ -124,43 +105,22 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        from dadplug.adapm import AdaModel, ParameterManager
-
-        from .lookahead_loader import embeddings_of
-
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("managed rows have no part in a GradScaler: use precision='bf16-mixed' or '32-true'")
-        self._optimizer = embeddings_of(self.lightning_module, self.optimizers)
-        manager = ParameterManager(technique=self._technique, timeout=self.options.timeout, interval=self._interval)
+        self._optimizer = embeddings_of("AdaPMStrategy", self.lightning_module, self.optimizers)
         options = dataclasses.asdict(self.options)
-        try:
-            self.managed = AdaModel(self.lightning_module, self._optimizer, manager, reduce=self._reduce, **options)
-        except BaseException:
-            manager.close()
-            raise
+        self.managed = self._management.manage("AdaPMStrategy", self.lightning_module, self._optimizer, options)
         self.reduction = self.managed.reduction
         if self._states is not None and self.reduction is not None:
             self.reduction.load_states(self._states)
         self._states = None
-        if not self.managed.managed:
-            warnings.warn(
-                "AdaPMStrategy found no embedding to manage: those of float32 are that are in an optimizer and that "
-                "nothing but nn.Embedding and nn.EmbeddingBag uses. All parameters are agreed on as by DADStrategy",
-                stacklevel=2,
-            )
-        elif trainer.gradient_clip_val:
+        if self.managed.managed and trainer.gradient_clip_val:
             warnings.warn("gradient_clip_val does not clip the gradients of managed rows", stacklevel=2)
 
     def teardown(self) -> None:
         managed, self.managed = self.managed, None
         if managed is not None:
-            try:
-                if self._interrupted:  # others may be gone, and rows with them
-                    managed.close()
-                else:
-                    managed.unwrap(self._optimizer)
-            finally:
-                managed.manager.close()
+            give_back(managed, self._optimizer, self._interrupted)  # others may be gone after an error
         self._loader = None
         super().teardown()
 
@@ -173,13 +133,14 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
             managed is None
             or not managed.managed
             or not trainer.training
-            or self._intent is None
+            or self._management.intent is None
             or self.world_size == 1
         ):
             return dataloader
-        from .lookahead_loader import LookaheadLoader
+        from .lightning_lookahead import LightningLookahead
 
-        self._loader = LookaheadLoader(dataloader, managed, self._intent, self._lookahead, trainer)
+        intent, lookahead = self._management.intent, self._management.lookahead
+        self._loader = LightningLookahead(dataloader, managed, intent, lookahead, trainer)
         return self._loader
 
     def on_train_start(self) -> None:
@@ -193,8 +154,6 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._loader is None or self.managed is None:
             return super().training_step(*args, **kwargs)
-        from .lookahead_loader import lookups
-
         before = {} if not self.lightning_module.automatic_optimization else lookups(self.managed)
         output = super().training_step(*args, **kwargs)
         self._loader.compare(before)

@@ -38,6 +38,8 @@ class AdaModel(nn.Module):
         reduce: ``"mean"`` weights gradients of rows by the site's share of the samples, as one process with all sites'
             rows and a mean loss would have them (equally where no other parameters are there); ``"sum"`` does not.
         mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
+        always_reduce: whether to make a reduction also where no other parameters are there: it keeps the sites in step,
+            and tells the shares of samples.
         options: further options of `dadplug.GradientReduction`.
 
     Attributes:
@@ -70,6 +72,7 @@ class AdaModel(nn.Module):
         *,
         reduce: str = "mean",
         mode: str = "dsgd",
+        always_reduce: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class AdaModel(nn.Module):
             self._recorder = error
         hidden = [(module, module._parameters.pop("weight")) for modules in layers.values() for _, module in modules]
         try:  # the reduction neither sends nor compares what is managed
-            if any(True for _ in model.parameters()):
+            if always_reduce or any(True for _ in model.parameters()):
                 self.reduction = GradientReduction(model, mode, **options)
         finally:
             for module, parameter in hidden:
