@@ -25,7 +25,7 @@ class ManagedWeight:
 
     Args:
         name: the parameter's name.
-        parameter: the weight; its memory is given up, and what reads it meets NaN.
+        parameter: the weight; `give_up` takes its memory, and what reads it then meets NaN.
         rule: the optimizer's rule.
         make_table: makes the table from a width and an initialiser.
     """
@@ -35,19 +35,23 @@ class ManagedWeight:
         self.rows, self.width = parameter.shape
         self.steps = 0
         self._lookups: list[tuple[Tensor, Tensor, Tensor]] = []
-        weights: list[NDArray[np.float32]] = [parameter.detach().cpu().contiguous().numpy()]
+        self._first: NDArray[np.float32] | None = parameter.detach().cpu().contiguous().numpy()
 
         def from_weights(keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-            out[:] = weights[0][keys]
+            assert self._first is not None
+            out[:] = self._first[keys]
 
         state = rule.state(self.width)
         self.table = make_table(
             self.width + sum(width for width, _ in state), Columns([(self.width, from_weights), *state])
         )
+
+    def give_up(self) -> None:
+        """Fills the table, and gives the parameter's memory up; once all tables are there."""
         for keys in self.home_keys(self.table.rank, self.table.world_size):
             self.table.pull(keys)  # makes the rows that are at home here, so that the weight can go
-        weights.clear()
-        parameter.data = parameter.new_full((1, 1), torch.nan).expand(self.rows, self.width)
+        self._first = None
+        self.parameter.data = self.parameter.new_full((1, 1), torch.nan).expand(self.rows, self.width)
 
     def home_keys(self, rank: int, sites: int) -> list[Tensor]:
         """Returns the keys that are at home at a site, in portions."""

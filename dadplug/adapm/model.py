@@ -35,6 +35,7 @@ class AdaModel(nn.Module):
         optimizer: the user's optimizer of the model's parameters: SGD, Adagrad, SparseAdam, Adam (which then leaves
             the moments of rows alone that are not in the batch), or `RowwiseAdagrad`.
         manager: where the tables are; a new one where None.
+        backend: what a new manager runs on, see `ParameterManager`.
         reduce: ``"mean"`` weights gradients of rows by the site's share of the samples, as one process with all sites'
             rows and a mean loss would have them (equally where no other parameters are there); ``"sum"`` does not.
         mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
@@ -70,6 +71,7 @@ class AdaModel(nn.Module):
         optimizer: Optimizer,
         manager: ParameterManager | None = None,
         *,
+        backend: str = "builtin",
         reduce: str = "mean",
         mode: str = "dsgd",
         always_reduce: bool = False,
@@ -80,7 +82,7 @@ class AdaModel(nn.Module):
             raise ValueError(f"unknown reduce {reduce!r}; valid ones are 'mean' and 'sum'")
         layers = find_layers(model, optimizer)
         self.module = model
-        self.manager = manager if manager is not None else ParameterManager()
+        self.manager = manager if manager is not None else ParameterManager(backend=backend)
         self.managed: dict[str, ManagedWeight] = {}
         self.reduction: GradientReduction | None = None
         self._reduce = reduce
@@ -103,6 +105,8 @@ class AdaModel(nn.Module):
                 module._parameters["weight"] = parameter
         for name, modules in layers.items():
             self._manage(name, modules, optimizer)
+        for weight in self.managed.values():
+            weight.give_up()
         # By a weak reference: the optimizer, which the user may keep, does not keep the tables.
         reference = weakref.ref(self)
 
