@@ -39,6 +39,7 @@ class AdaPMRunner(DistributedRunner):
         reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows, see `dadplug.adapm.AdaModel`.
         technique: what intents lead to, see `dadplug.adapm.ParameterManager`.
         interval: least time between two rounds of synchronisation, in seconds.
+        backend: ``"builtin"`` or ``"adapm"``, see `dadplug.adapm.ParameterManager`.
         options: as for `DistributedRunner`.
 
     Attributes:
@@ -67,11 +68,12 @@ class AdaPMRunner(DistributedRunner):
         reduce: str = "mean",
         technique: str = "all",
         interval: float = 0.002,
+        backend: str = "builtin",
         **options: Any,
     ) -> None:
         check_names(name for name in options if name not in (*_KEYS, *Options.names()))
         super().__init__(model, criterion, optimizer, mode, **options)
-        self._management = Management(intent, lookahead, reduce, technique, interval)
+        self._management = Management(intent, lookahead, reduce, technique, interval, backend)
         self._owner: Any = None
         self._gathered: tuple[int, dict[str, Any]] | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import shutil
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows, see `dadplug.adapm.AdaModel`.
         technique: what intents lead to, see `dadplug.adapm.ParameterManager`.
         interval: least time between two rounds of synchronisation, in seconds.
+        backend: ``"builtin"`` or ``"adapm"``, see `dadplug.adapm.ParameterManager`.
+        checkpoint: ``"whole"``: site 0 writes whole tables into Lightning's file; ``"sharded"``: each site writes its
+            own rows into a folder beside it, see `dadplug.adapm.save_shards`.
         rank: and the following: as for `DADStrategy`.
 
     Attributes:
@@ -63,6 +67,8 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         reduce: str = "mean",
         technique: str = "all",
         interval: float = 0.002,
+        backend: str = "builtin",
+        checkpoint: str = "whole",
         rank: int = 8,
         iterations: int = 1,
         tolerance: float = 1e-3,
@@ -88,10 +94,13 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         **unknown: Any,
     ) -> None:
         given = locals()  # written out above, as LightningCLI needs it
+        if checkpoint not in ("whole", "sharded"):
+            raise ValueError(f"unknown checkpoint {checkpoint!r}; valid ones are 'whole' and 'sharded'")
         management = Management(**{name: given[name] for name in Management.names()})
         passed = inspect.signature(dad_strategy.DADStrategy.__init__).parameters
         super().__init__(**{name: given[name] for name in passed if name not in ("self", "unknown")}, **unknown)
-        self._management = management
+        self._management, self._sharded = management, checkpoint == "sharded"
+        self._shards: str | None = None
         self._optimizer: Any = None
         self._loader: Any = None
 
@@ -111,11 +120,14 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         options = dataclasses.asdict(self.options)
         self.managed = self._management.manage("AdaPMStrategy", self.lightning_module, self._optimizer, options)
         self.reduction = self.managed.reduction
+        self._load_states()
+        if self.managed.managed and trainer.gradient_clip_val:
+            warnings.warn("gradient_clip_val does not clip the gradients of managed rows", stacklevel=2)
+
+    def _load_states(self) -> None:
         if self._states is not None and self.reduction is not None:
             self.reduction.load_states(self._states)
         self._states = None
-        if self.managed.managed and trainer.gradient_clip_val:
-            warnings.warn("gradient_clip_val does not clip the gradients of managed rows", stacklevel=2)
 
     def teardown(self) -> None:
         managed, self.managed = self.managed, None
@@ -166,6 +178,11 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
 
     # Checkpoints
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is read once the tables are there, into which its shards go."""
+        return self._sharded
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.managed is None:
             return super().lightning_module_state_dict()
@@ -175,10 +192,21 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
                 "the last one before it"
             )
         self._average_buffers()
-        return self.managed.state_dict()
+        return {} if self._sharded else self.managed.state_dict()
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self.managed is None:
+        if self._shards is not None and self.managed is not None:
+            from dadplug.adapm import load_shards
+
+            load_shards(self.managed, self._shards, self._optimizer)
+            self._shards = None
+            self._load_states()
+        elif self._shards is not None:
+            from dadplug.adapm import join_shards
+
+            whole = {**checkpoint, "state_dict": join_shards(self._shards)["model"]}
+            super().load_model_state_dict(whole, strict=strict)  # type: ignore[misc]
+        elif self.managed is None:
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
         else:
             self.managed.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -187,11 +215,35 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         plain = getattr(optimizer, "_optimizer", optimizer)
         if self.managed is None or plain is not self._optimizer:
             return super().optimizer_state(optimizer)  # type: ignore[misc,no-any-return]
-        return self.managed.optimizer_state_dict(plain)
+        return {} if self._sharded else self.managed.optimizer_state_dict(plain)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if self.managed is not None and optimizer is self._optimizer:
-                self.managed.load_optimizer_state_dict(optimizer, state)
-            else:
+            if self.managed is None or optimizer is not self._optimizer:
                 optimizer.load_state_dict(state)
+            elif state:
+                self.managed.load_optimizer_state_dict(optimizer, state)
+            elif self._shards is not None:  # read by a strategy that writes whole checkpoints
+                self.load_model_state_dict(checkpoint)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._sharded and self.managed is not None:
+            from dadplug.adapm import save_shards
+
+            checkpoint["dadplug_shards"] = True
+            save_shards(self.managed, shards_of(filepath), self._optimizer)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._shards = shards_of(checkpoint_path) if checkpoint.get("dadplug_shards") else None
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        shutil.rmtree(shards_of(filepath), ignore_errors=True)
+
+
+def shards_of(path: Any) -> str:
+    """Names the folder of shards that belongs to a file of Lightning's."""
+    return f"{path}.shards"

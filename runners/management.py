@@ -27,6 +27,7 @@ class Management:
         reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows.
         technique: what intents lead to.
         interval: least time between two rounds of synchronisation, in seconds.
+        backend: what the tables are in.
 
     Raises:
         ValueError: if an option is out of range or unknown.
@@ -37,10 +38,13 @@ class Management:
     reduce: str = "mean"
     technique: str = "all"
     interval: float = 0.002
+    backend: str = "builtin"
 
     def __post_init__(self) -> None:
+        from dadplug.adapm.backends import BACKENDS
         from dadplug.adapm.engine import TECHNIQUES
 
+        BACKENDS[self.backend]  # or an error
         if self.intent is not None and self.intent != "auto" and not callable(self.intent):
             raise ValueError(f"intent must be 'auto', a function from a batch to its ids, or None, got {self.intent!r}")
         if self.lookahead < 1:
@@ -69,6 +73,7 @@ class Management:
         from dadplug.adapm import AdaModel, ParameterManager
 
         manager = ParameterManager(
+            backend=self.backend,
             technique=self.technique,
             timeout=options["timeout"],
             interval=self.interval,

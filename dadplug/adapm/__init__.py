@@ -7,6 +7,7 @@ from .model import AdaModel
 from .pending import Pending
 from .recorder import IntentError
 from .rules import RowwiseAdagrad
+from .shards import join_shards, load_shards, save_shards
 from .table import Table
 
 __all__ = [
@@ -21,4 +22,7 @@ __all__ = [
     "RowwiseAdagrad",
     "Table",
     "Uniform",
+    "join_shards",
+    "load_shards",
+    "save_shards",
 ]

@@ -150,6 +150,10 @@ class ParameterManager:
         """Replaces a tensor's values by those of site 0; all sites must call it."""
         self._transport.broadcast(tensor)
 
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Gathers an object of every site, by rank; all sites must call it."""
+        return self._transport.gather_objects(item)
+
     @property
     def current_clock(self) -> int:
         """The number of times that `advance_clock` has been called."""

@@ -14,7 +14,7 @@ from ..reduction import GradientReduction
 from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight
 from .manager import ParameterManager
 from .recorder import IntentError, Recorder
-from .rules import RowwiseAdagradRule, rule_of
+from .rules import rule_of
 
 _CHUNK = 65536  # rows that are gathered or set at a time
 
@@ -221,10 +221,7 @@ class AdaModel(nn.Module):
             if parts := weight.rule.names:
                 state = self._gather(weight, slice(weight.width, None)).chunk(len(parts), 1)
                 own = {part: value.contiguous() for part, value in zip(parts, state, strict=True)}
-                # RowwiseAdagrad counts no steps
-                step = (
-                    {} if isinstance(weight.rule, RowwiseAdagradRule) else {"step": torch.tensor(float(weight.steps))}
-                )
+                step = {"step": torch.tensor(float(weight.steps))} if weight.rule.counts_steps else {}
                 found[name] = step | own
         return found
 
@@ -236,9 +233,9 @@ class AdaModel(nn.Module):
         self.manager.wait_sync(everywhere=True)
         state = optimizer.state_dict()
         states = dict(state["state"])
-        places = _places(optimizer)
+        numbers = places(optimizer)
         for name, rows in self._optimizer_states().items():
-            states[places[id(self.managed[name].parameter)]] = rows
+            states[numbers[id(self.managed[name].parameter)]] = rows
         self.manager.barrier()
         return state | {"state": states}
 
@@ -249,8 +246,8 @@ class AdaModel(nn.Module):
             ValueError: if the state of a managed weight does not fit.
         """
         states = dict(state_dict["state"])
-        places = _places(optimizer)
-        own = {name: states.pop(places[id(weight.parameter)], None) for name, weight in self.managed.items()}
+        numbers = places(optimizer)
+        own = {name: states.pop(numbers[id(weight.parameter)], None) for name, weight in self.managed.items()}
         optimizer.load_state_dict({**state_dict, "state": states})
         self.manager.wait_sync(everywhere=True)
         for name, rows in own.items():
@@ -320,8 +317,8 @@ class AdaModel(nn.Module):
             self.reduction.detach()
 
 
-def _places(optimizer: Optimizer) -> dict[int, int]:
-    """Numbers parameters as the optimizer's state does."""
+def places(optimizer: Optimizer) -> dict[int, int]:
+    """Numbers parameters, by their id, as the optimizer's state does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(parameter): place for place, parameter in enumerate(parameters)}
 
