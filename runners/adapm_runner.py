@@ -136,6 +136,7 @@ class AdaPMRunner(DistributedRunner):
         if managed is None:
             return parts
         if not saving:
+            load: dict[str, Callable[[Any], Any]]
             load = {"model": managed.load_state_dict, "optimizer": self._load_optimizer}
             return self._with(parts, {name: _Part(load=function) for name, function in load.items()})
         if self._gathered is None or self._gathered[0] != self.epoch_step:

@@ -101,7 +101,7 @@ class Library:
     def _limited(self) -> Iterator[None]:
         with self._lock:
             with suppress(Exception):  # without a real stderr there is no timer
-                faulthandler.dump_traceback_later(self._timeout, exit=True, file=sys.__stderr__)
+                faulthandler.dump_traceback_later(self._timeout, exit=True, file=sys.__stderr__ or 2)
             try:
                 yield
             finally:
