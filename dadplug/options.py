@@ -42,7 +42,7 @@ class Options:
     sync_batchnorm: bool = _option(False, "normalise by the statistics of all sites' rows")
     average_buffers: bool = _option(True, "average running statistics over sites before evaluation and checkpoints")
     check_finite: bool = _option(True, "NaN or Inf in a gradient is an error; switch off under a GradScaler")
-    bucket_mb: float | None = _option(None, "payload of a bucket in MB; None: 0.03 for factors, 4 for dense gradients")
+    bucket_mb: float | None = _option(None, "payload of a bucket in MB; None: 0.03 for factors, else 0.06 to 4")
     timeout: float = _option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost")
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from .methods.feedback import ErrorFeedback
 from .notes import Note, NoteExchange, raise_fault
 from .options import Options
 from .share import Share
-from .stages import Stage, stage_kind, write_gradient
+from .stages import DenseStage, Stage, stage_kind, write_gradient
 from .units import FactorUnit, Unit
 
 _WIRES = {"bf16": torch.bfloat16, "int8": torch.int8}
@@ -68,7 +68,7 @@ class Pipeline:
             group, size = open_groups.pop((kind, dtype), ([], 0))
             group.append(unit)
             size += kind.numbers(unit, rows.get(unit.name, 1), self.method) * self.wire(dtype).itemsize
-            if size >= self.options.bucket_bytes(kind.bucket_mb):
+            if size >= self.options.bucket_bytes(kind.full_at(self.transport)):
                 stages.append(kind(group, self))
             else:
                 open_groups[kind, dtype] = group, size
@@ -142,6 +142,12 @@ class Pipeline:
         """Tells how many rows of a unit this site sends in a step."""
         stage = self._stage_of[unit.name]
         return stage.room(unit)
+
+    def sent_bytes(self, unit: Unit) -> int:
+        """Tells how many bytes this site hands to the transport in a step for a unit without rows."""
+        stage = self._stage_of[unit.name]
+        assert isinstance(stage, DenseStage)
+        return stage.sent_bytes(unit)
 
     def share_state(self) -> None:
         """Hands to all sites what of rank 0's state has to be the same; all sites must call it."""

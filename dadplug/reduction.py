@@ -372,6 +372,8 @@ class GradientReduction:
                 nbytes = dense_bytes = 0
             elif isinstance(unit, FactorUnit):
                 nbytes = self._factor_bytes(unit, name)
+            elif self._pipeline is not None and self._settled:
+                nbytes = self._pipeline.sent_bytes(unit)
             else:
                 kind = stage_kind(unit.path)
                 assert issubclass(kind, DenseStage)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dadplug.lowrank import dequantise, dispatch, portable, quantise, sum_of_products, top_k
+from dadplug.lowrank import dequantise, dispatch, portable, quantise, sum_of_products, sum_one_by_one, top_k
 
 IMPLEMENTATIONS = {"numba": dispatch.cpu_kernels, "torch": lambda: portable}
 
@@ -101,3 +101,13 @@ def test_the_sum_of_products_is_that_of_each(sites, out, width, dtype):
     assert result.dtype == dtype
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.2}[dtype]
     torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (5, 0), (7, 9), (1000, 300), (513, 257), (20, 131_077), (131_077, 2)])
+@pytest.mark.parametrize("rows", [(4,), (0, 3), (2, 5, 1)])
+def test_products_added_one_by_one_are_their_sum(shape, rows):
+    """Also where the result is larger than a block, or a row of it is."""
+    lefts = [random(count, shape[0], seed=site, dtype=torch.float64) for site, count in enumerate(rows)]
+    rights = [random(count, shape[1], seed=site + 9, dtype=torch.float64) for site, count in enumerate(rows)]
+    expected = torch.cat(lefts).T @ torch.cat(rights)
+    torch.testing.assert_close(sum_one_by_one(lefts, rights), expected, atol=1e-12, rtol=1e-12)

@@ -278,3 +278,34 @@ class DenseBucket:
         assert self._reduction is not None
         self._reduction.wait()
         return self._parts
+
+
+class GatheredBucket(DenseBucket):
+    """Gradients of several parameters that every site gathers, and sums in the same order.
+
+    Numbers of a narrow type are summed in single precision.
+    """
+
+    def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> None:
+        self._transport = transport
+        self._gather = transport.gather([sum(sizes)] * transport.world_size, dtype)
+        self._parts = self._gather.payload.split(list(sizes))
+        wide = torch.promote_types(dtype, torch.float32)
+        self._total = torch.empty(sum(sizes), dtype=wide, device=transport.device)
+        self._sums = self._total.split(list(sizes))
+
+    def launch(self) -> None:
+        self._gather.launch()
+
+    def wait(self) -> Sequence[Tensor]:
+        first, *others = self._gather.wait()
+        self._total.copy_(first)
+        for payload in others:
+            self._total.add_(payload)
+        return self._sums
+
+
+def dense_bucket(sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> DenseBucket:
+    """Makes the kind of bucket that sums gradients of these sizes soonest."""
+    gathers = transport.prefers_gather(sum(sizes) * dtype.itemsize)
+    return GatheredBucket(sizes, transport, dtype) if gathers else DenseBucket(sizes, transport, dtype)

@@ -177,13 +177,14 @@ def choose_interface(host: str, port: int) -> None:
             probe.connect((socket.gethostbyname(host), port))
             address = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
-                if _address_of(probe, name) == address:
+                if address_of(probe, name) == address:
                     os.environ["GLOO_SOCKET_IFNAME"] = name
     except OSError:
         pass
 
 
-def _address_of(probe: socket.socket, interface: str) -> str | None:
+def address_of(probe: socket.socket, interface: str) -> str | None:
+    """Looks up the IPv4 address of a network interface; None where it has none."""
     import fcntl
 
     request = struct.pack("256s", interface[:15].encode())

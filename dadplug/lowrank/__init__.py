@@ -3,7 +3,7 @@
 from . import sparse
 from .compress import Carry, Compressed, compress, compress_matrix, squared_norm
 from .dispatch import warmup
-from .packing import dequantise, orthonormalise, quantise, rounded, sum_of_products, top_k
+from .packing import dequantise, orthonormalise, quantise, rounded, sum_of_products, sum_one_by_one, top_k
 
 __all__ = [
     "Carry",
@@ -17,6 +17,7 @@ __all__ = [
     "sparse",
     "squared_norm",
     "sum_of_products",
+    "sum_one_by_one",
     "top_k",
     "warmup",
 ]

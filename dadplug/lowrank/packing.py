@@ -15,6 +15,7 @@ from .dispatch import kernels_for
 from .scratch import scratch
 
 _FEW = 12  # rows up to which the own product beats BLAS
+_BLOCK = 1 << 17  # numbers of a result that stay in the cache between two products
 
 
 def quantise(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -119,4 +120,32 @@ def sum_of_products(lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: 
         return left.T @ right
     result = like.new_empty(out, width)
     kernels_for(like).product(left, right, result)
+    return result
+
+
+def sum_one_by_one(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+    """Computes ``sum over s of lefts[s].T @ rights[s]``, one product after the other added in place.
+
+    Large results are made a block at a time, so that all products of a block find it in the cache.
+
+    Args:
+        lefts: a block of rows a site, of shape (k_s, out).
+        rights: a block of rows a site, of shape (k_s, in).
+
+    Returns:
+        The sum, of shape (out, in).
+    """
+    out, width = lefts[0].shape[1], rights[0].shape[1]
+    if len(lefts) == 1 or lefts[0].is_cuda or out * width <= _BLOCK:
+        result = lefts[0].T @ rights[0]
+        for left, right in zip(lefts[1:], rights[1:], strict=True):
+            result.addmm_(left.T, right)
+        return result
+    result = lefts[0].new_empty(out, width)
+    height = max(16, _BLOCK // width // 16 * 16)
+    for start in range(0, out, height):
+        block = result[start : start + height]
+        torch.mm(lefts[0].T[start : start + height], rights[0], out=block)
+        for left, right in zip(lefts[1:], rights[1:], strict=True):
+            block.addmm_(left.T[start : start + height], right)
     return result

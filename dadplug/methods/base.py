@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hooks import LINEAR, Factor, Form
-from ..lowrank import sum_of_products
+from ..lowrank import sum_of_products, sum_one_by_one
 from ..share import Share
 
 if TYPE_CHECKING:
@@ -139,9 +139,12 @@ def decode(
     else:
         rows = [Share(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
         rows = [share for share in rows if share.rows] or rows[:1]
-        gradient = form.gradient(rows[0].left, rows[0].right)
-        for share in rows[1:]:
-            gradient = form.add_to(gradient, share.left, share.right)
+        if form == LINEAR:
+            gradient = sum_one_by_one([share.left for share in rows], [share.right for share in rows])
+        else:
+            gradient = form.gradient(rows[0].left, rows[0].right)
+            for share in rows[1:]:
+                gradient = form.add_to(gradient, share.left, share.right)
         if with_bias and shares[0].bias is None:
             sums = [form.bias_gradient(share.left) for share in rows]
             return gradient, sum(sums[1:], sums[0])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..exchange.traffic import Traffic
+from ..exchange import Traffic, Transport
 from ..methods import Method
 from ..notes import Note
 from ..units import Unit
@@ -111,6 +111,11 @@ class Stage:
     def finish(self, notes: Sequence[Note], write: bool) -> None:
         """Writes the agreed gradients, or throws them away."""
         raise NotImplementedError
+
+    @classmethod
+    def full_at(cls, transport: Transport) -> float:
+        """Says at how much payload, in MB, a bucket is full by default."""
+        return cls.bucket_mb
 
     @classmethod
     def numbers(cls, unit: Unit, rows: int, method: Method) -> int:

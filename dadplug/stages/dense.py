@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..exchange.buckets import DenseBucket
+from ..exchange import Transport
+from ..exchange.buckets import GatheredBucket, dense_bucket
 from ..exchange.codes import CodedBucket
 from ..methods import Method
 from ..notes import Note
@@ -18,6 +19,8 @@ from .base import Stage, register_stage, write_gradient
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
+
+_SMALL_MB = 0.06
 
 
 @register_stage("allreduce")
@@ -35,18 +38,38 @@ class DenseStage(Stage):
         sizes = [unit.lead.numel() for unit in self.units]
         wire, transport = self.pipeline.wire(self.dtype), self.pipeline.transport
         coded = wire == torch.int8
-        self.bucket = CodedBucket(sizes, transport) if coded else DenseBucket(sizes, transport, wire)
+        self.bucket = CodedBucket(sizes, transport) if coded else dense_bucket(sizes, transport, wire)
         self._sums: Sequence[Tensor] = ()
 
     gathers: ClassVar[bool] = False
     """Whether payloads are gathered on any wire, and never summed on their way."""
 
     @classmethod
-    def payload_bytes(cls, unit: Unit, method: Method, wire: str, sites: int) -> int:
-        """Tells how many bytes a site hands to the transport for a unit in a step."""
+    def full_at(cls, transport: Transport) -> float:
+        """A bucket that is gathered costs little beside its bytes, and may leave while backward goes on."""
+        small = min(_SMALL_MB, cls.bucket_mb)
+        return small if transport.prefers_gather(int(1e6 * small)) else cls.bucket_mb
+
+    @classmethod
+    def payload_bytes(cls, unit: Unit, method: Method, wire: str, sites: int, gathered: bool = False) -> int:
+        """Tells how many bytes a site hands to the transport for a unit in a step.
+
+        Args:
+            unit: the unit.
+            method: the method.
+            wire: type of numbers on the wire.
+            sites: number of sites.
+            gathered: whether the unit's bucket is gathered though it might be summed on its way.
+        """
         size = {"bf16": 2, "int8": 1}.get(wire, unit.lead.element_size())
-        rate = sites - 1 if cls.gathers or wire == "int8" else 2 * (sites - 1) / sites
+        rate = sites - 1 if gathered or cls.gathers or wire == "int8" else 2 * (sites - 1) / sites
         return int(rate * cls.numbers(unit, 0, method) * size)
+
+    def sent_bytes(self, unit: Unit) -> int:
+        """Tells how many bytes this site hands to the transport for a unit in a step."""
+        sites, wire = self.pipeline.transport.world_size, self.pipeline.options.wire
+        gathered = not self.gathers and isinstance(self.bucket, GatheredBucket)
+        return self.payload_bytes(unit, self.pipeline.method, wire, sites, gathered)
 
     def rounding(self) -> dict[str, Tensor]:
         if not isinstance(self.bucket, CodedBucket):
@@ -64,9 +87,7 @@ class DenseStage(Stage):
             self._samples = self.pipeline.samples()
         with self.timing("encode", unit):
             finite_there = self.put(unit, self._samples / self.pipeline.reference)
-        transport, options = self.pipeline.transport, self.pipeline.options
-        nbytes = self.payload_bytes(unit, self.pipeline.method, options.wire, transport.world_size)
-        transport.traffic.of(unit.name).bytes += nbytes
+        self.pipeline.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
         if self.pipeline.options.check_finite and not finite_there:
             self.pipeline.faults.append((3, unit.name))
         self._arrivals[unit.name] = unit.arrivals

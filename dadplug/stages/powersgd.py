@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..exchange.buckets import DenseBucket
+from ..exchange.buckets import DenseBucket, dense_bucket
 from ..exchange.codes import CodedBucket
 from ..lowrank import orthonormalise
 from ..methods import Method
@@ -42,6 +42,7 @@ class PowerStage(DenseStage):
             self._bucket([rank * unit.shape[side] for rank, unit in zip(self._ranks, self.units, strict=True)])
             for side in (0, 1)
         )
+        self.bucket = self._left
         self.share_state()
 
     def share_state(self) -> None:
@@ -52,7 +53,7 @@ class PowerStage(DenseStage):
         wire, transport = self.pipeline.wire(self.dtype), self.pipeline.transport
         if wire == torch.int8:
             return CodedBucket(sizes, transport, feedback=False)
-        return DenseBucket(sizes, transport, wire)
+        return dense_bucket(sizes, transport, wire)
 
     def rounding(self) -> dict[str, Tensor]:
         return {}

@@ -188,18 +188,19 @@ class BindingsManager(ParameterManager):
         self._closed = True
         if self._library is not None:
             self._library.end()
-        if self._scheduler is not None:
-            self._end_scheduler()
+        self._end_scheduler(5.0)
         if self.world_size > 1:
             self._transport.close()
 
-    def _end_scheduler(self) -> None:
-        assert self._scheduler is not None
+    def _end_scheduler(self, patience: float) -> None:
+        """Gives the scheduler some seconds to end by itself."""
+        if self._scheduler is None or self._scheduler.stdin is None:
+            return
         try:
-            self._scheduler.wait(5)
+            self._scheduler.wait(patience)
         except subprocess.TimeoutExpired:
-            self._scheduler.kill()
-            self._scheduler.wait()
+            self._scheduler.stdin.close()
+            self._scheduler.wait(5.0)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if error is None:
@@ -207,8 +208,7 @@ class BindingsManager(ParameterManager):
             return
         self._transport.sites.announce(f"{type(error).__name__}: {error}")
         self._closed = True  # others cannot be waited for any more
-        if self._scheduler is not None:
-            self._scheduler.kill()
+        self._end_scheduler(0.0)
 
 
 class BindingsTable(Table):
@@ -248,11 +248,20 @@ def _import(transport: Any) -> Any:
     return adapm
 
 
+# Ends the scheduler when its input closes, as it does when the site's process has ended in whatever way.
+_WATCHED = """
+import subprocess, sys, threading
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.DEVNULL)
+threading.Thread(target=lambda: (sys.stdin.buffer.read(), child.kill()), daemon=True).start()
+sys.exit(child.wait())
+"""
+
+
 def start_scheduler(keys: int) -> subprocess.Popen[bytes]:
     """Starts the process by which the library's nodes meet; its place is in the environment."""
     environment = os.environ | {"DMLC_ROLE": "scheduler", "PYTHONPATH": os.pathsep.join(sys.path)}
     code = f"import torch, adapm; adapm.scheduler({keys}, 1)"  # adapm is linked against torch
-    return subprocess.Popen([sys.executable, "-c", code], env=environment)
+    return subprocess.Popen([sys.executable, "-c", _WATCHED, code], env=environment, stdin=subprocess.PIPE)
 
 
 def _free_port() -> int:
