@@ -37,7 +37,7 @@ def add_option_arguments(parser: argparse.ArgumentParser, leave_out: tuple[str, 
         elif option.metadata["choices"]:
             settings["choices"] = option.metadata["choices"]
         else:
-            settings["type"] = float if option.default is None else type(option.default)
+            settings["type"] = option.metadata["kind"] or (float if option.default is None else type(option.default))
             settings["metavar"] = option.name.upper()
         group.add_argument(flag, help=f"{text} (default: {option.default})", **settings)
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .exchange.rendezvous import DEFAULT_TIMEOUT
+from .exchange import DEFAULT_TIMEOUT, Hierarchy
+from .exchange.machines import check_hierarchy
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = ("fp32", "bf16", "int8")
 DENSES = ("allreduce", "lowrank")
 
 
-def _option(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help_text, "choices": choices})
+def _option(
+    default: Any, help_text: str, choices: tuple[str, ...] = (), kind: Callable[[str], Any] | None = None
+) -> Any:
+    return field(default=default, metadata={"help": help_text, "choices": choices, "kind": kind})
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,11 @@ class Options:
     average_buffers: bool = _option(True, "average running statistics over sites before evaluation and checkpoints")
     check_finite: bool = _option(True, "NaN or Inf in a gradient is an error; switch off under a GradScaler")
     bucket_mb: float | None = _option(None, "payload of a bucket in MB; None: 0.03 for factors, else 0.06 to 4")
+    hierarchy: Hierarchy = _option(  # noqa: RUF009
+        None,
+        "which processes share a machine: auto, a number on each, or lists of ranks; None: all links are alike",
+        kind=_number_or_word,
+    )
     timeout: float = _option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost")
 
     def __post_init__(self) -> None:
@@ -64,6 +77,7 @@ class Options:
             raise ValueError(f"error_feedback must be True, False or None, got {self.error_feedback!r}")
         if self.bucket_mb is not None and not (isinstance(self.bucket_mb, (int, float)) and self.bucket_mb > 0):
             raise ValueError(f"bucket_mb must be a positive number or None, got {self.bucket_mb!r}")
+        check_hierarchy(self.hierarchy)
         if not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
 

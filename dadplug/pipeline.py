@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,6 +55,7 @@ class Pipeline:
         self.faults: list[tuple[int, str]] = []
         self.known: dict[str, list[Share]] = {}  # what has arrived in the step, complete, by unit and site
         self.index = {unit.name: index for index, unit in enumerate(self.units)}
+        self.turns = itertools.count()  # of those that work for their machine, under hierarchical groups
         self._stages = self._divide(rows)
         self._stage_of = {unit.name: stage for stage in self._stages for unit in stage.units}
         self._launched = 0
@@ -64,7 +66,7 @@ class Pipeline:
         stages: list[Stage] = []
         open_groups: dict[tuple[type[Stage], torch.dtype], tuple[list[Unit], int]] = {}
         for unit in self.units:
-            kind, dtype = stage_kind(unit.path), unit.lead.dtype
+            kind, dtype = stage_kind(unit.path, self.transport), unit.lead.dtype
             group, size = open_groups.pop((kind, dtype), ([], 0))
             group.append(unit)
             size += kind.numbers(unit, rows.get(unit.name, 1), self.method) * self.wire(dtype).itemsize
@@ -83,7 +85,7 @@ class Pipeline:
     def arrive(self, unit: Unit) -> None:
         """Takes a unit whose gradient is complete, and launches what can leave."""
         self._fill(unit)
-        while self._launched < len(self._stages) and not self._stages[self._launched].missing:
+        while self._launched < len(self._stages) and self._stages[self._launched].ready:
             self._launch_next()
 
     def _fill(self, unit: Unit) -> None:
@@ -91,6 +93,8 @@ class Pipeline:
         stage.fill(unit)
         stage.missing -= 1
         unit.sent = True
+        if not stage.missing:
+            stage.filled()
 
     def _launch_next(self) -> None:
         if self._launched == 0:  # a receiver that is ready spares the sender a round trip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,24 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import chains, replicas
-from .agreement import FirstStep, agree
+from . import replicas
 from .batchnorm import SyncedBatchNorms
-from .division import find_units
+from .costs import dense_bytes, make_plan
 from .exchange import Traffic, open_transport
 from .guards import check_model, refuse_unsynchronised
-from .link import Link, measure_link
 from .methods import Quality, make_method
 from .methods.feedback import ErrorFeedback
 from .options import Options
-from .pipeline import Pipeline
-from .plan import Plan, PlanRow
+from .plan import Plan
+from .planning import Planner
 from .samples import SampleCounter
-from .stages import DenseStage, stage_kind
-from .units import DenseUnit, FactorUnit, Unit
-
-_OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
-_SOME_STEPS = 8
+from .units import FactorUnit, Unit
 
 
 class GradientReduction:
@@ -79,85 +72,49 @@ class GradientReduction:
         self.options = Options.create(mode=mode, **options)
         check_model(model)
         self.model = model
-        self._parameters = list(model.parameters())
         self.traffic = Traffic()
         self.stopped = False
         self._step = 0
-        self._version = 0
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._transport = open_transport(process_group, self.traffic, device, self.options.timeout)
+        self._transport = open_transport(
+            process_group, self.traffic, device, self.options.timeout, self.options.hierarchy
+        )
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
         replicas.check_alike(model, settings, self._transport)
         replicas.broadcast_model(model, self._transport)
-        self._counter = SampleCounter(model, self._follow_freezing)
+        self._counter = SampleCounter(model, lambda: self._planner.follow_freezing())
         self._epoch_samples = 0
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
-            own = open_transport(process_group, self.traffic, device, self.options.timeout)
+            own = open_transport(process_group, self.traffic, device, self.options.timeout, self.options.hierarchy)
             self._norms = SyncedBatchNorms(model, own, self._counter if self.options.weighting == "samples" else None)
         self._method = make_method(self.options)
         self._renormalised = replicas.tables_with_max_norm(model)
         self._syncing = True
         self._pending = False
-        self._reasons: dict[str, str] = {}
-        self._pipeline: Pipeline | None = None
-        self._rounding = ErrorFeedback(True)
-        self._link: Link | None = None
         self._agreed_samples = 0
         self.share: float | None = None
-        self._off_plan = 0
-        self._reference = 0  # samples of a step, about; 0 before the first
-        self._build()
+        self._planner = Planner(model, self._method, self.options, self._transport, self._samples, self._arrived)
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self.traffic.start()
-
-    def _build(self) -> None:
-        """Divides the parameters into units, and watches their gradients arrive."""
-        compress_dense = self.options.dense == "lowrank"
-        found = find_units(self.model, self._method, set(self._reasons), compress_dense)
-        self._capture, self._units, self._paths = found.capture, found.units, found.paths
-        self._notices = found.reasons
-        self._trained = self._trained_now()
-        self._order: list[Unit] = []
-        self._settled = False
-        self._formed: list[str] = []  # weights whose factors became gradients when the plan changed under them
-        for unit in self._units:
-            unit.watch(self._arrived)
-
-    def _trained_now(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
 
     def _arrived(self, unit: Unit) -> None:
         """Notes that a backward pass has delivered a unit's gradient; sends it if that was all of it."""
         unit.arrivals += 1
         self._pending = True
-        if not self._settled:
-            if unit not in self._order:
-                self._order.append(unit)
+        if not self._planner.settled:
+            self._planner.take_down(unit)
         elif self._syncing and not unit.sent and unit.arrivals >= unit.expected > 0:
-            assert self._pipeline is not None
-            self._pipeline.arrive(unit)
+            assert self._planner.pipeline is not None
+            self._planner.pipeline.arrive(unit)
         if not unit.sent and isinstance(unit, FactorUnit):
             unit.keep()
 
     def _samples(self) -> int:
         """Tells the samples that this site's gradients stand for so far in the step."""
-        count = self._counter.count
-        if count == 0 and self._pending:
-            if self._counter.said is not None:
-                count = self._counter.said
-            elif self.options.weighting == "samples":
-                count = 1
-                if self.world_size > 1:
-                    warnings.warn(
-                        "cannot tell how many samples a step has, since the loss does not come from a call of the "
-                        "model; each site counts the same. Say it by `with reduction.samples(n):` around forward",
-                        stacklevel=3,
-                    )
-            else:
-                count = 1
-        return count if self.options.weighting == "samples" else int(self._pending and count > 0)
+        by_samples = self.options.weighting == "samples"
+        return self._counter.of_step(self._pending, by_samples=by_samples, alone=self.world_size == 1)
 
     def synchronize(self, *, stop: bool = False) -> None:
         """Waits until the gradients are agreed; call it between backward and the optimizer's step.
@@ -173,26 +130,29 @@ class GradientReduction:
             SiteError: if a site is gone or does not answer in time.
             MismatchError: if the sites are not at the same step.
         """
-        self._follow_freezing()
+        planner = self._planner
+        planner.follow_freezing()
         for table in self._renormalised:
             replicas.renormalise(table)
-        if not self._settled:
-            self._settle()
-        assert self._pipeline is not None
+        if not planner.settled:
+            planner.settle(self._step)
+            trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+            self.traffic.dense_bytes = sum(dense_bytes(parameter, self._transport) for parameter in trained)
+        assert planner.pipeline is not None
         try:
-            notes = self._pipeline.finish(self._step, stop)
+            notes = planner.pipeline.finish(self._step, stop)
             self.stopped = any(note.stop for note in notes)
             self._agreed_samples = sum(note.samples for note in notes)
             self.share = notes[self.rank].samples / self._agreed_samples if self._agreed_samples else 0.0
-            if not self._settled:
-                self._pipeline = None  # no site has had any data yet
+            if not planner.settled:
+                planner.pipeline = None  # no site has had any data yet
         finally:
             self._epoch_samples += self._counter.count
             self._end_step()
-        self._follow_sizes([note.samples for note in notes])
+        planner.follow_sizes([note.samples for note in notes])
 
     def _end_step(self) -> None:
-        for unit in self._units:
+        for unit in self._planner.units:
             unit.begin_step()
         self._counter.reset()
         if self._norms is not None:
@@ -200,102 +160,6 @@ class GradientReduction:
         self.traffic.end_step()
         self._pending = False
         self._step += 1
-
-    def _follow_freezing(self) -> None:
-        """Makes a new plan if parameters have been frozen or freed; gradients that have arrived are kept."""
-        if self._trained == self._trained_now():
-            return
-        formed = []
-        for unit in self._units:
-            if isinstance(unit, FactorUnit) and unit.rows:
-                unit.form_gradients()
-                formed.append(unit.name)
-            unit.release()
-        self._capture.detach()
-        self._version += 1
-        self._build()
-        self._formed = formed
-
-    def _follow_sizes(self, samples: Sequence[int]) -> None:
-        """Chooses anew, where the method chooses, once batches have had another size for some steps."""
-        if not self._method.chooses or not any(samples):
-            return
-        off = not self._planned_for / _OTHER_SIZE <= max(samples) <= self._planned_for * _OTHER_SIZE
-        self._off_plan = self._off_plan + 1 if off else 0
-        if self._off_plan >= _SOME_STEPS:
-            for unit in self._units:
-                unit.release()
-            self._capture.detach()
-            self._version += 1
-            self._build()
-
-    def _settle(self) -> None:
-        """Agrees, in the first step of a plan, on what only a step can show: the order of units, and special cases."""
-        if self._pipeline is not None:
-            self._rounding = self._pipeline.rounding()
-            self._pipeline.retire(self._step, self._version)
-        if self._method.chooses and self._link is None:
-            with self.traffic.apart():
-                self._link = measure_link(self._transport)
-        own = FirstStep.of(self._units, self._order, self.options.share_inputs, self._samples(), self._link)
-        agreed = agree(self._transport.gather_objects(own), self._units, self._method)
-        self._reasons = agreed.reasons | self._reasons
-        self._chosen, self._planned_for, self._off_plan = agreed.chosen, agreed.largest, 0
-        self._notices |= agreed.notices
-        self._units = [new for unit in self._units for new in self._allreduce_if_told(unit)]
-        self._reference = self._reference or agreed.samples
-        self._settled = not self._method.chains or self._find_chains()
-        self._pipeline = Pipeline(
-            chains.followers_first(agreed.order(self._units)),
-            self._method,
-            self._transport,
-            self.options,
-            agreed.rows,
-            self._samples,
-            self._reference,
-            self._version,
-        )
-        self._pipeline.add_rounding(self._rounding)
-        self.traffic.dense_bytes = sum(self._dense_bytes(p) for p in self.model.parameters() if p.requires_grad)
-        for unit in self._units:
-            unit.dense |= unit.name in self._formed
-
-    def _find_chains(self) -> bool:
-        """Agrees on the layers whose deltas are recomputed; says whether there was anything to see yet."""
-        found = chains.agree(self._transport.gather_objects(chains.look(self._units, self._capture)), self._units)
-        if found.seen and self._capture.tracer is not None:
-            self._capture.tracer.stop_naming()
-        if found.seen and not found.links:
-            message = chains.refusal(found, self.model, self._notices | self._reasons)
-            if self._version == 0:
-                raise ValueError(message)
-            warnings.warn(message, stacklevel=4)
-        self._units = chains.chain_up(self._units, found.links)
-        self._notices = self._notices | found.notes
-        for unit in self._units:
-            if isinstance(unit, chains.ChainedUnit):
-                unit.watch(self._arrived)
-                self._paths |= dict.fromkeys(unit.parameters, unit.path)
-        return found.seen
-
-    def _allreduce_if_told(self, unit: Unit) -> list[Unit]:
-        """Moves a unit to the dense path if a site has found a reason to; returns the units that it becomes."""
-        reason = self._reasons.get(unit.name) or self._chosen.get(unit.name)
-        if not isinstance(unit, FactorUnit) or reason is None:
-            return [unit]
-        unit.form_gradients()
-        unit.release()
-        for layer in unit.layers:
-            self._capture.release(layer.name)
-        units: list[Unit] = []
-        for name, parameter in unit.parameters.items():
-            new = DenseUnit(name, parameter)
-            new.arrivals = unit.arrivals
-            new.watch(self._arrived)
-            self._paths[name] = "allreduce"
-            (self._reasons if unit.name in self._reasons else self._notices)[name] = reason
-            units.append(new)
-        return units
 
     def idle(self, *, stop: bool = False) -> None:
         """Takes part in a step without data: contributes nothing, and gets the agreed gradients like everybody.
@@ -363,40 +227,7 @@ class GradientReduction:
     @property
     def plan(self) -> Plan:
         """Which parameter takes which path, and what it costs; final after the first step."""
-        rows = []
-        by_name = {name: unit for unit in self._units for name in unit.parameters}
-        for name, parameter in self.model.named_parameters():
-            unit, dense_bytes = by_name.get(name), self._dense_bytes(parameter)
-            nbytes = dense_bytes
-            if unit is None:
-                nbytes = dense_bytes = 0
-            elif isinstance(unit, FactorUnit):
-                nbytes = self._factor_bytes(unit, name)
-            elif self._pipeline is not None and self._settled:
-                nbytes = self._pipeline.sent_bytes(unit)
-            else:
-                kind = stage_kind(unit.path)
-                assert issubclass(kind, DenseStage)
-                nbytes = kind.payload_bytes(unit, self._method, self.options.wire, self.world_size)
-            reason = self._reasons.get(name) or self._notices.get(name, "")
-            rows.append(PlanRow(name, tuple(parameter.shape), self._paths[name], nbytes, dense_bytes, reason))
-        return Plan(rows, self.options.mode, self.world_size)
-
-    def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
-        size = self._wire_bytes(unit.lead)
-        if name != unit.name:
-            return (self.world_size - 1) * size * unit.parameters[name].numel() * self._method.sends_bias
-        if self._pipeline is not None and self._settled:
-            rows = self._pipeline.room(unit)
-        else:
-            rows = self._method.rows_sent(1, *unit.shape)
-        return (self.world_size - 1) * size * rows * sum(unit.widths)
-
-    def _wire_bytes(self, parameter: nn.Parameter) -> int:
-        return {"bf16": 2, "int8": 1}.get(self.options.wire, parameter.element_size())
-
-    def _dense_bytes(self, parameter: nn.Parameter) -> int:
-        return int(2 * (self.world_size - 1) / self.world_size * parameter.numel() * parameter.element_size())
+        return make_plan(self._planner)
 
     @property
     def quality(self) -> dict[str, Quality]:
@@ -467,13 +298,14 @@ class GradientReduction:
 
         It involves no other site. Each site may save its own; one that gets another's starts a little colder.
         """
-        if self._pipeline is not None:
-            self._rounding = self._pipeline.rounding()
-        rounding, method = self._rounding.state_dict(), self._method.state_dict()
+        planner = self._planner
+        if planner.pipeline is not None:
+            planner.rounding = planner.pipeline.rounding()
+        rounding, method = planner.rounding.state_dict(), self._method.state_dict()
         return {
             "step": self._step,
             "mode": self.options.mode,
-            "reference": self._reference,
+            "reference": planner.reference,
             "method": method,
             "rounding": rounding,
         }
@@ -490,12 +322,13 @@ class GradientReduction:
             raise ValueError(f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}")
         self._step = state["step"]
         self._method.load_state_dict(state["method"])
-        self._rounding.load_state_dict(state["rounding"])
-        self._reference = self._reference or state["reference"]
-        if self._pipeline is not None:
-            self._pipeline.add_rounding(self._rounding)
+        planner = self._planner
+        planner.rounding.load_state_dict(state["rounding"])
+        planner.reference = planner.reference or state["reference"]
+        if planner.pipeline is not None:
+            planner.pipeline.add_rounding(planner.rounding)
             if self._method.shares_state:
-                self._pipeline.share_state()
+                planner.pipeline.share_state()
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Restores this site's state among those of all sites, as a checkpoint holds them.
@@ -515,9 +348,7 @@ class GradientReduction:
 
     def detach(self) -> None:
         """Takes everything off the model, which then trains alone. May be called twice."""
-        for unit in self._units:
-            unit.release()
-        self._capture.detach()
+        self._planner.release()
         self._counter.detach()
         if self._norms is not None:
             self._norms.detach()

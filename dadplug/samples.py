@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,28 @@ class SampleCounter:
     def said(self) -> int | None:
         """What the last `fixed` said, where the step's backward passes have not come through a call of the model."""
         return None if self._said is None else self._said.samples
+
+    def of_step(self, pending: bool, *, by_samples: bool, alone: bool) -> int:
+        """Tells what a site's gradients weigh.
+
+        Args:
+            pending: whether it has any in this step.
+            by_samples: whether they weigh by samples; otherwise 1, or 0 if they stand for none.
+            alone: whether there is no other site, so that nobody need be told if samples cannot be.
+        """
+        count = self.count
+        if count == 0 and pending:
+            if self.said is not None:
+                count = self.said
+            else:
+                count = 1
+                if by_samples and not alone:
+                    warnings.warn(
+                        "cannot tell how many samples a step has, since the loss does not come from a call of the "
+                        "model; each site counts the same. Say it by `with reduction.samples(n):` around forward",
+                        stacklevel=4,
+                    )
+        return count if by_samples else int(pending and count > 0)
 
     def reset(self) -> None:
         """Starts counting anew."""

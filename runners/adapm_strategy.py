@@ -83,6 +83,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         average_buffers: bool = True,
         check_finite: bool = True,
         bucket_mb: float | None = None,
+        hierarchy: str | int | list[list[int]] | None = None,
         timeout: float = 300.0,
         accelerator: Any = None,
         parallel_devices: Any = None,

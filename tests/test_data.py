@@ -162,7 +162,7 @@ def test_without_a_connection_the_message_says_what_to_do(tmp_path, monkeypatch)
 
 
 def test_an_unknown_data_set_is_told():
-    with pytest.raises(ValueError, match="unknown dataset 'mnst'; valid ones are digits, dogsvscats, mnist"):
+    with pytest.raises(ValueError, match="unknown dataset 'mnst'; valid ones are clicks, criteo, digits"):
         load_dataset("mnst")
 
 

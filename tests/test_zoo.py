@@ -35,13 +35,13 @@ def micro_batches(name: str, step: int, world_size: int) -> list:
     return groups
 
 
-def trains(name: str, mode: str, steps: int) -> float:
+def trains(name: str, mode: str, steps: int, options: dict | None = None) -> float:
     """Trains beside one process with all rows; returns the largest error of a gradient, relative to its norm."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(5)
     reference = zoo.build(name)
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **(options or {}))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, reference)]
     exact, worst = _METHODS[mode].exact, 0.0
     for step in range(steps):

@@ -9,6 +9,7 @@ from .recorder import IntentError
 from .rules import RowwiseAdagrad
 from .shards import join_shards, load_shards, save_shards
 from .table import Table
+from .timeline import Timeline
 
 __all__ = [
     "AdaDataLoader",
@@ -21,6 +22,7 @@ __all__ = [
     "Pending",
     "RowwiseAdagrad",
     "Table",
+    "Timeline",
     "Uniform",
     "join_shards",
     "load_shards",

@@ -10,14 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import Optimizer
 
 from ..hooks.override import ForwardOverride
 from ..lowrank import sparse
-from .initialisers import Columns
+from .initialisers import Columns, Initialiser
 from .rules import Rule
 from .table import Table
 
 _CHUNK = 65536  # rows that are copied at a time
+_FEW = 1024  # rows to make room for at first, where they come to be when they are used
 
 
 class ManagedWeight:
@@ -25,33 +27,47 @@ class ManagedWeight:
 
     Args:
         name: the parameter's name.
-        parameter: the weight; `give_up` takes its memory, and what reads it then meets NaN.
+        parameter: the weight; `give_up` takes its memory, and what reads it then meets NaN. On torch's meta device it has
+            none.
         rule: the optimizer's rule.
-        make_table: makes the table from a width and an initialiser.
+        make_table: makes the table from a width, an initialiser and a capacity.
+        first: makes the first values of rows when they are first used; the weight's own where None.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, rule: Rule, make_table: Callable[[int, Any], Table]) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        rule: Rule,
+        make_table: Callable[[int, Any, int | None], Table],
+        first: Initialiser | None = None,
+    ) -> None:
         self.name, self.parameter, self.rule = name, parameter, rule
         self.rows, self.width = parameter.shape
         self.steps = 0
         self._lookups: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._first: NDArray[np.float32] | None = parameter.detach().cpu().contiguous().numpy()
+        self._first: NDArray[np.float32] | None = None
 
         def from_weights(keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
             assert self._first is not None
             out[:] = self._first[keys]
 
         state = rule.state(self.width)
-        self.table = make_table(
-            self.width + sum(width for width, _ in state), Columns([(self.width, from_weights), *state])
-        )
+        width = self.width + sum(width for width, _ in state)
+        if first is not None:
+            self.table = make_table(width, Columns([(self.width, first), *state]), _FEW)
+        else:
+            self._first = parameter.detach().cpu().contiguous().numpy()
+            self.table = make_table(width, Columns([(self.width, from_weights), *state]), None)
 
     def give_up(self) -> None:
         """Fills the table, and gives the parameter's memory up; once all tables are there."""
-        for keys in self.home_keys(self.table.rank, self.table.world_size):
-            self.table.pull(keys)  # makes the rows that are at home here, so that the weight can go
+        if self._first is not None:
+            for keys in self.home_keys(self.table.rank, self.table.world_size):
+                self.table.pull(keys)  # makes the rows that are at home here, so that the weight can go
         self._first = None
-        self.parameter.data = self.parameter.new_full((1, 1), torch.nan).expand(self.rows, self.width)
+        if not self.parameter.is_meta:
+            self.parameter.data = self.parameter.new_full((1, 1), torch.nan).expand(self.rows, self.width)
 
     def home_keys(self, rank: int, sites: int) -> list[Tensor]:
         """Returns the keys that are at home at a site, in portions."""
@@ -159,3 +175,32 @@ class ManagedEmbeddingBag(ForwardOverride):
             include_last_offset=self.bag.include_last_offset,
             padding_idx=position_of(self.bag.padding_idx, keys),
         )
+
+
+def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, list[tuple[str, nn.Module]]]:
+    """Finds the layers whose weights can be managed, by the weight's name; layers may share one."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((path, module))
+            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
+    found = {}
+    for key, modules in owners.items():
+        if key not in optimized or not all(
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, module in modules
+        ):
+            continue
+        if any(type(module) not in (nn.Embedding, nn.EmbeddingBag) for _, module in modules):
+            continue  # a class of its own may do anything with its weight
+        if modules[0][1].weight.dtype != torch.float32:
+            continue
+        for path, module in modules:
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"layer {path!r} has max_norm={module.max_norm}, which rescales rows in forward: a managed row "
+                    "changes by what optimizers add only. Leave it out of the optimizer's parameters, or drop max_norm"
+                )
+        found[names[key]] = modules
+    return found

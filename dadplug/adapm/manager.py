@@ -146,13 +146,13 @@ class ParameterManager:
                 sites = self._transport.sites
                 raise MismatchError(f"{what} of the manager is {item} at {sites[self.rank]}, {other} at {sites[rank]}")
 
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Gathers one small picklable object a site, by site; all sites must call it."""
+        return self._transport.gather_objects(item)
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces a tensor's values by those of site 0; all sites must call it."""
         self._transport.broadcast(tensor)
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        """Gathers an object of every site, by rank; all sites must call it."""
-        return self._transport.gather_objects(item)
 
     @property
     def current_clock(self) -> int:

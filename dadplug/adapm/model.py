@@ -6,12 +6,15 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..reduction import GradientReduction
-from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight
+from .initialisers import Initialiser, Normal
+from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, find_layers
 from .manager import ParameterManager
 from .recorder import IntentError, Recorder
 from .rules import rule_of
@@ -26,6 +29,9 @@ class AdaModel(nn.Module):
     the batch are pulled, and ``optimizer.step()`` pushes what the user's optimizer would have added to them. All other
     parameters are agreed on by `GradientReduction`, so that ``synchronize()`` belongs between backward and step.
 
+    A table that is too large for one site stands on torch's meta device, ``nn.Embedding(rows, width, device="meta")``:
+    its rows come to be when they are first used, and only those take memory.
+
     A weight stays an ordinary parameter where it is not float32, is used by another kind of layer as well (a tied
     output projection), or is not in the optimizer; `managed` lists those that are managed. A managed parameter holds
     NaN instead of its values, takes no memory, and gets no ``.grad``: gradients are not clipped.
@@ -38,6 +44,8 @@ class AdaModel(nn.Module):
         backend: what a new manager runs on, see `ParameterManager`.
         reduce: ``"mean"`` weights gradients of rows by the site's share of the samples, as one process with all sites'
             rows and a mean loss would have them (equally where no other parameters are there); ``"sum"`` does not.
+        initialisers: by a weight's name, what makes the first values of its rows, as they come to be, in place of the
+            model's own; on the meta device ``Normal()`` where there is none, as nn.Embedding begins with.
         mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
         always_reduce: whether to make a reduction also where no other parameters are there: it keeps the sites in step,
             and tells the shares of samples.
@@ -73,6 +81,7 @@ class AdaModel(nn.Module):
         *,
         backend: str = "builtin",
         reduce: str = "mean",
+        initialisers: Mapping[str, Initialiser] | None = None,
         mode: str = "dsgd",
         always_reduce: bool = False,
         **options: Any,
@@ -81,6 +90,9 @@ class AdaModel(nn.Module):
         if reduce not in ("mean", "sum"):
             raise ValueError(f"unknown reduce {reduce!r}; valid ones are 'mean' and 'sum'")
         layers = find_layers(model, optimizer)
+        initialisers = dict(initialisers or {})
+        if unknown := [name for name in initialisers if name not in layers]:
+            raise ValueError(f"initialisers for {unknown}, but what can be managed is {list(layers)}")
         self.module = model
         self.manager = manager if manager is not None else ParameterManager(backend=backend)
         self.managed: dict[str, ManagedWeight] = {}
@@ -104,7 +116,7 @@ class AdaModel(nn.Module):
             for module, parameter in hidden:
                 module._parameters["weight"] = parameter
         for name, modules in layers.items():
-            self._manage(name, modules, optimizer)
+            self._manage(name, modules, optimizer, initialisers.get(name))
         for weight in self.managed.values():
             weight.give_up()
         # By a weak reference: the optimizer, which the user may keep, does not keep the tables.
@@ -118,17 +130,25 @@ class AdaModel(nn.Module):
         # After the step, since a closure that is given to it may run backward first.
         self._hook = optimizer.register_step_post_hook(step)
 
-    def _manage(self, name: str, modules: list[tuple[str, nn.Module]], optimizer: Optimizer) -> None:
+    def _manage(
+        self, name: str, modules: list[tuple[str, nn.Module]], optimizer: Optimizer, first: Initialiser | None
+    ) -> None:
         parameter = modules[0][1].weight
         assert isinstance(parameter, nn.Parameter)
-        self.manager.broadcast(parameter.data)
-        weight = ManagedWeight(
+        paddings = [module.padding_idx for _, module in modules]
+        if first is None and parameter.is_meta:
+            first = _with_zeros(Normal(), [int(key) for key in paddings if key is not None])  # type: ignore[arg-type]
+        if first is None:
+            self.manager.broadcast(parameter.data)
+        self.managed[name] = weight = ManagedWeight(
             name,
             parameter,
             rule_of(optimizer, _group_of(optimizer, parameter)),
-            lambda width, first: self.manager.table(name, width, rows=parameter.shape[0], initialiser=first),
+            lambda width, first, capacity: self.manager.table(
+                name, width, rows=parameter.shape[0], initialiser=first, capacity=capacity
+            ),
+            first,
         )
-        self.managed[name] = weight
         self._padding[name] = set()
         for _, module in modules:
             if isinstance(module, nn.Embedding):
@@ -136,7 +156,6 @@ class AdaModel(nn.Module):
             else:
                 assert isinstance(module, nn.EmbeddingBag)
                 self._overrides.append(ManagedEmbeddingBag(module, weight))
-        paddings = [module.padding_idx for _, module in modules]
         if paddings.count(paddings[0]) == len(paddings) and paddings[0] is not None:
             self._padding[name].add(int(paddings[0]))  # type: ignore[arg-type]
 
@@ -272,7 +291,10 @@ class AdaModel(nn.Module):
         states = self._optimizer_states()
         for name, weight in self.managed.items():
             whole = self._gather(weight)
-            weight.parameter.data = whole.to(weight.parameter.device)
+            if weight.parameter.is_meta:
+                torch.utils.swap_tensors(weight.parameter, nn.Parameter(whole, weight.parameter.requires_grad))
+            else:
+                weight.parameter.data = whole.to(weight.parameter.device)
             if name in states:
                 optimizer.state[weight.parameter] = states[name]
         self.manager.barrier()
@@ -317,6 +339,16 @@ class AdaModel(nn.Module):
             self.reduction.detach()
 
 
+def _with_zeros(first: Initialiser, zeros: list[int]) -> Initialiser:
+    """Makes some rows begin with zeros, as nn.Embedding has it for its padding."""
+
+    def initialise(keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        first(keys, out)
+        out[np.isin(keys, zeros)] = 0.0
+
+    return initialise
+
+
 def places(optimizer: Optimizer) -> dict[int, int]:
     """Numbers parameters, by their id, as the optimizer's state does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -328,32 +360,3 @@ def _group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
         if any(parameter is other for other in group["params"]):
             return group
     raise ValueError("a managed weight has left the optimizer that AdaModel was made with")
-
-
-def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, list[tuple[str, nn.Module]]]:
-    """Finds the layers whose weights can be managed, by the weight's name; layers may share one."""
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
-    names: dict[int, str] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append((path, module))
-            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
-    found = {}
-    for key, modules in owners.items():
-        if key not in optimized or not all(
-            isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, module in modules
-        ):
-            continue
-        if any(type(module) not in (nn.Embedding, nn.EmbeddingBag) for _, module in modules):
-            continue  # a class of its own may do anything with its weight
-        if modules[0][1].weight.dtype != torch.float32:
-            continue
-        for path, module in modules:
-            if module.max_norm is not None:
-                raise ValueError(
-                    f"layer {path!r} has max_norm={module.max_norm}, which rescales rows in forward: a managed row "
-                    "changes by what optimizers add only. Leave it out of the optimizer's parameters, or drop max_norm"
-                )
-        found[names[key]] = modules
-    return found

@@ -42,6 +42,9 @@ def save_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> No
     folder = Path(folder)
     manager = model.manager
     rank, sites = manager.rank, manager.world_size
+    for weight in model.managed.values():
+        for keys in weight.home_keys(rank, sites):
+            weight.table.pull(keys)  # rows that nobody has used yet come to be
     manager.wait_sync(everywhere=True)
     stamp = manager.gather_objects(secrets.token_hex(4))[0]
     tables = {}

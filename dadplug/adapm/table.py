@@ -10,6 +10,7 @@ from torch import Tensor
 from . import kernels
 from .engine import Engine
 from .initialisers import Constant, Initialiser
+from .lookup import states_of
 from .pending import Pending
 from .store import Store
 
@@ -184,6 +185,21 @@ class Table:
         """
         keys, values = self._engine.owned(self._number)
         return torch.from_numpy(keys), torch.from_numpy(values)
+
+    def states(self, keys: Tensor) -> Tensor:
+        """Says where keys are, as this site sees it, without asking another.
+
+        Args:
+            keys: int64, of any shape.
+
+        Returns:
+            int8, of the keys' shape: `dadplug.adapm.rows.OWNED`, ``REPLICA`` or ``REQUESTED``, -1 where there is none.
+        """
+        out = torch.empty(keys.shape, dtype=torch.int8)
+        with self._engine._lock:
+            rows = self._store.rows
+            states_of(rows.finder, rows.states, self._flat(keys), out.numpy().reshape(-1))
+        return out
 
     @property
     def nbytes(self) -> int:

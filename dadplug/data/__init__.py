@@ -1,7 +1,9 @@
 """Data sets of the experiments, by name: ``load_dataset("digits")``."""
 
-from . import digits, dogsvscats  # noqa: F401  (each registers itself)
+from . import clicks, criteo, digits, dogsvscats  # noqa: F401  (each registers itself)
 from .base import DATASETS, DataError, DataPair, Images, Samples, load_dataset
+from .clicks import Clicks, generated, renumbered
+from .criteo import read_criteo
 from .mnist import MNIST
 from .photos import Photos
 from .splits import fold_indices, site_indices
@@ -9,12 +11,16 @@ from .splits import fold_indices, site_indices
 __all__ = [
     "DATASETS",
     "MNIST",
+    "Clicks",
     "DataError",
     "DataPair",
     "Images",
     "Photos",
     "Samples",
     "fold_indices",
+    "generated",
     "load_dataset",
+    "read_criteo",
+    "renumbered",
     "site_indices",
 ]

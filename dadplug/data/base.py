@@ -65,13 +65,13 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Samples(Protocol):
-    """What every data set can do: `Images` in memory, or `Photos` in files."""
+    """What every data set can do: `Images` in memory, `Photos` in files, or `Clicks` of three parts a sample."""
 
     labels: Tensor
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]: ...
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]: ...
 
     @property
     def shape(self) -> tuple[int, int, int]:

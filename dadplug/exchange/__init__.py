@@ -1,8 +1,20 @@
 """What crosses the network between sites."""
 
+from .machines import Hierarchy
+from .opening import open_transport
 from .rendezvous import DEFAULT_TIMEOUT, connect
 from .sites import Sites
 from .traffic import Traffic
-from .transport import Gather, Reduction, Transport, open_transport
+from .transport import Gather, Reduction, Transport
 
-__all__ = ["DEFAULT_TIMEOUT", "Gather", "Reduction", "Sites", "Traffic", "Transport", "connect", "open_transport"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "Gather",
+    "Hierarchy",
+    "Reduction",
+    "Sites",
+    "Traffic",
+    "Transport",
+    "connect",
+    "open_transport",
+]

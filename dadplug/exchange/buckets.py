@@ -88,13 +88,23 @@ class FactorBucket:
         transport: the transport.
         dtype: type of the gradients.
         wire: type on the wire.
+        senders: ranks of the sites that send; all where None. Lists by site are by sender.
 
     Attributes:
         extra_rows: by slot, number of this site's rows that go in a second round.
     """
 
-    def __init__(self, slots: Sequence[Slot], transport: Transport, dtype: torch.dtype, wire: torch.dtype) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        transport: Transport,
+        dtype: torch.dtype,
+        wire: torch.dtype,
+        senders: Sequence[int] | None = None,
+    ) -> None:
         self.slots = list(slots)
+        self._senders = list(range(transport.world_size) if senders is None else senders)
+        self.place = self._senders.index(transport.rank) if transport.rank in self._senders else None
         self._transport = transport
         self._dtype = dtype
         self._wire = wire
@@ -108,11 +118,19 @@ class FactorBucket:
     def post(self) -> None:
         """Makes ready to receive; lays payloads out anew where a capacity has changed."""
         if self._gather is None:
-            sites = range(self._transport.world_size)
-            sizes = [self._head + sum(sum(slot.sizes(slot.capacity[site])) for slot in self.slots) for site in sites]
-            self._gather = self._transport.gather(sizes, self._wire)
-            self._own = self._cut(self._gather.payload, self._transport.rank)
+            places = range(len(self._senders))
+            sizes = [self._head + sum(sum(slot.sizes(slot.capacity[place])) for slot in self.slots) for place in places]
+            self._gather = self._transport.gather(self._by_rank(sizes), self._wire)
+            self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
         self._gather.post()
+
+    def _by_rank(self, sizes: Sequence[int]) -> list[int]:
+        """Tells the sizes of all sites' payloads from those of the senders'."""
+        found = dict(zip(self._senders, sizes, strict=True))
+        return [found.get(rank, 0) for rank in range(self._transport.world_size)]
+
+    def _of_senders(self, payloads: Sequence[Tensor]) -> list[Tensor]:
+        return [payloads[rank] for rank in self._senders]
 
     def _cut(self, payload: Tensor, site: int) -> list[Share]:
         shares, start = [], self._head
@@ -165,13 +183,18 @@ class FactorBucket:
         """
         self.post()
         assert self._gather is not None
-        self._integers(self._gather.payload).copy_(torch.tensor([samples, *self._rows], dtype=torch.int32))
+        if self.place is not None:
+            self._integers(self._gather.payload).copy_(torch.tensor([samples, *self._rows], dtype=torch.int32))
         self._gather.launch()
 
-    def slot_bytes(self, index: int, site: int) -> int:
-        """Tells how many bytes of a site's payload a slot takes."""
+    def room(self, index: int) -> int:
+        """Tells for how many rows this site has room in a slot."""
+        return 0 if self.place is None else self.slots[index].capacity[self.place]
+
+    def slot_bytes(self, index: int) -> int:
+        """Tells how many bytes of this site's payload a slot takes."""
         slot = self.slots[index]
-        return sum(slot.sizes(slot.capacity[site])) * self._wire.itemsize
+        return 0 if self.place is None else sum(slot.sizes(slot.capacity[self.place])) * self._wire.itemsize
 
     def wait(self) -> None:
         """Waits until every site's payload is there."""
@@ -187,7 +210,7 @@ class FactorBucket:
         assert self._gather is not None
         samples: list[int] = []
         shares: list[list[Share]] = [[] for _ in self.slots]
-        for site, payload in enumerate(self._gather.wait()):
+        for site, payload in enumerate(self._of_senders(self._gather.wait())):
             count, *rows = self._integers(payload).tolist()
             samples.append(count)
             for index, share in enumerate(self._cut(payload, site)):
@@ -206,10 +229,10 @@ class FactorBucket:
         """
         if not any(map(any, extra)):
             return {}
-        sites = range(self._transport.world_size)
+        sites = range(len(self._senders))
         late = [[index for index in range(len(self.slots)) if extra[index][site]] for site in sites]
         sizes = [sum(sum(self.slots[index].sizes(extra[index][site])) for index in late[site]) for site in sites]
-        gather = self._transport.gather(sizes, self._wire)
+        gather = self._transport.gather(self._by_rank(sizes), self._wire)
 
         def cut(payload: Tensor, site: int) -> dict[tuple[int, int], Share]:
             shares, start = {}, 0
@@ -217,13 +240,14 @@ class FactorBucket:
                 shares[index, site], start = self.slots[index].cut(payload, start, extra[index][site])
             return shares
 
-        for (index, _), place in cut(gather.payload, self._transport.rank).items():
+        own = {} if self.place is None else cut(gather.payload, self.place)
+        for (index, _), place in own.items():
             for part, value in zip(place, self.slots[index].pack(self._late[index]), strict=True):
                 if part is not None and value is not None:
                     part.copy_(value)
         gather.launch()
         shares: dict[tuple[int, int], Share] = {}
-        for site, payload in enumerate(gather.wait()):
+        for site, payload in enumerate(self._of_senders(gather.wait())):
             for (index, _), share in cut(payload, site).items():
                 shares[index, site] = self.slots[index].unpack(share).to(payload.device, self._dtype)
         return shares

@@ -36,7 +36,7 @@ class Sites:
         self.rank = rank
         self.names = list(names)
         self._store = store
-        self._announced = False
+        self._announced = self._found_lost = False
         self._transports: weakref.WeakSet[Any] = weakref.WeakSet()
         if store is not None:
             _watch_exit(self)
@@ -56,11 +56,40 @@ class Sites:
             words: why this site ends.
             unless_announced: keep what has been announced before.
         """
-        if self._store is None or (unless_announced and self._announced):
+        # The error that a survivor raises says less than whom it has lost.
+        keep = unless_announced or words.startswith(SiteError.__name__)
+        if self._store is None or (keep and self._announced):
             return
         self._announced = True
         with suppress(Exception):  # the store's host may be the one that is gone
             self._store.set(str(self.rank), words)
+
+    def found_lost(self) -> SiteError | None:
+        """Tells of a site that another one has found lost, without waiting."""
+        try:
+            spoken = [rank for rank in range(len(self.names)) if rank != self.rank and self._has_spoken(rank)]
+            words = {rank: self._store.get(str(rank)).decode() for rank in spoken} if self._store is not None else {}
+        except Exception:  # the store's host may be the one that is gone
+            return None
+        for found in words.values():
+            culprit = int(found.removeprefix(_LOST)) if found.startswith(_LOST) else -1
+            if culprit not in (-1, self.rank):
+                reason = words.get(culprit, _LOST)
+                told = "another site has lost the connection to it, or has waited for it in vain"
+                return self._blame(culprit, told if reason.startswith(_LOST) else reason)
+        return None
+
+    def _has_spoken(self, rank: int) -> bool:
+        return self._store is not None and self._store.check([str(rank)])
+
+    def linger(self) -> None:
+        """Keeps the board up for a short while if a site has been lost, so that all can read which."""
+        deadline = time.monotonic() + _GRACE
+        with suppress(Exception):
+            while self._found_lost and self.rank == 0 and time.monotonic() < deadline:
+                if all(self._has_spoken(rank) for rank in range(len(self.names))):
+                    break
+                time.sleep(0.05)
 
     def watch(self, transport: Any) -> None:
         """Has a transport closed when the process ends: its threads abort an interpreter that ends before them."""
@@ -86,6 +115,7 @@ class Sites:
             timeout: seconds after which a silent site counts as lost.
             peer: the site on the other end of the connection, where it is known.
         """
+        self._found_lost = True
         others = [rank for rank in range(len(self.names)) if rank != self.rank]
         if "imed out" in str(error):
             self.announce(f"{_LOST}{-1 if peer is None else peer}", unless_announced=True)
@@ -111,6 +141,7 @@ class Sites:
         return self._blame(suspect, None)
 
     def _blame(self, rank: int, reason: str | None) -> SiteError:
+        self._found_lost = True
         self.announce(f"{_LOST}{rank}", unless_announced=True)
         if reason is None:
             reason = "the connection closed without a word: it was killed, or its machine or link went down"
@@ -123,7 +154,7 @@ class Sites:
         while self._store is not None:
             try:
                 for rank in others:
-                    if rank not in words and self._store.check([str(rank)]):
+                    if rank not in words and self._has_spoken(rank):
                         words[rank] = self._store.get(str(rank)).decode()
             except Exception:
                 return words
@@ -153,6 +184,7 @@ def _watch_exit(sites: Sites) -> None:
 def _at_exit() -> None:
     announce("its program ended, while others were still at work", unless_announced=True)
     for sites in list(_watched):
+        sites.linger()
         sites.close_transports()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,9 @@ class Traffic:
     """The meter of one site's traffic. Prints as a table of the last step, a line a unit.
 
     Attributes:
-        bytes_sent: payload bytes that this site handed to the transport in the last step, to all other sites together.
+        bytes_sent: payload bytes that this site handed to the transport in the last step, to all other sites together;
+            under hierarchical groups to those on other machines.
+        bytes_inside: the same for sites on its own machine, under hierarchical groups.
         total_bytes_sent: the same since the start, set-up included.
         dense_bytes: what one step would have sent had every gradient been all-reduced, in bytes.
         wait_seconds: time in the last step that this site spent waiting for others, in seconds.
@@ -50,6 +53,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.bytes_sent = 0
+        self.bytes_inside = 0
         self.total_bytes_sent = 0
         self.dense_bytes = 0
         self.wait_seconds = 0.0
@@ -57,7 +61,8 @@ class Traffic:
         self.bytes_in_steps = 0
         self.wait_in_steps = 0.0
         self.layers: dict[str, LayerTraffic] = {}
-        self._bytes = 0
+        self._lock = threading.Lock()
+        self._bytes = self._inside = 0
         self._wait = 0.0
         self._layers: dict[str, LayerTraffic] = {}
 
@@ -84,12 +89,25 @@ class Traffic:
             times = (layer.encode_seconds, layer.decode_seconds, layer.wait_seconds)
             lines.append(f"{name:40} {layer.bytes:12,} " + " ".join(f"{1e3 * seconds:10.3f}" for seconds in times))
         whole = f"{1e3 * self.compute_seconds:.3f} ms of it computing, {1e3 * self.wait_seconds:.3f} ms waiting"
-        return "\n".join([*lines, f"step {self.steps}: {self.bytes_sent:,} bytes in all, {whole}"])
+        return "\n".join([*lines, f"step {self.steps}: {self.bytes_sent:,} bytes in all{self._apart}, {whole}"])
 
-    def add(self, nbytes: int) -> None:
-        """Counts bytes handed to the transport."""
-        self._bytes += nbytes
-        self.total_bytes_sent += nbytes
+    @property
+    def _apart(self) -> str:
+        return f" and {self.bytes_inside:,} inside the machine" if self.bytes_inside else ""
+
+    def add(self, nbytes: int, inside: bool = False) -> None:
+        """Counts bytes handed to the transport.
+
+        Args:
+            nbytes: number of bytes.
+            inside: whether they stay inside the machine, where several sites are on one.
+        """
+        with self._lock:  # lanes send, too
+            if inside:
+                self._inside += nbytes
+            else:
+                self._bytes += nbytes
+                self.total_bytes_sent += nbytes
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -103,6 +121,7 @@ class Traffic:
     def end_step(self) -> None:
         """Closes a step: what was counted since the last close is the last step's."""
         self.bytes_sent, self._bytes = self._bytes, 0
+        self.bytes_inside, self._inside = self._inside, 0
         self.wait_seconds, self._wait = self._wait, 0.0
         self.layers, self._layers = self._layers, {}
         self.steps += 1
@@ -112,18 +131,17 @@ class Traffic:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Keeps what is counted inside out of the steps."""
-        before = self._bytes, self._wait
+        before = self._bytes, self._inside, self._wait
         try:
             yield
         finally:
-            self._bytes, self._wait = before
+            self._bytes, self._inside, self._wait = before
 
     def start(self) -> None:
         """Leaves what the set-up sent out of the first step's count."""
-        self._bytes, self._wait = 0, 0.0
+        self._bytes, self._inside, self._wait = 0, 0, 0.0
 
     def __repr__(self) -> str:
-        return (
-            f"Traffic({self.bytes_sent:,} bytes in the last step, {self.ratio:.1f} times fewer than dense; "
-            f"{self.total_bytes_sent:,} bytes in all)"
-        )
+        fewer = f"{self.ratio:.1f} times fewer than dense"
+        whole = f"{self.total_bytes_sent:,} bytes in all"
+        return f"Traffic({self.bytes_sent:,} bytes{self._apart} in the last step, {fewer}; {whole})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
-from .sites import Sites, introduce
+from .machines import Machines
+from .sites import Sites
 from .streams import StreamGather, Streams, open_streams
 from .traffic import Traffic
 
@@ -54,7 +54,14 @@ class Transport:
         traffic: the meter.
         device: device of the model. Buffers lie there if the group's backend can send from it, else on the CPU.
         timeout: seconds after which a silent site counts as lost.
+
+    Attributes:
+        copies: how many times this site sends a gathered payload to other machines.
+        ring: how many times its own size this site sends of a sum to other machines.
+        machines: the processes of each machine; None where each is one by itself.
     """
+
+    machines: Machines | None = None
 
     def __init__(
         self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, device: torch.device, timeout: float
@@ -68,6 +75,8 @@ class Transport:
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
         self.device = torch.device("cpu") if self._peer_to_peer else device
         self._tags = 0
+        self.copies = self.world_size - 1
+        self.ring = 2 * (self.world_size - 1) / self.world_size
         self._streams: Streams | None = None
         self._asked_for_streams = False
         sites.watch(self)
@@ -115,8 +124,7 @@ class Transport:
 
     def all_reduce(self, tensor: Tensor) -> Reduction:
         """Starts the sum of a tensor over sites, in place; the tensor lies on `device`."""
-        ring = 2 * (self.world_size - 1) / self.world_size
-        self.traffic.add(int(ring * tensor.numel() * tensor.element_size()))
+        self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))
         return _GroupReduction(self, dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -285,6 +293,7 @@ class SingleSite(Transport):
         self.sites = Sites(0, [Sites.own_name()], None)
         self.traffic = traffic
         self.rank, self.world_size = 0, 1
+        self.copies, self.ring = 0, 0.0
         self.device = device
         self._peer_to_peer = False
 
@@ -305,42 +314,3 @@ class SingleSite(Transport):
 
     def gather_objects(self, item: Any) -> list[Any]:
         return [item]
-
-
-def open_transport(
-    group: dist.ProcessGroup | None, traffic: Traffic, device: torch.device, timeout: float
-) -> Transport:
-    """Opens a transport over a process group of its own, so that no other traffic comes between its messages.
-
-    Args:
-        group: the process group whose processes are the sites; the default group where None.
-        traffic: the meter.
-        device: device of the model.
-        timeout: seconds after which a silent site counts as lost.
-
-    Raises:
-        SiteError: if a site ends or does not answer.
-        RuntimeError: if the environment announces several processes and no process group exists.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        _refuse_to_train_alone()
-        return SingleSite(traffic, device)
-    parent = group if group is not None else dist.group.WORLD
-    assert parent is not None
-    ranks = dist.get_process_group_ranks(parent)
-    if len(ranks) == 1:
-        return SingleSite(traffic, device)
-    sites = introduce(parent, timeout)
-    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=group is not None)
-    return Transport(own, sites, traffic, device, timeout)
-
-
-def _refuse_to_train_alone() -> None:
-    import os
-
-    announced = os.environ.get("WORLD_SIZE", "1")
-    if announced.isdigit() and int(announced) > 1:
-        raise RuntimeError(
-            f"the environment announces {announced} sites (WORLD_SIZE), but torch.distributed is not initialised: call "
-            "dadplug.connect() or torch.distributed.init_process_group() first"
-        )

@@ -61,6 +61,14 @@ class Stage:
         self._slots = {unit.name: slot for slot, unit in enumerate(units)}
         self.missing = len(self.units)
 
+    @property
+    def ready(self) -> bool:
+        """Whether the bucket can leave."""
+        return not self.missing
+
+    def filled(self) -> None:
+        """Is called when all units have been filled."""
+
     def post(self) -> None:
         """Makes ready to receive."""
 
@@ -141,20 +149,26 @@ def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) ->
         parameter.grad.mul_(scale)
 
 
-_KINDS: dict[str, type[Stage]] = {}
+_KINDS: dict[tuple[str, bool], type[Stage]] = {}
 
 
-def register_stage(*paths: str) -> Callable[[type[Stage]], type[Stage]]:
-    """Registers the kind of stage for units that take one of these paths; a class decorator."""
+def register_stage(*paths: str, merged: bool = False) -> Callable[[type[Stage]], type[Stage]]:
+    """Registers the kind of stage for units that take one of these paths; a class decorator.
+
+    Args:
+        paths: the paths.
+        merged: whether it is for hierarchical groups, where a machine's processes send as one.
+    """
 
     def decorate(kind: type[Stage]) -> type[Stage]:
         for path in paths:
-            _KINDS[path] = kind
+            _KINDS[path, merged] = kind
         return kind
 
     return decorate
 
 
-def stage_kind(path: str) -> type[Stage]:
+def stage_kind(path: str, transport: Transport) -> type[Stage]:
     """Finds the kind of stage for a path."""
-    return _KINDS[path]
+    merged = transport.machines is not None and (path, True) in _KINDS
+    return _KINDS[path, merged]

@@ -51,25 +51,25 @@ class DenseStage(Stage):
         return small if transport.prefers_gather(int(1e6 * small)) else cls.bucket_mb
 
     @classmethod
-    def payload_bytes(cls, unit: Unit, method: Method, wire: str, sites: int, gathered: bool = False) -> int:
+    def payload_bytes(cls, unit: Unit, method: Method, wire: str, transport: Transport, gathered: bool = False) -> int:
         """Tells how many bytes a site hands to the transport for a unit in a step.
 
         Args:
             unit: the unit.
             method: the method.
             wire: type of numbers on the wire.
-            sites: number of sites.
+            transport: the transport.
             gathered: whether the unit's bucket is gathered though it might be summed on its way.
         """
         size = {"bf16": 2, "int8": 1}.get(wire, unit.lead.element_size())
-        rate = sites - 1 if gathered or cls.gathers or wire == "int8" else 2 * (sites - 1) / sites
+        rate = transport.copies if gathered or cls.gathers or wire == "int8" else transport.ring
         return int(rate * cls.numbers(unit, 0, method) * size)
 
     def sent_bytes(self, unit: Unit) -> int:
         """Tells how many bytes this site hands to the transport for a unit in a step."""
-        sites, wire = self.pipeline.transport.world_size, self.pipeline.options.wire
+        transport, wire = self.pipeline.transport, self.pipeline.options.wire
         gathered = not self.gathers and isinstance(self.bucket, GatheredBucket)
-        return self.payload_bytes(unit, self.pipeline.method, wire, sites, gathered)
+        return self.payload_bytes(unit, self.pipeline.method, wire, transport, gathered)
 
     def rounding(self) -> dict[str, Tensor]:
         if not isinstance(self.bucket, CodedBucket):

@@ -35,17 +35,23 @@ class FactorStage(Stage):
 
     def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
         super().__init__(units, pipeline)
+        self.senders = self._find_senders()
         slots = [self._slot(unit) for unit in units]
-        self.bucket = FactorBucket(slots, pipeline.transport, self.dtype, pipeline.wire(self.dtype))
+        wire = pipeline.wire(self.dtype)
+        self.bucket = FactorBucket(slots, pipeline.transport, self.dtype, wire, self.senders)
         self._present: set[str] = set()
         self._samples: list[int] = []
         self._shares: list[list[Share]] = []
         self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
 
+    def _find_senders(self) -> list[int]:
+        """Ranks of the sites that send; all of them."""
+        return list(range(self.pipeline.transport.world_size))
+
     def _slot(self, unit: Unit) -> Slot:
         assert isinstance(unit, FactorUnit)
         assert unit.form is not None
-        sites, (out, width) = self.pipeline.transport.world_size, unit.widths
+        sites, (out, width) = len(self.senders), unit.widths
         if unit.form.table_rows:
             return IndexSlot(out, unit.form.table_rows, self.pipeline.wire(self.dtype), sites)
         kind = CodedSlot if self.pipeline.wire(self.dtype) == torch.int8 else Slot
@@ -67,9 +73,11 @@ class FactorStage(Stage):
                 self.bucket.clear(slot)
             else:
                 self.bucket.fill(slot, share)
+        self._meter(unit)
+
+    def _meter(self, unit: Unit) -> None:
         transport = self.pipeline.transport
-        nbytes = self.bucket.slot_bytes(slot, transport.rank)
-        transport.traffic.of(unit.name).bytes += (transport.world_size - 1) * nbytes
+        transport.traffic.of(unit.name).bytes += transport.copies * self.bucket.slot_bytes(self._slots[unit.name])
 
     def _encode(self, unit: Unit) -> Share | None:
         """Encodes what has arrived; takes note of NaN and Inf, and passes them on as such."""
@@ -93,13 +101,17 @@ class FactorStage(Stage):
         kind = 2 if finite(factor.activations) else 1
         if self.pipeline.options.check_finite:
             self.pipeline.faults.append((kind, unit.name))
+        return self._nan(unit)
+
+    def _nan(self, unit: FactorUnit) -> Share:
+        """What stands for a gradient that is not finite."""
         out, width = unit.widths
-        left, right = factor.deltas.new_full((1, out), math.nan), factor.activations.new_zeros(1, width)
+        left, right = unit.lead.new_full((1, out), math.nan), unit.lead.new_zeros(1, width)
         return Share(left, right, left.new_full((self._bias(unit),), math.nan) if self._bias(unit) else None)
 
     def room(self, unit: Unit) -> int:
         """Tells how many rows of a unit this site sends in a step."""
-        return self.bucket.slots[self._slots[unit.name]].capacity[self.pipeline.transport.rank]
+        return self.bucket.room(self._slots[unit.name])
 
     def launch(self) -> None:
         self.bucket.launch(self.pipeline.samples())
@@ -140,15 +152,23 @@ class FactorStage(Stage):
         if whole is None:
             return
         self.pipeline.known[unit.name] = whole
-        weights, exact = [count / sum(samples) for count in samples], self.pipeline.method.exact
+        weights, exact = self._weights(samples), self.pipeline.method.exact
         gradients = decode(whole, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
         self._gradients[unit.name] = gradients
 
+    def _weights(self, samples: Sequence[int]) -> list[float]:
+        """Tells each sender's share in the mean."""
+        return [count / sum(samples) for count in samples]
+
+    def _counts(self, notes: Sequence[Note]) -> list[int]:
+        """Tells the samples that each sender's rows stand for."""
+        return [note.samples for note in notes]
+
     def finish(self, notes: Sequence[Note], write: bool) -> None:
-        samples = [note.samples for note in notes]
+        samples = self._counts(notes)
         if write and samples != self._samples:  # a backward pass came after the bucket had left
             self._decode(samples)
-        extra = [[note.extra_rows[index] for note in notes] for index in self._indices()]
+        extra = [[notes[rank].extra_rows[index] for rank in self.senders] for index in self._indices()]
         for (slot, site), share in self.bucket.second_round(extra).items():
             self._shares[slot][site] = self._shares[slot][site].plus(share)
         for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):

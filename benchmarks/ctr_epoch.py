@@ -1,0 +1,130 @@
+"""Wide & Deep on clicks at two sites: time of an epoch and test log loss, of one process, DDP and AdaPM.
+
+    sudo python benchmarks/link.py 100mbit python benchmarks/ctr_epoch.py --data DIR/criteo-sample.npz
+    torchrun --nproc-per-node 2 benchmarks/ctr_epoch.py                     unshaped, on generated clicks
+
+All go through the same global batches in the same order, without shuffling, from the same first values, by Adagrad.
+DDP has sparse gradients, which gloo gathers, and, in its favour, tables with a row for each id that occurs; AdaPM's and
+the parameter server's are indexed by the ids as they are. "no-intent" is that server: rows stay at their home, and are
+pulled and pushed when they are used. What is no table goes by --distributed-mode, by default rankdad of rank 4, in all
+but DDP; a method may have its own, as in adapm:mode=dsgd. Methods take turns, since machines have moods; times are
+medians over rounds, and over epochs but for the first. A short run of each goes before, in which kernels compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dadplug
+from dadplug.cli import add_option_arguments, options_of, plain_errors
+from dadplug.data import Clicks, DataPair, load_dataset, read_criteo
+from dadplug.data.clicks import split_by_time
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from ctr_methods import METHODS, Outcome, Run
+
+ALL = "alone,ddp,no-intent,adapm,adapm-manual,relocation-only,replication-only,adapm:mode=dsgd,no-intent:mode=dsgd"
+
+
+def options_from(text: str) -> dict[str, Any]:
+    """Reads a method's own options, ``mode=dsgd:wire=bf16``."""
+    given = dict(part.split("=", 1) for part in text.split(":") if part)
+    return {name: int(value) if value.isdigit() else value for name, value in given.items()}
+
+
+def run_method(name: str, run: Run) -> Outcome:
+    """Trains by one method; every site calls it."""
+    method, _, own = name.partition(":")
+    return METHODS[method](dataclasses.replace(run, options=run.options | options_from(own)))
+
+
+def table(outcomes: dict[str, list[Outcome]]) -> str:
+    """Lays out the outcomes of all rounds, a line a method."""
+    seconds = {
+        name: (
+            statistics.median(one.seconds[0] for one in rounds),
+            statistics.median(time for one in rounds for time in one.seconds[1:] or one.seconds),
+        )
+        for name, rounds in outcomes.items()
+    }
+    epochs = len(next(iter(outcomes.values()))[0].log_losses)
+    losses = "  ".join(f"{f'log loss {number}':>19}" for number in range(1, epochs + 1))
+    lines = [
+        f"{'method':22}  {losses}  {'s first':>7}  {'s later':>7}  {'of ddp':>12}  {'of no-intent':>12}  "
+        f"{'MB first':>8}  {'MB later':>8}  {'local':>7}"
+    ]
+    for name, rounds in outcomes.items():
+        cells = []
+        for number in range(epochs):
+            loss = statistics.median(one.log_losses[number] for one in rounds)
+            alone = outcomes["alone"][0].log_losses[number] if "alone" in outcomes else loss
+            cells.append(f"{loss:.4f} ({100 * (loss / alone - 1):+.2f} %)")
+        ratios = [
+            "/".join(f"{mine / its:.2f}" for mine, its in zip(seconds[name], seconds[peer], strict=True))
+            if peer in seconds
+            else "-"
+            for peer in ("ddp", "no-intent")
+        ]
+        one = rounds[-1]
+        sent = ["-" if count is None else f"{count / 1e6:.2f}" for count in (one.bytes_sent[0], one.bytes_sent[-1])]
+        local = "-" if one.local_share[-1] is None else f"{100 * one.local_share[-1]:.1f} %"
+        times = "  ".join(f"{time:7.2f}" for time in seconds[name])
+        lines.append(
+            f"{name:22}  {'  '.join(f'{cell:>19}' for cell in cells)}  {times}  {ratios[0]:>12}  {ratios[1]:>12}  "
+            f"{sent[0]:>8}  {sent[1]:>8}  {local:>7}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs the benchmark at this site."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="Criteo's train.txt or a sample in .npz (default: generated clicks)")
+    parser.add_argument("--limit", type=int, help="rows to read of it")
+    parser.add_argument("--methods", default=ALL)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=128, help="rows in a batch of one site")
+    parser.add_argument("--lr", type=float, default=0.003)
+    parser.add_argument("--lookahead", type=int, default=Run.lookahead)
+    parser.add_argument("--interval", type=float, default=Run.interval)
+    add_option_arguments(parser)
+    parser.set_defaults(option_mode="rankdad", option_rank=4)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", "Sparse invariant checks")
+    torch.set_num_threads(1)
+    with plain_errors(ValueError):
+        names = arguments.methods.split(",")
+        if unknown := [name for name in names if name.partition(":")[0] not in METHODS]:
+            raise ValueError(f"unknown methods {', '.join(unknown)}; valid ones are {', '.join(METHODS)}")
+        data = load_dataset("clicks")
+        if arguments.data is not None:
+            data = split_by_time(read_criteo(arguments.data, limit=arguments.limit))
+        dadplug.connect()
+        rank, sites = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        own = ("epochs", "batch_size", "lr", "lookahead", "interval")
+        run = Run(data, rank, sites, **{name: getattr(arguments, name) for name in own}, options=options_of(arguments))
+        assert isinstance(data.train, Clicks)
+        few = data.train.subset(torch.arange(min(len(data.train), 4 * sites * run.batch_size)))
+        for name in names:
+            run_method(name, dataclasses.replace(run, data=DataPair(few, few, 2), epochs=1))
+        outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+        for _ in range(arguments.rounds):
+            for name in names:
+                outcomes[name].append(run_method(name, run))
+    if rank == 0:
+        print(f"{len(data.train):,} rows to train on, batches of {sites} x {run.batch_size}, {run.epochs} epochs")
+        print(table(outcomes))
+
+
+if __name__ == "__main__":
+    main()

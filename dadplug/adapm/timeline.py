@@ -1,0 +1,220 @@
+"""Where keys were over time: `Timeline` notes it step by step, and draws it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .rows import OWNED, REPLICA
+
+if TYPE_CHECKING:
+    from .manager import ParameterManager
+    from .table import Table
+
+COUNTS = ("pulled", "pulled_remotely", "pushed", "pushed_remotely", "moved", "replicated", "rows", "replicas")
+
+
+@dataclass
+class SiteHistory:
+    """What one site noted, an entry a moment.
+
+    Attributes:
+        clocks: the site's clock.
+        seconds: time since the first moment.
+        bytes_sent: payload bytes of the manager since its start.
+        counts: by name, what `ParameterManager.counts` had.
+        states: the watched keys: `OWNED`, `REPLICA`, or another number where the key cannot be read at this site.
+    """
+
+    clocks: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    bytes_sent: list[int] = field(default_factory=list)
+    counts: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in COUNTS})
+    states: list[NDArray[np.int8]] = field(default_factory=list)
+
+    def per_step(self, name: str) -> NDArray[np.int64]:
+        """Returns by how much a count has grown in each step but the first; ``"bytes_sent"`` is one, too."""
+        return np.diff(self.bytes_sent if name == "bytes_sent" else self.counts[name])
+
+    @property
+    def local_share(self) -> NDArray[np.float64]:
+        """Share of the keys pulled in each step but the first that were here; 1 where none was pulled."""
+        pulled, away = self.per_step("pulled"), self.per_step("pulled_remotely")
+        return 1.0 - away / np.maximum(pulled, 1)
+
+    @property
+    def owned(self) -> NDArray[np.int64]:
+        """Number of keys that the site owned."""
+        return np.subtract(self.counts["rows"], self.counts["replicas"])
+
+
+class Timeline:
+    """Notes where keys are, as often as it is told to; a note takes microseconds, and sends nothing.
+
+    Args:
+        manager: the manager.
+        table: the table of the keys to watch; None for numbers alone.
+        keys: the keys to watch, int64, such as some of the most frequent ones; the same on all sites.
+
+    Attributes:
+        history: what this site has noted.
+
+    Example:
+        >>> timeline = Timeline(manager, words, keys=torch.arange(100))
+        >>> for batch in loader:
+        ...     train(batch)
+        ...     timeline.note()
+        >>> timeline.draw("placement.png", timeline.gather())
+    """
+
+    def __init__(self, manager: ParameterManager, table: Table | None = None, keys: Tensor | None = None) -> None:
+        if (table is None) != (keys is None):
+            raise ValueError("a table and the keys to watch in it belong together: give both, or none")
+        self.manager = manager
+        self.history = SiteHistory()
+        self._table, self._keys = table, keys
+        self._start = time.perf_counter()
+        self._left_out = dict.fromkeys(("bytes_sent", *COUNTS[:-2]), 0)
+
+    def note(self) -> None:
+        """Notes how things stand at this site; usually once a step."""
+        history = self.history
+        history.clocks.append(self.manager.current_clock)
+        history.seconds.append(time.perf_counter() - self._start)
+        now = self._now()
+        history.bytes_sent.append(now.pop("bytes_sent") - self._left_out["bytes_sent"])
+        for name, value in now.items():
+            history.counts[name].append(value - self._left_out.get(name, 0))
+        if self._table is not None and self._keys is not None:
+            history.states.append(self._table.states(self._keys).numpy())
+
+    def _now(self) -> dict[str, int]:
+        counts = self.manager.counts
+        return {"bytes_sent": self.manager.traffic.total_bytes_sent} | {name: counts[name] for name in COUNTS}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what is pulled, pushed, moved and sent meanwhile, as by an evaluation between two steps."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            now = self._now()
+            for name in self._left_out:
+                self._left_out[name] += now[name] - before[name]
+
+    def gather(self) -> list[SiteHistory]:
+        """Returns what each site has noted, by site; all sites must call it."""
+        return self.manager.gather_objects(self.history)
+
+    @staticmethod
+    def draw(path: str | Path, sites: Sequence[SiteHistory], title: str = "") -> None:
+        """Draws what the sites have noted, as a PNG: the watched keys, owned keys, replicas, local share and bytes.
+
+        Args:
+            path: where to put the picture.
+            sites: what `gather` returned.
+            title: its title.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+            ValueError: if a site has noted nothing.
+        """
+        if not sites or any(len(site.clocks) < 2 for site in sites):
+            raise ValueError("there is nothing to draw: each site must call note() twice at least")
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
+        watched = bool(sites[0].states)
+        figure: Any = Figure(figsize=(11, 8 if watched else 5), layout="constrained")
+        FigureCanvasAgg(figure)
+        lower: Any = figure
+        if watched:
+            upper, lower = figure.subfigures(2, 1, height_ratios=(1.2, 1.6))
+            _draw_keys(upper, sites)
+        panels = lower.subplots(2, 2, sharex=True)
+        for rank, site in enumerate(sites):
+            style = {"color": _color(rank), "label": f"site {rank}", "linewidth": 1.4}
+            panels[0][0].plot(site.owned, **style)
+            panels[0][1].plot(site.counts["replicas"], **style)
+            panels[1][0].plot(np.arange(1, len(site.clocks)), 100 * site.local_share, **style)
+            panels[1][1].plot(np.arange(1, len(site.clocks)), site.per_step("bytes_sent") / 1e3, **style)
+        texts = ("keys owned", "replicas", "% of pulls local", "kB sent in a step")
+        for panel, text in zip(panels.flat, texts, strict=True):
+            panel.set_ylabel(text)
+            panel.grid(alpha=0.3)
+        for panel in panels[1]:
+            panel.set_xlabel("step")
+        panels[0][0].legend(frameon=False)
+        panels[1][0].set_ylim(-3, 103)
+        figure.suptitle(title)
+        figure.savefig(path, dpi=110)
+
+
+def owners(sites: Sequence[SiteHistory]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Finds out where watched keys were.
+
+    Args:
+        sites: what `Timeline.gather` returned.
+
+    Returns:
+        Arrays of shape (moments, keys): the site that owned a key, -1 where it was on its way or not there yet; and
+        whether another site had a replica. Sites' moments are put beside one another by number.
+    """
+    moments = min(len(site.states) for site in sites)
+    states = np.stack([np.stack(site.states[:moments]) for site in sites])
+    owned = states == OWNED
+    return np.where(owned.any(0), owned.argmax(0), -1), (states == REPLICA).any(0)
+
+
+def _draw_keys(figure: Any, sites: Sequence[SiteHistory]) -> None:
+    from matplotlib.patches import Patch
+
+    owner, replicated = owners(sites)
+    image = np.full((*owner.shape, 3), 0.85)
+    patches = [Patch(color=(0.85,) * 3, label="on its way, or not used yet")]
+    for rank in range(len(sites)):
+        full = np.array(_rgb(_color(rank)))
+        light = 0.45 * full + 0.55
+        image[(owner == rank) & ~replicated] = full
+        image[(owner == rank) & replicated] = light
+        patches.append(Patch(color=tuple(full), label=f"site {rank} alone"))
+        patches.append(Patch(color=tuple(light), label=f"site {rank}, replicas elsewhere"))
+    panel = figure.subplots()
+    panel.imshow(image.transpose(1, 0, 2), aspect="auto", interpolation="nearest")
+    panel.set(ylabel="watched keys, frequent to rare", xlabel="step")
+    panel.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=5, frameon=False, fontsize=8)
+
+
+def _color(rank: int) -> str:
+    return f"C{rank % 10}"
+
+
+def _rgb(color: str) -> tuple[float, float, float]:
+    from matplotlib.colors import to_rgb
+
+    return to_rgb(color)
+
+
+def frequent_keys(ids: Tensor, count: int) -> Tensor:
+    """Chooses keys to watch: spread by rank of frequency, evenly on a logarithmic scale, the most frequent first.
+
+    Args:
+        ids: what will be looked up, of any shape.
+        count: number of keys, at most.
+    """
+    keys, times = torch.unique(ids, return_counts=True)
+    order = keys[times.argsort(descending=True, stable=True)]
+    ranks = torch.logspace(0, float(np.log10(len(order))), count, dtype=torch.float64).round().long() - 1
+    return order[ranks.unique()]

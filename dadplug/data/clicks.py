@@ -1,0 +1,141 @@
+"""Rows of advertisements that were clicked on or not: counts and categories, and a generated set of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .base import DATASETS, DataError, DataPair
+
+DENSE, FIELDS = 13, 26  # counts and categories in a row, as Criteo's logs have them
+_HELD_OUT = 5  # the last fifth of the rows
+
+
+class Clicks(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Rows with counts, categories and a label, in memory and in the order of their time.
+
+    Args:
+        dense: of shape (n, counts), float32.
+        ids: of shape (n, fields), whole numbers of at least 0: the category of each field, in one key space for all.
+        labels: of shape (n,), 1 for a click, else 0.
+        rows: keys are smaller; one more than the largest where None.
+
+    Raises:
+        DataError: if shapes do not fit, or a key is out of range.
+    """
+
+    def __init__(self, dense: Tensor, ids: Tensor, labels: Tensor, rows: int | None = None) -> None:
+        if dense.dim() != 2 or ids.dim() != 2 or not len(dense) == len(ids) == len(labels):
+            raise DataError(
+                f"clicks have a row of counts, a row of ids and a label each; there are {tuple(dense.shape)} counts, "
+                f"{tuple(ids.shape)} ids and {tuple(labels.shape)} labels"
+            )
+        self.dense, self.ids, self.labels = dense, ids, labels
+        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+        self.rows = high + 1 if rows is None else rows
+        if low < 0 or high >= self.rows:
+            raise DataError(f"ids must lie in 0 to {self.rows - 1}, there are some from {low} to {high}")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.dense[index], self.ids[index].long(), self.labels[index]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        parts = (self.dense[indices], self.ids[indices].long(), self.labels[indices])
+        return list(zip(*parts, strict=True))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What images have."""
+        raise DataError(
+            "clicks are rows of counts and categories, not images: they are for the model wide_deep, as in "
+            "examples/ctr.py"
+        )
+
+    def subset(self, indices: Tensor) -> Clicks:
+        """Returns some of the rows."""
+        return Clicks(self.dense[indices], self.ids[indices], self.labels[indices], self.rows)
+
+    def plain(self) -> Clicks:
+        """Returns the same rows: they have no augmentation."""
+        return self
+
+    def resized(self, size: int) -> Clicks:
+        """Returns the same rows: they have no size."""
+        return self
+
+    def batch(self, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the rows from `start` to before `end`: counts, int64 ids, labels."""
+        return self.dense[start:end], self.ids[start:end].long(), self.labels[start:end]
+
+
+def split_by_time(every: Clicks) -> DataPair:
+    """Holds the last fifth of the rows out for testing, since clicks are to be foretold."""
+    held_out = max(1, len(every) // _HELD_OUT)
+    place = torch.arange(len(every))
+    return DataPair(every.subset(place[:-held_out]), every.subset(place[-held_out:]), classes=2)
+
+
+def renumbered(data: DataPair) -> tuple[DataPair, Tensor]:
+    """Numbers the ids that occur from 0 on, without gaps, so that a table of them fits into memory.
+
+    Args:
+        data: clicks.
+
+    Returns:
+        The same clicks with new ids, and the old id of each new one, ascending.
+    """
+    parts = [data.train, data.test]
+    assert all(isinstance(part, Clicks) for part in parts)
+    old, new = torch.unique(torch.cat([part.ids.reshape(-1) for part in parts]), return_inverse=True)  # type: ignore[attr-defined]
+    pair: list[Clicks] = []
+    begin = 0
+    for part in parts:
+        assert isinstance(part, Clicks)
+        own = new[begin : begin + part.ids.numel()].view(part.ids.shape)
+        begin += part.ids.numel()
+        pair.append(Clicks(part.dense, own, part.labels, len(old)))
+    return DataPair(pair[0], pair[1], classes=2), old.long()
+
+
+def generated(samples: int = 10_000, seed: int = 0, exponent: float = 1.1) -> Clicks:
+    """Draws clicks that a model can learn to foretell.
+
+    A field has between 4 and 4,000 categories, the k-th of which comes up as ``1 / k^exponent``. A category and a count
+    speak for or against a click by a number each, and a click is drawn from the logistic function of their sum.
+
+    Args:
+        samples: number of rows.
+        seed: other seeds give other rows.
+        exponent: skew of the categories; 0 for none.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(0.6, 3.6, FIELDS).long()[torch.randperm(FIELDS, generator=generator)]
+    starts = sizes.cumsum(0) - sizes
+    dense = torch.randn(samples, DENSE, generator=generator).exp().log1p()
+    ids = torch.empty(samples, FIELDS, dtype=torch.long)
+    for field, (size, start) in enumerate(zip(sizes.tolist(), starts.tolist(), strict=True)):
+        bounds = (torch.arange(1, size + 1, dtype=torch.float64) ** -exponent).cumsum(0)
+        drawn = torch.rand(samples, generator=generator, dtype=torch.float64) * bounds[-1]
+        ids[:, field] = start + torch.searchsorted(bounds, drawn).clamp_(max=size - 1)
+    weights = 0.35 * torch.randn(int(sizes.sum()), generator=generator)
+    slopes = 0.4 * torch.randn(DENSE, generator=generator)
+    logits = weights[ids].sum(1) + dense @ slopes
+    logits += -1.2 - logits.mean()
+    labels = (torch.rand(samples, generator=generator) < torch.sigmoid(logits)).long()
+    return Clicks(dense, ids, labels, int(sizes.sum()))
+
+
+@DATASETS.register("clicks")
+def clicks(data_dir: Path) -> DataPair:
+    """Draws 10,000 clicks in memory.
+
+    Args:
+        data_dir: not used.
+    """
+    return split_by_time(generated())

@@ -1,0 +1,183 @@
+"""Criteo's clicks: the challenge's text, or a prepared sample in NumPy's format.
+
+The text, ``train.txt``, has a row a line, separated by tabs: the label, 13 whole numbers and 26 categories of eight
+hexadecimal digits, where all but the label may be empty. A sample, ``*.npz``, has arrays ``dense`` (n, 13), ``labels``
+(n,) and ``sparse`` (n, 26), with ids in one key space.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .base import DATASETS, DataError, DataPair
+from .clicks import DENSE, FIELDS, Clicks, split_by_time
+
+ROWS = 1 << 20  # the key space that categories of the text are hashed into
+_ADVICE = "give train.txt of Criteo's Kaggle challenge, or a sample of it as .npz"
+_LINES = 1 << 15  # lines that are parsed at a time
+_STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@DATASETS.register("criteo")
+def criteo(data_dir: Path) -> DataPair:
+    """Loads Criteo's clicks; the last fifth of the rows is held out.
+
+    Args:
+        data_dir: the file (text, compressed or not, or ``.npz``), or a folder with one such file.
+
+    Raises:
+        DataError: if the file is missing, damaged or of another kind.
+    """
+    return split_by_time(read_criteo(data_dir))
+
+
+def read_criteo(path: str | Path, *, limit: int | None = None, rows: int = ROWS) -> Clicks:
+    """Reads clicks.
+
+    Counts of the text become ``log(1 + count)``, empty ones 0; those below 0 stay as they are. Categories are hashed
+    together with their field, so that all fields share the key space; an empty one is a category of its own.
+
+    Args:
+        path: the file, or a folder with one.
+        limit: number of rows to read, from the beginning; all where None.
+        rows: size of the key space that categories of the text are hashed into.
+
+    Raises:
+        DataError: if the file is missing, damaged or of another kind; the message names the line.
+        ValueError: if `limit` or `rows` is less than 1.
+    """
+    if rows < 1 or (limit is not None and limit < 1):
+        raise ValueError(f"limit and rows must be at least 1, got {limit} and {rows}")
+    file = _find(Path(path))
+    clicks = _read_sample(file, limit) if file.suffix == ".npz" else _read_text(file, limit, rows)
+    if not len(clicks):
+        raise DataError(f"{file} holds no rows: {_ADVICE}")
+    return clicks
+
+
+def _find(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise DataError(f"there is no {path}: {_ADVICE}")
+    for folder in (path, path / "criteo"):
+        for name in ("train.txt", "train.txt.gz", "*.npz"):
+            found = sorted(folder.glob(name))
+            if len(found) > 1:
+                raise DataError(f"there are several files in {folder}: say which, {found[0].name} or {found[1].name}")
+            if found:
+                return found[0]
+    raise DataError(f"there is neither train.txt nor a .npz in {path}: {_ADVICE}")
+
+
+def _read_sample(file: Path, limit: int | None) -> Clicks:
+    shapes = {"dense": (DENSE,), "labels": (), "sparse": (FIELDS,)}
+    try:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise ValueError("it is one array, not an archive of them")
+        with loaded as archive:
+            missing = [name for name in shapes if name not in archive]
+            if missing:
+                raise DataError(f"{file} lacks the arrays {', '.join(missing)}; it has {', '.join(archive) or 'none'}")
+            dense, labels, ids = (archive[name] for name in shapes)
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise DataError(f"{file} is damaged, or no file of NumPy's: {error}") from error
+    count = labels.shape[0] if labels.ndim else 0
+    for array, (name, rest) in zip((dense, labels, ids), shapes.items(), strict=True):
+        if array.shape != (count, *rest):
+            raise DataError(f"{name} in {file} has shape {array.shape}, it should be {(count, *rest)} for its labels")
+    if not all(np.issubdtype(array.dtype, np.integer) for array in (labels, ids)):
+        raise DataError(f"labels and sparse in {file} must be whole numbers, they are {labels.dtype} and {ids.dtype}")
+    if not np.issubdtype(dense.dtype, np.number) or not np.isfinite(dense).all():
+        raise DataError(f"dense in {file} must hold finite numbers")
+    if ((labels != 0) & (labels != 1)).any():
+        place = int(np.flatnonzero((labels != 0) & (labels != 1))[0])
+        raise DataError(f"label {labels[place]} of row {place} in {file} is neither 0 nor 1")
+    if ids.size and ids.min() < 0:
+        place = int(np.flatnonzero((ids < 0).any(1))[0])
+        raise DataError(f"row {place} of sparse in {file} has an id below 0")
+    some = slice(limit)
+    return Clicks(
+        torch.from_numpy(dense[some].astype(np.float32)),
+        torch.from_numpy(ids[some].astype(np.int64)),
+        torch.from_numpy(labels[some].astype(np.int64)),
+        int(ids.max()) + 1 if ids.size else 1,
+    )
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[IO[bytes]]:
+    try:
+        with file.open("rb") as raw:
+            compressed = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(file) if compressed else file.open("rb") as stream:
+            yield stream  # type: ignore[misc]
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _read_text(file: Path, limit: int | None, rows: int) -> Clicks:
+    parts: list[tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]] = []
+    with _opened(file) as stream:
+        lines = itertools.islice(stream, limit)
+        first = 1
+        while chunk := list(itertools.islice(lines, _LINES)):
+            parts.append(_parse(file, first, chunk, rows))
+            first += len(chunk)
+    if not parts:
+        raise DataError(f"{file} holds no rows: {_ADVICE}")
+    dense, ids, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return Clicks(torch.from_numpy(dense), torch.from_numpy(ids), torch.from_numpy(labels), rows)
+
+
+def _parse(
+    file: Path, first: int, lines: list[bytes], rows: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
+    counts = np.zeros((len(lines), DENSE), np.float64)
+    categories = np.full((len(lines), FIELDS), -1, np.int64)
+    labels = np.empty(len(lines), np.int64)
+    for place, line in enumerate(lines):
+        columns = line.rstrip(b"\r\n").split(b"\t")
+        try:
+            if len(columns) != 1 + DENSE + FIELDS:
+                without = ": that is how test.txt looks, which has no labels" if len(columns) == DENSE + FIELDS else ""
+                raise ValueError(f"has {len(columns)} columns{without}; {1 + DENSE + FIELDS} are expected")
+            if columns[0] not in (b"0", b"1"):
+                raise ValueError(f"begins with {columns[0][:20].decode(errors='replace')!r}, not with a label, 0 or 1")
+            labels[place] = columns[0] == b"1"
+            _fill(counts[place], columns[1 : 1 + DENSE], 10)
+            _fill(categories[place], columns[1 + DENSE :], 16)
+        except (ValueError, OverflowError) as error:
+            raise DataError(f"line {first + place} of {file} {error}: {_ADVICE}") from error
+    dense = np.where(counts > 0, np.log1p(np.maximum(counts, 0)), counts).astype(np.float32)
+    return dense, _hashed(categories, rows), labels
+
+
+def _fill(out: NDArray[np.float64] | NDArray[np.int64], columns: Iterable[bytes], base: int) -> None:
+    for place, column in enumerate(columns):
+        if column:
+            try:
+                out[place] = int(column, base)
+            except ValueError:
+                kind = "a whole number" if base == 10 else "a category in hexadecimal digits"
+                raise ValueError(f"has {column[:20].decode(errors='replace')!r}, which is not {kind}") from None
+
+
+def _hashed(categories: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """Spreads (field, category) over the key space, by the finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
+    x = categories.astype(np.uint64) + (np.arange(categories.shape[1], dtype=np.uint64) + np.uint64(1)) * _STEP
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return ((x ^ (x >> np.uint64(31))) % np.uint64(rows)).astype(np.int64)

@@ -1,0 +1,56 @@
+"""Wide & Deep: a linear model of categories beside a network on their embeddings (arXiv:1606.07792)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .registry import MODELS
+
+
+@MODELS.register("wide_deep")
+class WideDeep(nn.Module):
+    """Tells whether a row of counts and categories leads to a click.
+
+    The wide part adds up a weight a category and a linear function of the counts; the deep part is a network of fully
+    connected layers on the counts and the categories' embeddings. Both tables are indexed by the same ids.
+
+    Args:
+        rows: number of ids.
+        dense: number of counts in a row.
+        fields: number of categories in a row.
+        dim: width of an embedding.
+        hidden: widths of the hidden layers.
+        std: standard deviation of the embeddings' first values; weights of the wide part begin with 0.
+        sparse: whether the tables' gradients are sparse tensors.
+        device: of the tables; ``"meta"`` gives them no memory, for `dadplug.adapm.AdaModel` to make rows as they come.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        dense: int = 13,
+        fields: int = 26,
+        dim: int = 16,
+        hidden: Sequence[int] = (256, 128),
+        std: float = 0.01,
+        sparse: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.wide = nn.Embedding(rows, 1, sparse=sparse, device=device)
+        self.deep = nn.Embedding(rows, dim, sparse=sparse, device=device)
+        nn.init.zeros_(self.wide.weight)
+        nn.init.normal_(self.deep.weight, std=std)
+        self.linear = nn.Linear(dense, 1)
+        widths = [dense + fields * dim, *hidden]
+        layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
+        self.network = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        """Computes logits of shape (batch,) from counts (batch, dense) and ids (batch, fields)."""
+        wide = self.wide(ids).sum((1, 2)) + self.linear(dense)[:, 0]
+        return wide + self.network(torch.cat([dense, self.deep(ids).flatten(1)], 1))[:, 0]
