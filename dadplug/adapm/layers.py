@@ -27,8 +27,8 @@ class ManagedWeight:
 
     Args:
         name: the parameter's name.
-        parameter: the weight; `give_up` takes its memory, and what reads it then meets NaN. On torch's meta device it has
-            none.
+        parameter: the weight; `give_up` takes its memory, and what reads it then meets NaN. On torch's meta device it
+            has none.
         rule: the optimizer's rule.
         make_table: makes the table from a width, an initialiser and a capacity.
         first: makes the first values of rows when they are first used; the weight's own where None.
