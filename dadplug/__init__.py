@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from .errors import MismatchError, NonFiniteError, SiteError
     from .exchange import connect
     from .reduction import GradientReduction
-    from .runners import AdaPMStrategy, DADStrategy, DistributedRunner
+    from .runners import AdaPMRunner, AdaPMStrategy, DADStrategy, DistributedRunner
 
 _LAZY = {
+    "AdaPMRunner": "runners",
     "AdaPMStrategy": "runners",
     "DADStrategy": "runners",
     "DistributedRunner": "runners",
@@ -41,6 +42,7 @@ _LAZY = {
 _MODULES = ("adapm", "callbacks", "data", "hooks", "lowrank", "models", "runners")
 
 __all__ = [
+    "AdaPMRunner",
     "AdaPMStrategy",
     "DADStrategy",
     "DistributedRunner",

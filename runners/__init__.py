@@ -9,18 +9,20 @@ from .registration import needs_lightning, packages_in_use
 from .registration import register_strategies as register_strategies
 
 if TYPE_CHECKING:
+    from .adapm_runner import AdaPMRunner
     from .adapm_strategy import AdaPMStrategy
     from .dad_strategy import DADStrategy
     from .distributed_runner import DistributedRunner
 
 _TRAINERS = {
+    "AdaPMRunner": "adapm_runner",
     "AdaPMStrategy": "adapm_strategy",
     "DADStrategy": "dad_strategy",
     "DistributedRunner": "distributed_runner",
 }
 _STRATEGIES = ("AdaPMStrategy", "DADStrategy")
 
-__all__ = ["AdaPMStrategy", "DADStrategy", "DistributedRunner"]
+__all__ = ["AdaPMRunner", "AdaPMStrategy", "DADStrategy", "DistributedRunner"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
+import shutil
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dadplug.options import Options
-
 from . import dad_strategy
+from .management import Management, check_names, embeddings_of, give_back, lookups
 from .registration import needs_lightning
 
 if TYPE_CHECKING:
     from dadplug.adapm import AdaModel
-
-_OWN = ("mode", "intent", "lookahead", "reduce", "technique", "interval")
 
 
 class AdaPMStrategy(dad_strategy.DADStrategy):
@@ -36,6 +33,9 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows, see `dadplug.adapm.AdaModel`.
         technique: what intents lead to, see `dadplug.adapm.ParameterManager`.
         interval: least time between two rounds of synchronisation, in seconds.
+        backend: ``"builtin"`` or ``"adapm"``, see `dadplug.adapm.ParameterManager`.
+        checkpoint: ``"whole"``: site 0 writes whole tables into Lightning's file; ``"sharded"``: each site writes its
+            own rows into a folder beside it, see `dadplug.adapm.save_shards`.
         rank: and the following: as for `DADStrategy`.
 
     Attributes:
@@ -67,6 +67,8 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         reduce: str = "mean",
         technique: str = "all",
         interval: float = 0.002,
+        backend: str = "builtin",
+        checkpoint: str = "whole",
         rank: int = 8,
         iterations: int = 1,
         tolerance: float = 1e-3,
@@ -93,30 +95,18 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         **unknown: Any,
     ) -> None:
         given = locals()  # written out above, as LightningCLI needs it
-        from dadplug.adapm.engine import TECHNIQUES
-
-        if intent is not None and intent != "auto" and not callable(intent):
-            raise ValueError(f"intent must be 'auto', a function from a batch to its ids, or None, got {intent!r}")
-        if lookahead < 1:
-            raise ValueError(f"lookahead must be at least 1, got {lookahead}")
-        for name, value, choices in (("reduce", reduce, ("mean", "sum")), ("technique", technique, TECHNIQUES)):
-            if value not in choices:
-                raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
-        if interval < 0:
-            raise ValueError(f"interval must be at least 0, got {interval}")
+        if checkpoint not in ("whole", "sharded"):
+            raise ValueError(f"unknown checkpoint {checkpoint!r}; valid ones are 'whole' and 'sharded'")
+        management = Management(**{name: given[name] for name in Management.names()})
         passed = inspect.signature(dad_strategy.DADStrategy.__init__).parameters
         super().__init__(**{name: given[name] for name in passed if name not in ("self", "unknown")}, **unknown)
-        self._intent, self._lookahead, self._reduce = intent, lookahead, reduce
-        self._technique, self._interval = technique, interval
+        self._management, self._sharded = management, checkpoint == "sharded"
+        self._shards: str | None = None
         self._optimizer: Any = None
         self._loader: Any = None
 
     def _check_names(self, unknown: dict[str, Any]) -> None:
-        names = [*_OWN, *(name for name in Options.names() if name != "mode")]
-        for name in unknown:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
+        check_names(unknown)
 
     # Start and end
 
@@ -125,43 +115,25 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        from dadplug.adapm import AdaModel, ParameterManager
-
-        from .lookahead_loader import embeddings_of
-
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("managed rows have no part in a GradScaler: use precision='bf16-mixed' or '32-true'")
-        self._optimizer = embeddings_of(self.lightning_module, self.optimizers)
-        manager = ParameterManager(technique=self._technique, timeout=self.options.timeout, interval=self._interval)
+        self._optimizer = embeddings_of("AdaPMStrategy", self.lightning_module, self.optimizers)
         options = dataclasses.asdict(self.options)
-        try:
-            self.managed = AdaModel(self.lightning_module, self._optimizer, manager, reduce=self._reduce, **options)
-        except BaseException:
-            manager.close()
-            raise
+        self.managed = self._management.manage("AdaPMStrategy", self.lightning_module, self._optimizer, options)
         self.reduction = self.managed.reduction
+        self._load_states()
+        if self.managed.managed and trainer.gradient_clip_val:
+            warnings.warn("gradient_clip_val does not clip the gradients of managed rows", stacklevel=2)
+
+    def _load_states(self) -> None:
         if self._states is not None and self.reduction is not None:
             self.reduction.load_states(self._states)
         self._states = None
-        if not self.managed.managed:
-            warnings.warn(
-                "AdaPMStrategy found no embedding to manage: those of float32 are that are in an optimizer and that "
-                "nothing but nn.Embedding and nn.EmbeddingBag uses. All parameters are agreed on as by DADStrategy",
-                stacklevel=2,
-            )
-        elif trainer.gradient_clip_val:
-            warnings.warn("gradient_clip_val does not clip the gradients of managed rows", stacklevel=2)
 
     def teardown(self) -> None:
         managed, self.managed = self.managed, None
         if managed is not None:
-            try:
-                if self._interrupted:  # others may be gone, and rows with them
-                    managed.close()
-                else:
-                    managed.unwrap(self._optimizer)
-            finally:
-                managed.manager.close()
+            give_back(managed, self._optimizer, self._interrupted)  # others may be gone after an error
         self._loader = None
         super().teardown()
 
@@ -174,13 +146,14 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
             managed is None
             or not managed.managed
             or not trainer.training
-            or self._intent is None
+            or self._management.intent is None
             or self.world_size == 1
         ):
             return dataloader
-        from .lookahead_loader import LookaheadLoader
+        from .lightning_lookahead import LightningLookahead
 
-        self._loader = LookaheadLoader(dataloader, managed, self._intent, self._lookahead, trainer)
+        intent, lookahead = self._management.intent, self._management.lookahead
+        self._loader = LightningLookahead(dataloader, managed, intent, lookahead, trainer)
         return self._loader
 
     def on_train_start(self) -> None:
@@ -194,8 +167,6 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._loader is None or self.managed is None:
             return super().training_step(*args, **kwargs)
-        from .lookahead_loader import lookups
-
         before = {} if not self.lightning_module.automatic_optimization else lookups(self.managed)
         output = super().training_step(*args, **kwargs)
         self._loader.compare(before)
@@ -208,6 +179,11 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
 
     # Checkpoints
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is read once the tables are there, into which its shards go."""
+        return self._sharded
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.managed is None:
             return super().lightning_module_state_dict()
@@ -217,10 +193,21 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
                 "the last one before it"
             )
         self._average_buffers()
-        return self.managed.state_dict()
+        return {} if self._sharded else self.managed.state_dict()
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self.managed is None:
+        if self._shards is not None and self.managed is not None:
+            from dadplug.adapm import load_shards
+
+            load_shards(self.managed, self._shards, self._optimizer)
+            self._shards = None
+            self._load_states()
+        elif self._shards is not None:
+            from dadplug.adapm import join_shards
+
+            whole = {**checkpoint, "state_dict": join_shards(self._shards)["model"]}
+            super().load_model_state_dict(whole, strict=strict)  # type: ignore[misc]
+        elif self.managed is None:
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
         else:
             self.managed.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -229,11 +216,35 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         plain = getattr(optimizer, "_optimizer", optimizer)
         if self.managed is None or plain is not self._optimizer:
             return super().optimizer_state(optimizer)  # type: ignore[misc,no-any-return]
-        return self.managed.optimizer_state_dict(plain)
+        return {} if self._sharded else self.managed.optimizer_state_dict(plain)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if self.managed is not None and optimizer is self._optimizer:
-                self.managed.load_optimizer_state_dict(optimizer, state)
-            else:
+            if self.managed is None or optimizer is not self._optimizer:
                 optimizer.load_state_dict(state)
+            elif state:
+                self.managed.load_optimizer_state_dict(optimizer, state)
+            elif self._shards is not None:  # read by a strategy that writes whole checkpoints
+                self.load_model_state_dict(checkpoint)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._sharded and self.managed is not None:
+            from dadplug.adapm import save_shards
+
+            checkpoint["dadplug_shards"] = True
+            save_shards(self.managed, shards_of(filepath), self._optimizer)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._shards = shards_of(checkpoint_path) if checkpoint.get("dadplug_shards") else None
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        shutil.rmtree(shards_of(filepath), ignore_errors=True)
+
+
+def shards_of(path: Any) -> str:
+    """Names the folder of shards that belongs to a file of Lightning's."""
+    return f"{path}.shards"

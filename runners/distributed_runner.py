@@ -199,11 +199,14 @@ class DistributedRunner(SupervisedRunner):
             scaled = getattr(self.engine, "scaler", None) is not None
             settings = {name: getattr(self.options, name) for name in Options.names()}
             settings["check_finite"] &= not scaled
-            self.reduction = GradientReduction(model, process_group=self._process_group, **settings)
+            self.reduction = self._build_reduction(model, {"process_group": self._process_group} | settings)
             self.engine.reduction = self.reduction
         if self._resume is not None:
             checkpoint = self.load_shared(self._resume)
             (load_runner if "epoch_step" in checkpoint else load_model)(self, checkpoint)
+
+    def _build_reduction(self, model: torch.nn.Module, settings: dict[str, Any]) -> GradientReduction:
+        return GradientReduction(model, **settings)
 
     # The loop
 
@@ -242,10 +245,13 @@ class DistributedRunner(SupervisedRunner):
                 else:
                     self.batch = batch
                     self._run_event("on_batch_start")
-                    self.handle_batch(batch=self.batch)
+                    self._train_batch()
                     self._run_event("on_batch_end")
                 if self.reduction.stopped:
                     break
+
+    def _train_batch(self) -> None:
+        self.handle_batch(batch=self.batch)
 
     def _idle(self, stop: bool = False) -> None:
         """Takes part in a step without data; only what follows backward and changes the model is called."""
@@ -300,6 +306,16 @@ class DistributedRunner(SupervisedRunner):
         if self._states is None or self._states[0] != self.epoch_step:
             self._states = (self.epoch_step, self.engine.transport.gather_objects(self.reduction.state_dict()))
         return self._states[1]
+
+    def checkpoint_parts(self, *, saving: bool) -> dict[str, Any]:
+        """Returns what a checkpoint's states come from, or go to, by Catalyst's names.
+
+        Args:
+            saving: whether states are asked for; then all sites must call it.
+        """
+        model = self.model if isinstance(self.model, dict) else self.engine.unwrap_model(self.model)
+        rest = {"criterion": self.criterion, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {"model": model} | rest
 
     def load_shared(self, path: str | Path) -> dict[str, Any]:
         """Loads a checkpoint that site 0 has, on all sites.

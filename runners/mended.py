@@ -43,7 +43,13 @@ class MendedBackward(BackwardCallback):
 
 
 class MendedOptimizer(OptimizerCallback):
-    """Steps when an update is due, the last group of an epoch included, and clips before it (upstream never does)."""
+    """Steps when an update is due, the last group of an epoch included, and clips before it (upstream never does).
+
+    An optimizer without momentum has none among the metrics; upstream has None there, and fails on it.
+    """
+
+    def _get_lr_momentum_stats(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._get_lr_momentum_stats().items() if value is not None}
 
     def on_batch_end(self, runner: DistributedRunner) -> None:
         if runner.is_train_loader and runner.update_due:
@@ -68,14 +74,15 @@ class MendedCheckpoint(CheckpointCallback):
     def _save(self, runner: DistributedRunner, obj: Any, logprefix: str) -> str:
         logpath = f"{logprefix}.pth"
         states = runner.reduction_states() if self.mode == "runner" else None
+        parts = runner.checkpoint_parts(saving=True)
         if not runner.engine.is_main_process:
             return logpath
         if self.mode == "runner":
-            save_whole(pack_checkpoint(**obj, dadplug=states), logpath)
+            save_whole(pack_checkpoint(**(obj | parts), dadplug=states), logpath)
         elif isinstance(obj, dict):
-            save_whole(pack_checkpoint(model=obj), logpath)
+            save_whole(pack_checkpoint(model=parts["model"]), logpath)
         else:
-            save_whole(runner.engine.unwrap_model(obj).state_dict(), logpath)
+            save_whole(parts["model"].state_dict(), logpath)
         return logpath
 
     def _handle_epoch(self, runner: DistributedRunner, score: float) -> None:
@@ -84,6 +91,7 @@ class MendedCheckpoint(CheckpointCallback):
             return
         if self.mode == "runner":
             runner.reduction_states()  # site 0 writes them
+        runner.checkpoint_parts(saving=True)
         logpath = f"{self.logdir}/{self.mode}.{runner.epoch_step:04d}.pth"
         self._storage.append(Checkpoint(obj=runner.model, logpath=logpath, metric=score))
         self._storage.sort(key=lambda saved: saved.metric, reverse=not self._minimize)
@@ -106,9 +114,9 @@ class MendedCheckpoint(CheckpointCallback):
 def load_model(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
     """Loads a model from a checkpoint of either mode."""
     if any(str(key).startswith("model") and str(key).endswith("state_dict") for key in checkpoint):
-        unpack_checkpoint(checkpoint=checkpoint, model=runner.model)
+        unpack_checkpoint(checkpoint=checkpoint, model=runner.checkpoint_parts(saving=False)["model"])
     else:
-        runner.engine.unwrap_model(runner.model).load_state_dict(checkpoint)
+        runner.checkpoint_parts(saving=False)["model"].load_state_dict(checkpoint)
 
 
 def load_runner(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
@@ -117,13 +125,7 @@ def load_runner(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
         raise ValueError(
             'this checkpoint holds a model, no training: CheckpointCallback(mode="runner") writes one to go on from'
         )
-    unpack_checkpoint(
-        checkpoint=checkpoint,
-        model=runner.model,
-        criterion=runner.criterion,
-        optimizer=runner.optimizer,
-        scheduler=runner.scheduler,
-    )
+    unpack_checkpoint(checkpoint=checkpoint, **runner.checkpoint_parts(saving=False))
     for counter in ("epoch_step", "batch_step", "sample_step"):
         setattr(runner, counter, checkpoint[counter])
     states = checkpoint.get("dadplug")

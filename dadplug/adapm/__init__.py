@@ -8,6 +8,7 @@ from .pending import Pending
 from .recorder import IntentError
 from .rules import RowwiseAdagrad
 from .sampling import Sample, Sampler
+from .shards import join_shards, load_shards, save_shards
 from .table import Table
 from .timeline import Timeline
 
@@ -26,4 +27,7 @@ __all__ = [
     "Table",
     "Timeline",
     "Uniform",
+    "join_shards",
+    "load_shards",
+    "save_shards",
 ]

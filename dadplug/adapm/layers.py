@@ -27,7 +27,8 @@ class ManagedWeight:
 
     Args:
         name: the parameter's name.
-        parameter: the weight; its memory is given up, and what reads it meets NaN. On torch's meta device it has none.
+        parameter: the weight; `give_up` takes its memory, and what reads it then meets NaN. On torch's meta device it
+            has none.
         rule: the optimizer's rule.
         make_table: makes the table from a width, an initialiser and a capacity.
         first: makes the first values of rows when they are first used; the weight's own where None.
@@ -45,23 +46,28 @@ class ManagedWeight:
         self.rows, self.width = parameter.shape
         self.steps = 0
         self._lookups: list[tuple[Tensor, Tensor, Tensor]] = []
-        weights: list[NDArray[np.float32]] = []
+        self._first: NDArray[np.float32] | None = None
 
         def from_weights(keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-            out[:] = weights[0][keys]
+            assert self._first is not None
+            out[:] = self._first[keys]
 
         state = rule.state(self.width)
         width = self.width + sum(width for width, _ in state)
         if first is not None:
             self.table = make_table(width, Columns([(self.width, first), *state]), _FEW)
         else:
-            weights.append(parameter.detach().cpu().contiguous().numpy())
+            self._first = parameter.detach().cpu().contiguous().numpy()
             self.table = make_table(width, Columns([(self.width, from_weights), *state]), None)
+
+    def give_up(self) -> None:
+        """Fills the table, and gives the parameter's memory up; once all tables are there."""
+        if self._first is not None:
             for keys in self.home_keys(self.table.rank, self.table.world_size):
                 self.table.pull(keys)  # makes the rows that are at home here, so that the weight can go
-            weights.clear()
-        if not parameter.is_meta:
-            parameter.data = parameter.new_full((1, 1), torch.nan).expand(self.rows, self.width)
+        self._first = None
+        if not self.parameter.is_meta:
+            self.parameter.data = self.parameter.new_full((1, 1), torch.nan).expand(self.rows, self.width)
 
     def home_keys(self, rank: int, sites: int) -> list[Tensor]:
         """Returns the keys that are at home at a site, in portions."""

@@ -38,6 +38,7 @@ class ParameterManager:
     manager and its tables together, with the same options.
 
     Args:
+        backend: ``"builtin"``, or ``"adapm"`` for AdaPM's own engine, see `dadplug.adapm.backends.bindings`.
         technique: what intents lead to: ``"all"`` (relocation or replication, whichever suits), ``"replication_only"``,
             ``"relocation_only"``, or ``"static"`` (nothing: every key stays at its home), for comparison.
         process_group: the group whose processes are the sites; the default group where None.
@@ -64,9 +65,15 @@ class ParameterManager:
         ...     manager.wait_sync()
     """
 
+    def __new__(cls, *, backend: str = "builtin", **options: Any) -> ParameterManager:
+        from .backends import manager_class
+
+        return super().__new__(manager_class(backend) if cls is ParameterManager else cls)
+
     def __init__(
         self,
         *,
+        backend: str = "builtin",
         technique: str = "all",
         process_group: dist.ProcessGroup | None = None,
         timeout: float = DEFAULT_TIMEOUT,

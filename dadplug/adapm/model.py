@@ -17,7 +17,7 @@ from .initialisers import Initialiser, Normal
 from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, find_layers
 from .manager import ParameterManager
 from .recorder import IntentError, Recorder
-from .rules import RowwiseAdagradRule, rule_of
+from .rules import rule_of
 
 _CHUNK = 65536  # rows that are gathered or set at a time
 
@@ -41,11 +41,14 @@ class AdaModel(nn.Module):
         optimizer: the user's optimizer of the model's parameters: SGD, Adagrad, SparseAdam, Adam (which then leaves
             the moments of rows alone that are not in the batch), or `RowwiseAdagrad`.
         manager: where the tables are; a new one where None.
+        backend: what a new manager runs on, see `ParameterManager`.
         reduce: ``"mean"`` weights gradients of rows by the site's share of the samples, as one process with all sites'
             rows and a mean loss would have them (equally where no other parameters are there); ``"sum"`` does not.
         initialisers: by a weight's name, what makes the first values of its rows, as they come to be, in place of the
             model's own; on the meta device ``Normal()`` where there is none, as nn.Embedding begins with.
         mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
+        always_reduce: whether to make a reduction also where no other parameters are there: it keeps the sites in step,
+            and tells the shares of samples.
         options: further options of `dadplug.GradientReduction`.
 
     Attributes:
@@ -76,9 +79,11 @@ class AdaModel(nn.Module):
         optimizer: Optimizer,
         manager: ParameterManager | None = None,
         *,
+        backend: str = "builtin",
         reduce: str = "mean",
         initialisers: Mapping[str, Initialiser] | None = None,
         mode: str = "dsgd",
+        always_reduce: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -89,7 +94,7 @@ class AdaModel(nn.Module):
         if unknown := [name for name in initialisers if name not in layers]:
             raise ValueError(f"initialisers for {unknown}, but what can be managed is {list(layers)}")
         self.module = model
-        self.manager = manager if manager is not None else ParameterManager()
+        self.manager = manager if manager is not None else ParameterManager(backend=backend)
         self.managed: dict[str, ManagedWeight] = {}
         self.reduction: GradientReduction | None = None
         self._reduce = reduce
@@ -105,13 +110,15 @@ class AdaModel(nn.Module):
             self._recorder = error
         hidden = [(module, module._parameters.pop("weight")) for modules in layers.values() for _, module in modules]
         try:  # the reduction neither sends nor compares what is managed
-            if any(True for _ in model.parameters()):
+            if always_reduce or any(True for _ in model.parameters()):
                 self.reduction = GradientReduction(model, mode, **options)
         finally:
             for module, parameter in hidden:
                 module._parameters["weight"] = parameter
         for name, modules in layers.items():
             self._manage(name, modules, optimizer, initialisers.get(name))
+        for weight in self.managed.values():
+            weight.give_up()
         # By a weak reference: the optimizer, which the user may keep, does not keep the tables.
         reference = weakref.ref(self)
 
@@ -233,10 +240,7 @@ class AdaModel(nn.Module):
             if parts := weight.rule.names:
                 state = self._gather(weight, slice(weight.width, None)).chunk(len(parts), 1)
                 own = {part: value.contiguous() for part, value in zip(parts, state, strict=True)}
-                # RowwiseAdagrad counts no steps
-                step = (
-                    {} if isinstance(weight.rule, RowwiseAdagradRule) else {"step": torch.tensor(float(weight.steps))}
-                )
+                step = {"step": torch.tensor(float(weight.steps))} if weight.rule.counts_steps else {}
                 found[name] = step | own
         return found
 
@@ -248,9 +252,9 @@ class AdaModel(nn.Module):
         self.manager.wait_sync(everywhere=True)
         state = optimizer.state_dict()
         states = dict(state["state"])
-        places = _places(optimizer)
+        numbers = places(optimizer)
         for name, rows in self._optimizer_states().items():
-            states[places[id(self.managed[name].parameter)]] = rows
+            states[numbers[id(self.managed[name].parameter)]] = rows
         self.manager.barrier()
         return state | {"state": states}
 
@@ -261,8 +265,8 @@ class AdaModel(nn.Module):
             ValueError: if the state of a managed weight does not fit.
         """
         states = dict(state_dict["state"])
-        places = _places(optimizer)
-        own = {name: states.pop(places[id(weight.parameter)], None) for name, weight in self.managed.items()}
+        numbers = places(optimizer)
+        own = {name: states.pop(numbers[id(weight.parameter)], None) for name, weight in self.managed.items()}
         optimizer.load_state_dict({**state_dict, "state": states})
         self.manager.wait_sync(everywhere=True)
         for name, rows in own.items():
@@ -345,8 +349,8 @@ def _with_zeros(first: Initialiser, zeros: list[int]) -> Initialiser:
     return initialise
 
 
-def _places(optimizer: Optimizer) -> dict[int, int]:
-    """Numbers parameters as the optimizer's state does."""
+def places(optimizer: Optimizer) -> dict[int, int]:
+    """Numbers parameters, by their id, as the optimizer's state does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(parameter): place for place, parameter in enumerate(parameters)}
 

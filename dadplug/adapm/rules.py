@@ -16,9 +16,11 @@ class Rule(Protocol):
 
     Attributes:
         names: torch's names of the state's parts, of equal widths; rows of a checkpoint's state have them.
+        counts_steps: whether a checkpoint's state has a number of steps besides.
     """
 
     names: tuple[str, ...]
+    counts_steps: bool
 
     def state(self, width: int) -> list[tuple[int, Initialiser]]:
         """Returns the columns of the state beside weights of this width, and what they begin with."""
@@ -38,6 +40,7 @@ class SGD:
     """torch.optim.SGD: ``w -= lr g``."""
 
     names: tuple[str, ...] = ()
+    counts_steps = False
 
     def state(self, width: int) -> list[tuple[int, Initialiser]]:
         return []
@@ -50,6 +53,7 @@ class Adagrad:
     """torch.optim.Adagrad: ``s += g^2; w -= lr g / (sqrt(s) + eps)``."""
 
     names: tuple[str, ...] = ("sum",)
+    counts_steps = True
 
     def __init__(self, initial: float) -> None:
         self.initial = initial
@@ -68,6 +72,7 @@ class RowwiseAdagradRule:
     """`RowwiseAdagrad`: ``s += mean(g^2); w -= lr g / (sqrt(s) + eps)``, one s a row."""
 
     names: tuple[str, ...] = ("sum",)
+    counts_steps = False
 
     def state(self, width: int) -> list[tuple[int, Initialiser]]:
         return [(1, Constant())]
@@ -86,6 +91,7 @@ class Adam:
     """
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    counts_steps = True
 
     def __init__(self, sparse: bool) -> None:
         self.sparse = sparse

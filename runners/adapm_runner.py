@@ -1,0 +1,202 @@
+"""Catalyst's runner for embeddings whose rows live spread over the sites (AdaPM)."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from dadplug import GradientReduction
+from dadplug.adapm import AdaModel
+from dadplug.options import Options
+
+from .distributed_runner import DistributedRunner
+from .lookahead_loader import LookaheadLoader
+from .management import Idle, Management, check_names, embeddings_of, give_back, lookups
+
+_KEYS = ("input_key", "output_key", "target_key", "loss_key", "split_data", "process_group")
+
+
+class AdaPMRunner(DistributedRunner):
+    """Trains a model whose embeddings are tables spread over the sites; a drop-in for `SupervisedRunner`.
+
+    While `train` runs, the rows of the model's nn.Embedding and nn.EmbeddingBag layers are managed as by
+    `dadplug.adapm.AdaModel`, train loaders are read ahead as by `dadplug.adapm.AdaDataLoader`, and all other parameters
+    are agreed on as by `DistributedRunner`. Other loaders pull rows, and push none. Checkpoints hold whole tables, and
+    the state of their optimizer, under the plain model's names; after the training the model is a plain one again.
+
+    Args:
+        model: as for `DistributedRunner`, and all up to `optimizer`.
+        criterion: see there.
+        optimizer: see there; one that steps rows, see `dadplug.adapm.AdaModel`.
+        mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
+        intent: a function from a batch to ids by the names of weights, ``lambda batch: {"words.weight": batch[0]}``;
+            ``"auto"`` finds them from a pass of shapes through `handle_batch`; None for no lookahead.
+        lookahead: number of batches to be ahead.
+        reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows, see `dadplug.adapm.AdaModel`.
+        technique: what intents lead to, see `dadplug.adapm.ParameterManager`.
+        interval: least time between two rounds of synchronisation, in seconds.
+        backend: ``"builtin"`` or ``"adapm"``, see `dadplug.adapm.ParameterManager`.
+        options: as for `DistributedRunner`.
+
+    Attributes:
+        managed: the `AdaModel` of the training that is running, with its tables and traffic; None outside of one.
+        reduction: the `GradientReduction` of the other parameters.
+
+    Raises:
+        ValueError: if an option or its value is unknown; the message lists the valid ones.
+
+    Example:
+        >>> runner = AdaPMRunner()
+        >>> runner.train(model=model, criterion=criterion, optimizer=optimizer, loaders=loaders, num_epochs=5)
+    """
+
+    managed: AdaModel | None = None
+
+    def __init__(
+        self,
+        model: Any = None,
+        criterion: Any = None,
+        optimizer: Any = None,
+        mode: str = "dsgd",
+        *,
+        intent: str | Callable[[Any], Any] | None = "auto",
+        lookahead: int = 16,
+        reduce: str = "mean",
+        technique: str = "all",
+        interval: float = 0.002,
+        backend: str = "builtin",
+        **options: Any,
+    ) -> None:
+        check_names(name for name in options if name not in (*_KEYS, *Options.names()))
+        super().__init__(model, criterion, optimizer, mode, **options)
+        self._management = Management(intent, lookahead, reduce, technique, interval, backend)
+        self._owner: Any = None
+        self._gathered: tuple[int, dict[str, Any]] | None = None
+
+    # Start and end
+
+    def _build_reduction(self, model: nn.Module, settings: dict[str, Any]) -> GradientReduction:
+        if getattr(self.engine, "scaler", None) is not None:
+            raise ValueError("managed rows have no part in a GradScaler: leave fp16 out, or use mixed precision bf16")
+        if isinstance(self.model, dict):
+            raise ValueError("AdaPMRunner trains one model: put several into one nn.Module")
+        given = list(self.optimizer.values()) if isinstance(self.optimizer, dict) else [self.optimizer]
+        self._owner = embeddings_of("AdaPMRunner", model, [_plain(optimizer) for optimizer in given])
+        self.managed = self._management.manage("AdaPMRunner", model, self._owner, settings | {"always_reduce": True})
+        if self.managed.managed and self._management.intent is not None and self.engine.num_processes > 1:
+            for name, loader in self.loaders.items():
+                if name.startswith("train"):
+                    self.loaders[name] = _Lookahead(loader, self.managed, self._management, self)
+        assert self.managed.reduction is not None
+        return self.managed.reduction
+
+    def train(self, **settings: Any) -> None:
+        """Trains as `DistributedRunner.train` does; all sites call it with the same settings."""
+        try:
+            super().train(**settings)
+        finally:
+            self._give_back(interrupted=True)  # what has ended well has done so before
+
+    def on_experiment_end(self, runner: Any) -> None:
+        """Gives the model its whole weights back."""
+        self._give_back(interrupted=False)
+        super().on_experiment_end(runner)
+
+    def _give_back(self, interrupted: bool) -> None:
+        managed, self.managed, self._gathered = self.managed, None, None
+        if managed is not None:
+            give_back(managed, self._owner, interrupted)
+
+    # The loop
+
+    def on_loader_start(self, runner: Any) -> None:
+        """Brings all sites to the same tables before they evaluate."""
+        super().on_loader_start(runner)
+        if self.managed is not None and not self.is_train_loader:
+            self.managed.manager.wait_sync(everywhere=True)
+
+    def _train_batch(self) -> None:
+        if self.managed is None or not isinstance(self.loader, _Lookahead):
+            super()._train_batch()
+            return
+        before = lookups(self.managed)
+        super()._train_batch()
+        self.loader.compare(before)
+
+    # Checkpoints
+
+    def checkpoint_parts(self, *, saving: bool) -> dict[str, Any]:
+        """Returns what a checkpoint's states come from or go to: whole tables, with their optimizer's state."""
+        parts = super().checkpoint_parts(saving=saving)
+        managed = self.managed
+        if managed is None:
+            return parts
+        if not saving:
+            load: dict[str, Callable[[Any], Any]]
+            load = {"model": managed.load_state_dict, "optimizer": self._load_optimizer}
+            return self._with(parts, {name: _Part(load=function) for name, function in load.items()})
+        if self._gathered is None or self._gathered[0] != self.epoch_step:
+            whole = {"model": managed.state_dict(), "optimizer": managed.optimizer_state_dict(self._owner)}
+            self._gathered = self.epoch_step, whole if self.engine.is_main_process else {}  # site 0 writes
+        return self._with(parts, {name: _Part(state) for name, state in self._gathered[1].items()})
+
+    def _with(self, parts: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """Puts the managed model's parts into the places of the plain ones."""
+        if isinstance(self.optimizer, dict) and "optimizer" in own:
+            given = self.optimizer.items()
+            rows = own["optimizer"]
+            own["optimizer"] = {key: rows if _plain(each) is self._owner else each for key, each in given}
+        return parts | own
+
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+        assert self.managed is not None
+        self.managed.load_optimizer_state_dict(self._owner, state)
+
+    def on_epoch_end(self, runner: Any) -> None:
+        """Lets go of what the epoch's checkpoints have gathered."""
+        self._gathered = None
+        super().on_epoch_end(runner)
+
+
+class _Lookahead(LookaheadLoader):
+    """A `LookaheadLoader` that calls a copy of the model as a runner does."""
+
+    def __init__(self, loader: Any, model: AdaModel, management: Management, runner: AdaPMRunner) -> None:
+        assert management.intent is not None
+        super().__init__(
+            loader, model, management.intent, management.lookahead, owner="AdaPMRunner", step="handle_batch"
+        )
+        self._runner = runner
+
+    def _step(self, model: Any, batch: Any) -> None:
+        ghost = copy.copy(self._runner)
+        for name, value in vars(ghost).items():  # methods that the runner has chosen, as for input_key
+            if isinstance(value, types.MethodType) and value.__self__ is self._runner:
+                setattr(ghost, name, types.MethodType(value.__func__, ghost))
+        ghost.model, ghost.engine, ghost.optimizer, ghost.scheduler = model, Idle(), Idle(), Idle()  # type: ignore
+        ghost.batch_metrics = {}
+        ghost.batch = ghost._process_batch(batch)
+        ghost.handle_batch(batch=ghost.batch)
+
+
+class _Part:
+    """A part of a checkpoint whose state is elsewhere."""
+
+    def __init__(self, state: Any = None, load: Callable[[Any], Any] | None = None) -> None:
+        self._state, self._load = state, load
+
+    def state_dict(self) -> Any:
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        assert self._load is not None
+        self._load(state)
+
+
+def _plain(optimizer: Any) -> Any:
+    """Takes off what Accelerate has put around an optimizer."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,162 @@
+"""What managed embeddings are in any trainer: options, a model and its tables, and intents that are looked at."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dadplug.options import Options
+
+if TYPE_CHECKING:
+    from dadplug.adapm import AdaModel
+
+
+@dataclass(frozen=True)
+class Management:
+    """The options of managed embeddings, the same in all trainers.
+
+    Args:
+        intent: a function from a batch to ids by the names of weights; ``"auto"`` finds them; None for no lookahead.
+        lookahead: number of batches to be ahead.
+        reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows.
+        technique: what intents lead to.
+        interval: least time between two rounds of synchronisation, in seconds.
+        backend: what the tables are in.
+
+    Raises:
+        ValueError: if an option is out of range or unknown.
+    """
+
+    intent: str | Callable[[Any], Any] | None = "auto"
+    lookahead: int = 16
+    reduce: str = "mean"
+    technique: str = "all"
+    interval: float = 0.002
+    backend: str = "builtin"
+
+    def __post_init__(self) -> None:
+        from dadplug.adapm.backends import BACKENDS
+        from dadplug.adapm.engine import TECHNIQUES
+
+        BACKENDS[self.backend]  # or an error
+        if self.intent is not None and self.intent != "auto" and not callable(self.intent):
+            raise ValueError(f"intent must be 'auto', a function from a batch to its ids, or None, got {self.intent!r}")
+        if self.lookahead < 1:
+            raise ValueError(f"lookahead must be at least 1, got {self.lookahead}")
+        for name, choices in (("reduce", ("mean", "sum")), ("technique", TECHNIQUES)):
+            if getattr(self, name) not in choices:
+                valid = ", ".join(map(repr, choices))
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid ones are {valid}")
+        if self.interval < 0:
+            raise ValueError(f"interval must be at least 0, got {self.interval}")
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Lists the options."""
+        return [field.name for field in fields(cls)]
+
+    def manage(self, owner: str, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> AdaModel:
+        """Puts a model's embeddings into tables; all sites must call it.
+
+        Args:
+            owner: what the user has asked for it, for messages.
+            model: the model.
+            optimizer: the optimizer of its embeddings.
+            options: those of `AdaModel` for all other parameters.
+        """
+        from dadplug.adapm import AdaModel, ParameterManager
+
+        manager = ParameterManager(
+            backend=self.backend,
+            technique=self.technique,
+            timeout=options["timeout"],
+            interval=self.interval,
+            process_group=options.get("process_group"),
+        )
+        try:
+            managed = AdaModel(model, optimizer, manager, reduce=self.reduce, **options)
+        except BaseException:
+            manager.close()
+            raise
+        if not managed.managed:
+            warnings.warn(
+                f"{owner} found no embedding to manage: those of float32 are that are in an optimizer and that nothing "
+                "but nn.Embedding and nn.EmbeddingBag uses. All parameters are agreed on by the reduction",
+                stacklevel=3,
+            )
+        return managed
+
+
+def check_names(unknown: Iterable[str]) -> None:
+    """Refuses options that neither managed embeddings nor the reduction of other parameters have.
+
+    Raises:
+        ValueError: if there are any; the message lists the valid ones.
+    """
+    names = ["mode", *Management.names(), *(name for name in Options.names() if name != "mode")]
+    for name in unknown:
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
+
+
+def embeddings_of(owner: str, model: nn.Module, optimizers: list[Any]) -> Any:
+    """Finds the optimizer that has a model's embeddings; the first where none has.
+
+    Raises:
+        ValueError: if there is no optimizer, or several have embeddings.
+    """
+    from dadplug.adapm.layers import find_layers
+
+    if not optimizers:
+        raise ValueError(f"{owner} needs an optimizer")
+    owners = [optimizer for optimizer in optimizers if find_layers(model, optimizer)]
+    if len(owners) > 1:
+        raise ValueError(f"{owner} needs all embeddings in one optimizer, and several have some")
+    return owners[0] if owners else optimizers[0]
+
+
+def give_back(managed: AdaModel, optimizer: Any, interrupted: bool) -> None:
+    """Makes a managed model a plain one again; all sites must call it, but after an error.
+
+    Args:
+        managed: the managed model.
+        optimizer: the optimizer of its embeddings.
+        interrupted: whether others may be gone, and rows with them.
+    """
+    try:
+        if interrupted:
+            managed.close()
+        else:
+            managed.unwrap(optimizer)
+    finally:
+        managed.manager.close()
+
+
+def lookups(model: AdaModel) -> dict[str, int]:
+    """Counts the lookups since the last step by weight."""
+    return {name: len(weight.lookups) for name, weight in model.managed.items()}
+
+
+class Idle:
+    """Stands for what steps a model: an optimizer, a schedule, an engine. Whatever is called does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return nothing
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing."""
+
+
+def shape_only(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stands for a number that is not known."""
+    return torch.empty((), device="meta")
