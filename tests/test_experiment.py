@@ -92,7 +92,7 @@ def test_under_torchrun_the_environment_says_rank_and_world(tmp_path):
     [
         (["--distributed-mode", "foo"], f"unknown mode 'foo'; valid ones are {support.valid_modes()}"),
         (["--dataset", "foo"], "unknown dataset 'foo'; valid ones are clicks, criteo, digits, dogsvscats, mnist"),
-        (["--model", "foo"], "unknown model 'foo'; valid ones are MNISTNet, vit, vit-small, wide_deep"),
+        (["--model", "foo"], "unknown model 'foo'; valid ones are GCN, MNISTNet, vit, vit-small, wide_deep"),
         (["--optimizer", "foo"], "unknown optimizer 'foo'; valid ones are adam"),
         (["--criterion", "foo"], "unknown criterion 'foo'; valid ones are crossentropyloss"),
         (["--scheduler", "foo"], "unknown scheduler 'foo'; valid ones are none, step"),

@@ -33,6 +33,7 @@ _MAGIC = 0x64616470
 _HELLO = struct.Struct("<16sI")  # the listener's token, the caller's rank
 _BUFFER = 4 << 20  # bytes asked of the kernel for each direction
 _ENOUGH = 1 << 20  # bytes with which a fixed buffer is better than one that the kernel fits to the traffic
+_NAP = 0.02  # seconds
 _OPENING = 10.0  # seconds for all sites to reach one another
 _SWITCH = "DADPLUG_STREAMS"
 
@@ -173,7 +174,7 @@ class Streams:
         """
         self._backlog = False  # the thread would only be in the way
         deadline, before = time.monotonic() + self._transport.timeout, -1
-        while True:
+        while True:  # short naps, since the thread may have taken what this one waits for
             with self._lock:
                 for connection in self.connections.values():
                     self._guarded(connection, write=bool(connection.outgoing), read=bool(connection.incoming))
@@ -185,7 +186,7 @@ class Streams:
                 deadline, before = now + self._transport.timeout, left
             if now > deadline:
                 self._raise_silence(messages)
-            poll.poll(1e3 * min(1.0, deadline - now + 0.001))
+            poll.poll(1e3 * min(_NAP, deadline - now + 0.001))
         self._leave_to_helper()
 
     def _raise_silence(self, messages: Sequence[_Message]) -> None:

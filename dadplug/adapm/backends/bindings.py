@@ -21,6 +21,7 @@ from ..engine import TECHNIQUES
 from ..initialisers import Constant, Initialiser
 from ..manager import ParameterManager
 from ..network import own_address
+from ..sampling import Sampler
 from ..table import Table
 from .bindings_engine import BindingsEngine, Library, Rows
 
@@ -89,6 +90,7 @@ class BindingsManager(ParameterManager):
         rows: int | None = None,
         initialiser: Initialiser | None = None,
         capacity: int | None = None,
+        max_rows: int | None = None,
     ) -> Table:
         """Adds a table; all sites must add the same ones in the same order, and all before the first use.
 
@@ -98,6 +100,7 @@ class BindingsManager(ParameterManager):
             rows: keys are 0 to rows - 1.
             initialiser: makes the first values from the keys; zeros where None.
             capacity: not used.
+            max_rows: must be None: AdaPM keeps all rows.
 
         Raises:
             ValueError: if an argument is out of range.
@@ -106,6 +109,8 @@ class BindingsManager(ParameterManager):
         """
         if rows is None:
             raise ValueError(f'table {name!r} needs rows=, a number of keys: backend="adapm" has no open ranges')
+        if max_rows is not None:
+            raise ValueError(f'table {name!r}: backend="adapm" keeps all rows, and takes no max_rows')
         if width < 1 or rows < 1:
             raise ValueError(f"width and rows must be at least 1, got {width} and {rows}")
         if self._library is not None:
@@ -230,6 +235,15 @@ class BindingsTable(Table):
         """
         keys = torch.arange(self.rank, self.rows or 0, self.world_size)
         return keys, self.pull(keys)
+
+    def sampler(self, weights: torch.Tensor | None = None, **options: Any) -> Sampler:
+        if options.get("scheme") == "local":
+            raise ValueError('backend="adapm" does not tell which keys are at a site: no scheme="local"')
+        return super().sampler(weights, **options)
+
+    def states(self, keys: torch.Tensor) -> torch.Tensor:
+        """Not to be had: the library does not tell where keys are."""
+        raise RuntimeError('backend="adapm" does not tell which keys are at a site')
 
 
 def _import(transport: Any) -> Any:
