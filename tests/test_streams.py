@@ -80,9 +80,9 @@ def test_all_sites_go_by_gloo_where_one_cannot_do_otherwise(sites):
 
 def meets_a_stranger() -> bool:
     """Somebody else calls first, on one site's listener, and says nothing or nonsense."""
-    from dadplug.exchange import streams
+    from dadplug.exchange import calls
 
-    listen = streams._listen
+    listen = calls._listen
     strangers = []
 
     def overheard():
@@ -93,7 +93,7 @@ def meets_a_stranger() -> bool:
             strangers.append(stranger)
         return listener
 
-    streams._listen = overheard
+    calls._listen = overheard
     try:
         meeting = transport()
         gather = meeting.gather([1] * meeting.world_size, torch.float32)
@@ -101,7 +101,7 @@ def meets_a_stranger() -> bool:
         gather.launch()
         total = float(sum(gather.wait()))
     finally:
-        streams._listen = listen
+        calls._listen = listen
     meeting.close()
     return isinstance(gather, StreamGather) and total == 3.0
 

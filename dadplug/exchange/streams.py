@@ -8,7 +8,6 @@ and what has come is read when it is needed. Only what the kernel has no room fo
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import socket
 import struct
@@ -30,12 +29,8 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("<IIQ")  # a magic number, the message's number on its connection, its bytes
 _MAGIC = 0x64616470
-_HELLO = struct.Struct("<16sI")  # the listener's token, the caller's rank
-_BUFFER = 4 << 20  # bytes asked of the kernel for each direction
-_ENOUGH = 1 << 20  # bytes with which a fixed buffer is better than one that the kernel fits to the traffic
+ENOUGH = 1 << 20  # bytes that the kernel holds; with as many a buffer of fixed size is worth having
 _NAP = 0.02  # seconds
-_OPENING = 10.0  # seconds for all sites to reach one another
-_SWITCH = "DADPLUG_STREAMS"
 
 
 class _Message:
@@ -128,7 +123,7 @@ class _OutOfStep(Exception):
 
 
 class Streams:
-    """Connections to all other sites of a transport; see the module. Made by `open_streams`.
+    """Connections to all other sites of a transport; see the module. Made by `dadplug.exchange.calls.open_streams`.
 
     Messages carry no tags: on every connection they arrive in the order in which they were sent, and all sites launch
     theirs in one order. A head with each tells if they do not.
@@ -223,7 +218,7 @@ class Streams:
         """Says whether there is more to do than the kernel does by itself."""
         connections = self.connections.values()
         return any(each.outgoing for each in connections) or any(
-            sum(message.left for message in each.incoming) > _ENOUGH for each in connections
+            sum(message.left for message in each.incoming) > ENOUGH for each in connections
         )
 
     def _leave_to_helper(self) -> None:
@@ -311,104 +306,3 @@ def _close_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
-
-
-def open_streams(transport: Transport) -> Streams | None:
-    """Connects all sites of a transport with one another; all of them must call it together.
-
-    Returns:
-        The streams; None, on all sites alike, where some site cannot or does not want to: messages go by gloo then.
-
-    Raises:
-        SiteError: if a site is gone.
-    """
-    listener = _listen() if os.environ.get(_SWITCH, "1") != "0" and hasattr(select, "poll") else None
-    token = secrets.token_bytes(16)
-    place = None if listener is None else (*listener.getsockname()[:2], token)
-    places = transport.gather_objects(place)
-    sockets: dict[int, socket.socket] = {}
-    if listener is not None and all(places):
-        try:
-            sockets = _meet(transport, listener, places)
-        except OSError:
-            sockets = {}
-    if listener is not None:
-        listener.close()
-    complete = len(sockets) == transport.world_size - 1
-    if all(transport.gather_objects(complete)):
-        return Streams(transport, sockets)
-    for connected in sockets.values():
-        connected.close()
-    return None
-
-
-def _listen() -> socket.socket | None:
-    """Opens a socket on the address under which other sites are to find this one."""
-    for address in _addresses():
-        try:
-            listener = _sized(socket.AF_INET)
-            listener.bind((address, 0))
-            listener.listen(1024)
-        except OSError:
-            continue
-        return listener
-    return None
-
-
-def _addresses() -> list[str]:
-    """Own addresses that others may reach, the likeliest first: those that gloo would take."""
-    from .rendezvous import address_of
-
-    found = []
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            address = address_of(probe, interface)
-            return [address] if address else []
-        with suppress(OSError, KeyError):
-            probe.connect((socket.gethostbyname(os.environ["MASTER_ADDR"]), 9))
-            found.append(probe.getsockname()[0])
-    with suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return [*found, "127.0.0.1"]
-
-
-def _sized(family: socket.AddressFamily) -> socket.socket:
-    """Makes a socket with large buffers, where the system grants them; else it fits them to the traffic itself."""
-    sized = socket.socket(family)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        with suppress(OSError):
-            sized.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
-        if sized.getsockopt(socket.SOL_SOCKET, option) < _ENOUGH:
-            sized.close()
-            return socket.socket(family)
-    return sized
-
-
-def _meet(
-    transport: Transport, listener: socket.socket, places: Sequence[tuple[str, int, bytes]]
-) -> dict[int, socket.socket]:
-    """Calls the sites of lower rank, and waits for the calls of the others."""
-    deadline = time.monotonic() + min(_OPENING, transport.timeout)
-    sockets: dict[int, socket.socket] = {}
-    for rank in range(transport.rank):
-        host, port, token = places[rank]
-        caller = sockets[rank] = _sized(socket.AF_INET)
-        caller.settimeout(max(0.1, deadline - time.monotonic()))
-        caller.connect((host, port))
-        caller.sendall(_HELLO.pack(token, transport.rank))
-    expected = set(range(transport.rank + 1, transport.world_size))
-    while expected and time.monotonic() < deadline:
-        listener.settimeout(max(0.1, deadline - time.monotonic()))
-        caller, _ = listener.accept()
-        caller.settimeout(1.0)
-        try:
-            token, rank = _HELLO.unpack(caller.recv(_HELLO.size, socket.MSG_WAITALL))
-        except (OSError, struct.error):
-            token, rank = b"", -1
-        if rank in expected and secrets.compare_digest(token, places[transport.rank][2]):
-            sockets[rank] = caller
-            expected.remove(rank)
-        else:  # a stranger
-            caller.close()
-    return sockets

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
+from .calls import open_streams
 from .machines import Machines
 from .sites import Sites
-from .streams import StreamGather, Streams, open_streams
+from .streams import StreamGather, Streams
 from .traffic import Traffic
 
 _FEW = 1 << 20  # bytes of which receiving a copy costs next to nothing
