@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -141,10 +142,14 @@ def watches_keys():
         table.pull(torch.arange(rank, 100, 2))
         timeline.note()
         manager.barrier()
-        # site 0 wants key 1 for itself, and both want key 0
-        table.intent(torch.tensor([0, 1] if rank == 0 else [0]), 0, 9)
-        for _ in range(4):
-            manager.wait_sync(everywhere=True)
+        for wants, wanted in ((0, [0, 1]), (1, [0])):  # site 0 wants key 1 for itself, and then both want key 0
+            if rank == wants:
+                table.intent(torch.tensor(wanted), 0, 9)
+                deadline = time.monotonic() + 30
+                while not table.here(np.array(wanted)).all():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.005)
+            manager.barrier()
         manager.advance_clock()
         table.pull(keys)
         timeline.note()
