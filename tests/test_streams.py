@@ -128,6 +128,27 @@ def test_sites_at_different_exchanges_are_told_so(sites):
         assert "are not at the same exchange" in words
 
 
+def helper_finds_out() -> bool:
+    """The thread reads the head that is wrong, and the one that trains is told all the same."""
+    meeting = transport()
+    size = 1 << 20
+    gather = meeting.gather([size + meeting.rank] * meeting.world_size, torch.float32)
+    gather.launch()  # more than the kernel holds: the thread goes to work
+    time.sleep(0.5)
+    try:
+        gather.wait()
+    except dadplug.MismatchError:
+        return True
+    finally:
+        dist.barrier()
+        meeting.close()
+    return False
+
+
+def test_what_the_thread_finds_out_is_told(sites):
+    assert sites(2).run(helper_finds_out) == [True, True]
+
+
 def waits_in_vain() -> str:
     meeting = transport(timeout=1.0)
     gather = meeting.gather([4] * meeting.world_size, torch.float32)

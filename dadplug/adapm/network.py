@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..exchange import Traffic
+from ..exchange.rendezvous import address_of
 from .messages import Message
 
 _BATCH = 64  # messages taken in between two looks at everything else
@@ -35,12 +36,8 @@ def own_address() -> str:
     """Finds the address under which the other sites reach this one: that of the interface that gloo uses."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            import fcntl
-
-            request = struct.pack("256s", interface[:15].encode())
-            with suppress(OSError):
-                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+        if interface and (address := address_of(probe, interface)):
+            return address
         try:
             host = os.environ.get("MASTER_ADDR") or socket.gethostname()
             probe.connect((socket.gethostbyname(host), 9))  # sends nothing; finds the way

@@ -65,6 +65,7 @@ class _Connection:
         self.outgoing: deque[_Message] = deque()
         self.incoming: deque[_Message] = deque()
         self._sent = self._received = 0
+        self._out_of_step = False
 
     def send(self, body: memoryview) -> _Message:
         message = _Message(body, _HEAD.pack(_MAGIC, self._sent & 0xFFFFFFFF, len(body)))
@@ -90,6 +91,8 @@ class _Connection:
 
     def read(self) -> None:
         """Takes what has come of the messages that are expected."""
+        if self._out_of_step:  # whichever thread has found it out, the one that trains has to be told
+            raise _OutOfStep(self.rank)
         while self.incoming:
             message = self.incoming[0]
             try:
@@ -108,6 +111,7 @@ class _Connection:
     def _check(self, message: _Message) -> None:
         magic, number, size = _HEAD.unpack(message.head)
         if (magic, number, size) != (_MAGIC, self._received & 0xFFFFFFFF, len(message.body)):
+            self._out_of_step = True
             raise _OutOfStep(self.rank)
         self._received += 1
 
