@@ -16,19 +16,21 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
 import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forkserver
 import pytest
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 START_TIMEOUT = 90.0  # seconds
 CALL_TIMEOUT = 120.0
 
@@ -60,76 +62,127 @@ def load(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _site(pipe: Connection, rank: int, world_size: int, port: int) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def serve_calls(key: bytes, rank: int, world_size: int, port: int) -> None:
+    """Answers calls through the pipe that was inherited, as one site of a group."""
     import torch
 
     import dadplug
 
+    multiprocessing.current_process().authkey = key
+    pipe = Connection(int(os.environ.pop("INHERITED")))
     torch.set_num_threads(1)
-    dadplug.connect(timeout=60)
+    dadplug.connect(rank, world_size, f"tcp://127.0.0.1:{port}", timeout=60)
     pipe.send(("ready", None))
     while (call := pipe.recv()) is not None:
-        path, name, args = call
+        file, name, args = call
         try:
-            pipe.send(("ok", getattr(load(path), name)(*args)))
+            pipe.send(("ok", getattr(load(file), name)(*args)))
         except BaseException:
             pipe.send(("failed", traceback.format_exc()))
 
 
-class Sites:
-    """A group of processes that run functions together."""
+@dataclass
+class Outcome:
+    """What a call came to at one site."""
 
-    def __init__(self, world_size: int) -> None:
+    kind: str  # "ok", "failed" (raised), "ended" (the process has gone) or "late" (no answer in time)
+    value: Any = None  # what the function returned, or the traceback, or what the process had printed
+    seconds: float = 0.0  # from the call to the answer
+
+
+class Sites:
+    """A group of processes that run functions together.
+
+    For tests that kill or stop sites, a group of their own: starting one takes about a second.
+
+        with support.Sites(3) as group:
+            group.start(trains, "dad")
+            group.kill(0)                     # or stop(0): SIGSTOP
+            outcomes = group.outcomes(timeout=10)     # a list by rank of kind, value, seconds
+            assert "site 0" in outcomes[1].value
+    """
+
+    def __init__(self, world_size: int, env: dict[str, str] | None = None) -> None:
         self.world_size = world_size
-        context = multiprocessing.get_context("spawn")
-        port = free_port()
-        self._processes, self._pipes = [], []
+        port, key = free_port(), bytes(multiprocessing.current_process().authkey)
+        self.processes: list[forkserver.Program] = []
+        self._pipes: list[Connection] = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_site, args=(theirs, rank, world_size, port))
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            code = f"import sys; sys.path[:] = {sys.path!r}; import support; "
+            code += f"support.serve_calls({key!r}, {rank}, {world_size}, {port})"
+            place = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment = os.environ | ONE_THREAD | place | (env or {})
+            self.processes.append(forkserver.start(["-c", code], environment, inherit=[theirs.fileno()]))
             theirs.close()
-            self._processes.append(process)
             self._pipes.append(ours)
+        self._started = time.monotonic()
         self._collect(START_TIMEOUT)
+
+    def __enter__(self) -> Sites:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        return all(process.poll() is None for process in self.processes)
 
     def run(self, function: Any, *args: Any, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Runs a module-level function on every site; returns the results by rank, or fails the test."""
-        for pipe in self._pipes:
-            pipe.send((function.__code__.co_filename, function.__name__, args))
+        self.start(function, *args)
         return self._collect(timeout)
 
-    def _collect(self, timeout: float) -> list[Any]:
+    def start(self, function: Any, *args: Any) -> None:
+        """Starts a module-level function on every site; `outcomes` waits for it."""
+        self._started = time.monotonic()
+        for pipe in self._pipes:
+            pipe.send((function.__code__.co_filename, function.__name__, args))
+
+    def outcomes(self, timeout: float = CALL_TIMEOUT) -> list[Outcome]:
+        """Waits for what was started; tells by rank what came of it, whether or not all have answered."""
+        waiting = dict(enumerate(self._pipes))
+        found = [Outcome("late") for _ in waiting]
         deadline = time.monotonic() + timeout
-        results, problems = [], []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(max(0.1, deadline - time.monotonic()) if not problems else 5.0):
-                    problems.append(f"site {rank} gave no answer in time")
-                    continue
-                kind, value = pipe.recv()
-            except EOFError:
-                problems.append(f"site {rank} ended")
-                continue
-            if kind == "failed":
-                problems.append(f"site {rank}:\n{value}")
-            results.append(value)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for rank in [rank for rank, pipe in waiting.items() if pipe in wait(list(waiting.values()), left)]:
+                try:
+                    kind, value = waiting.pop(rank).recv()
+                except (EOFError, ConnectionResetError):
+                    kind, value = "ended", self.processes[rank].read()[1]
+                found[rank] = Outcome(kind, value, time.monotonic() - self._started)
+        return found
+
+    def kill(self, rank: int) -> None:
+        """Ends a site as a crash would (SIGKILL)."""
+        self.processes[rank].kill()
+
+    def stop(self, rank: int) -> None:
+        """Freezes a site (SIGSTOP); closing the group ends it, too."""
+        self.processes[rank].send_signal(signal.SIGSTOP)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        found = self.outcomes(timeout)
+        words = {"late": "gave no answer in time", "ended": "ended:", "failed": "raised:"}
+        problems = [
+            f"site {rank} {words[each.kind]}\n{each.value or ''}"
+            for rank, each in enumerate(found)
+            if each.kind in words
+        ]
         if problems:
             self.close()
             pytest.fail("\n".join(problems), pytrace=False)
-        return results
+        return [each.value for each in found]
 
     def close(self) -> None:
         """Ends all processes."""
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
-            process.join()
+            process.wait(10)
+        for pipe in self._pipes:
+            pipe.close()
 
 
 _groups: dict[int, Sites] = {}
@@ -147,15 +200,15 @@ def close_all() -> None:
     """Ends all groups."""
     while _groups:
         _groups.popitem()[1].close()
+    forkserver.stop()
 
 
 class Finished:
     """A program that has ended."""
 
-    def __init__(self, process: subprocess.Popen[str], output: str, errors: str) -> None:
+    def __init__(self, process: forkserver.Program) -> None:
         self.status = process.returncode
-        self.output = output
-        self.errors = errors
+        self.output, self.errors = process.read()
 
 
 def run_programs(
@@ -163,34 +216,32 @@ def run_programs(
     timeout: float = 120.0,
     env: dict[str, str] | None = None,
     folder: Path | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Finished]:
-    """Runs programs side by side and waits for all; those that take too long are killed, and the test fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (env or {})
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env=environment,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for command in commands
-    ]
+    """Runs programs side by side and waits for all; those that take too long are killed, and the test fails.
+
+    Args:
+        commands: arguments of the interpreter, for each program; see `forkserver.start` for those it knows.
+        timeout: seconds for all of them together.
+        env: environment variables besides those of this process.
+        folder: where they run.
+        preload: libraries that the programs import, when they take long: "pytorch_lightning", "catalyst".
+    """
+    environment = os.environ | ONE_THREAD | (env or {})
+    processes = [forkserver.start(command, environment, folder, preload) for command in commands]
     deadline = time.monotonic() + timeout
-    finished, late = [], []
+    late = []
     for number, process in enumerate(processes):
         try:
-            output, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, errors = process.communicate()
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except TimeoutError:
+            process.kill()
+            process.wait(10)
+            output, errors = process.read()
             late.append(f"program {number} did not end within {timeout:g} s:\n{output}\n{errors}")
-        finished.append(Finished(process, output, errors))
     if late:
         pytest.fail("\n".join(late), pytrace=False)
-    return finished
+    return [Finished(process) for process in processes]
 
 
 def site_scripts(code: str, tmp_path: Path, world_size: int = 2, port: int | None = None) -> list[list[str]]:

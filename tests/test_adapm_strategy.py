@@ -319,7 +319,7 @@ def test_lightning_starts_the_sites(tmp_path, package, how):
     pytest.importorskip(package.split(".")[0])
     (tmp_path / "train.py").write_text(PROGRAM)
     env = {"MASTER_PORT": str(support.free_port())}
-    (only,) = support.run_programs([[str(tmp_path / "train.py"), package, how]], env=env)
+    (only,) = support.run_programs([[str(tmp_path / "train.py"), package, how]], env=env, preload=[package])
     assert only.status == 0, only.errors
     lines = only.output.split("done ")[1:]
     assert len(lines) == 2
@@ -335,9 +335,8 @@ def test_a_site_killed_in_fit_is_named_and_others_can_resume(tmp_path):
     def machines(**more: str) -> list[support.Finished]:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port()), "NODES": "2"} | more
         script = str(tmp_path / "train.py")
-        return support.run_programs(
-            [["-c", start, rank, script, "pytorch_lightning", "adapm"] for rank in "01"], env=env
-        )
+        commands = [["-c", start, rank, script, "pytorch_lightning", "adapm"] for rank in "01"]
+        return support.run_programs(commands, env=env, preload=["pytorch_lightning"])
 
     first, killed = machines(KILLED="1", FOLDER=str(tmp_path / "saved"))
     assert (first.status, killed.status) == (1, -9)

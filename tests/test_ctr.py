@@ -214,7 +214,7 @@ def test_the_example_trains_in_lightning_on_criteos_files(tmp_path):
     url = f"tcp://127.0.0.1:{support.free_port()}"
     flags = ["--trainer", "lightning", "--data", str(tmp_path), "--epochs", "1", "--batch-size", "40"]
     commands = [[CTR, "--rank", rank, *flags, "--dist-url", url, "--log-dir", str(tmp_path / "logs")] for rank in "01"]
-    first, second = support.run_programs(commands)
+    first, second = support.run_programs(commands, preload=["pytorch_lightning"])
     assert first.status == second.status == 0, first.errors + second.errors
     assert re.search(r"^adapm +0\.", first.output, re.M)
     assert second.output == ""

@@ -93,7 +93,8 @@ def test_snippets_run_as_they_are_written(page, number, tmp_path):
         commands = [[str(program)]]
     else:
         commands = support.site_scripts(prepared(code), tmp_path)
-    for each in support.run_programs(commands, timeout=120, folder=tmp_path):
+    preload = ["pytorch_lightning"] if "pytorch_lightning" in code else []
+    for each in support.run_programs(commands, timeout=120, folder=tmp_path, preload=preload):
         assert each.status == 0, each.errors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -37,7 +38,8 @@ def test_the_vision_transformer_trains_in_each_trainer(tmp_path, trainer):
     if trainer == "lightning":
         pytest.importorskip("pytorch_lightning")
     flags = ["--trainer", trainer, "--epochs", "1", "--log-dir", str(tmp_path)]
-    (only,) = support.run_programs([[str(ROOT / "examples" / "two_site_vit.py"), *flags]], timeout=200)
+    preload = ["pytorch_lightning"] if trainer == "lightning" else []
+    (only,) = support.run_programs([[str(ROOT / "examples" / "two_site_vit.py"), *flags]], timeout=200, preload=preload)
     assert only.status == 0, only.errors
     line = next(line for line in only.output.splitlines() if re.match(r"rankdad +0\.", line))
     assert line.endswith("equal")
@@ -83,19 +85,16 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the sites' processes in /proc")
 def test_a_site_killed_in_mid_epoch_ends_the_example_with_its_name():
-    program = subprocess.Popen(
-        [sys.executable, "-u", MNIST, "--epochs", "200"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-u", MNIST, "--epochs", "200"]  # not from a server, for its children are looked at
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         for line in program.stdout:
-            if "epoch  1/200" in line or "epoch 1/200" in line.replace("  ", " "):
+            if "epoch 1/200" in line.replace("  ", " "):
                 break
         sites = children(program.pid)
         assert len(sites) == 2
         start = time.monotonic()
         signalled = sites[1]
-        import os
-
         os.kill(signalled, signal.SIGKILL)
         _, errors = program.communicate(timeout=60)
         assert time.monotonic() - start < 30
@@ -169,8 +168,8 @@ def test_the_seeds_example_runs_with_its_imports_changed(tmp_path):
     script.write_text(SEED_SCRIPT)
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
     command = [*launch, str(script), str(tmp_path / "data")]
-    program = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=150)
-    assert program.returncode == 0, program.stderr
-    assert "valid (1/1) accuracy01" in program.stdout
-    assert program.stdout.count("train (1/1)") == 1
+    (program,) = support.run_programs([command], folder=tmp_path, timeout=150)
+    assert program.status == 0, program.errors
+    assert "valid (1/1) accuracy01" in program.output
+    assert program.output.count("train (1/1)") == 1
     assert (tmp_path / "logs" / "checkpoints" / "model.best.pth").exists()

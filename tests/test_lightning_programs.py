@@ -66,19 +66,21 @@ def done(*finished: support.Finished) -> list[str]:
 def test_lightning_starts_the_sites_by_a_strategys_name(program, package, strategy):
     pytest.importorskip(package.split(".")[0])
     env = {"MASTER_PORT": str(support.free_port())}
-    assert done(*support.run_programs([[program, package, strategy]], env=env)) == ["0 2 10", "1 2 10"]
+    finished = support.run_programs([[program, package, strategy]], env=env, preload=[package])
+    assert done(*finished) == ["0 2 10", "1 2 10"]
 
 
 @pytest.mark.parametrize("start", ["spawn", "notebook"])
 def test_sites_can_be_spawned_and_forked(program, start):
     env = {"MASTER_PORT": str(support.free_port())}
-    (only,) = support.run_programs([[program, "pytorch_lightning", f"rankdad_{start}"]], env=env)
+    command = [program, "pytorch_lightning", f"rankdad_{start}"]
+    (only,) = support.run_programs([command], env=env, preload=["pytorch_lightning"])
     assert only.status == 0, only.errors
 
 
 def test_under_torchrun(program):
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
-    finished = support.run_programs([[*launch, program, "pytorch_lightning", "rankdad"]])
+    finished = support.run_programs([[*launch, program, "pytorch_lightning", "rankdad"]], preload=["pytorch_lightning"])
     assert done(*finished) == ["0 2 10", "1 2 10"]
 
 
@@ -89,7 +91,7 @@ def machines(program: str, variables: str = "NODE_RANK", **env: str) -> list[sup
     start += f"os.environ.update(dict.fromkeys({variables!r}.split(), rank)); "
     start += "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     commands = [["-c", start, rank, program, "pytorch_lightning", "rankdad"] for rank in "01"]
-    return support.run_programs(commands, env=env)
+    return support.run_programs(commands, env=env, preload=["pytorch_lightning"])
 
 
 def test_under_slurms_environment(program):
@@ -162,12 +164,9 @@ def test_lightnings_command_line_takes_options_and_checks_them(tmp_path):
     env = {"MASTER_PORT": str(support.free_port())}
     for rank in ("3", "three"):
         (tmp_path / f"{rank}.yaml").write_text(YAML.replace("RANK", rank))
-    right, wrong = (
-        support.run_programs([[str(tmp_path / "cli.py"), "fit", "--config", str(tmp_path / f"{rank}.yaml")]], env=env)[
-            0
-        ]
-        for rank in ("3", "three")
-    )
+    cli = str(tmp_path / "cli.py")
+    commands = [[cli, "fit", "--config", str(tmp_path / f"{rank}.yaml")] for rank in ("3", "three")]
+    right, wrong = support.run_programs(commands, env=env, preload=["pytorch_lightning"])
     assert right.status == 0, right.errors
     assert right.output.count("done rankdad 3 bf16") == 2
     assert wrong.status == 2
@@ -206,7 +205,8 @@ def test_both_packages_at_once_need_a_choice():
 
 def test_wrong_names_list_the_right_ones():
     code = "import pytorch_lightning as pl, dadplug; dadplug.DADStrategy({})"
-    mode, option = support.run_programs([["-c", code.format(wrong)] for wrong in ("'rnkdad'", "'dad', rnk=3")])
+    commands = [["-c", code.format(wrong)] for wrong in ("'rnkdad'", "'dad', rnk=3")]
+    mode, option = support.run_programs(commands, preload=["pytorch_lightning"])
     assert f"unknown mode 'rnkdad'; valid ones are {support.valid_modes()}" in mode.errors
     assert "unknown option 'rnk' (did you mean 'rank'?); valid options are mode, rank" in option.errors
 

@@ -1,0 +1,295 @@
+"""A server that starts Python programs by fork, with torch and numba already imported.
+
+Importing them takes 2 to 5 seconds of processor time, in every process of every test that starts one. Here it is
+done once: `start` asks a server for a copy of itself, which becomes the program, with arguments, environment, folder
+and output of its own, and ends like any interpreter: exit handlers, last words of unhandled errors, finalisation.
+
+What a program can notice: the libraries in PRELOADED are in `sys.modules` (dadplug is not); environment variables
+that they read when imported have no effect, but for OMP_NUM_THREADS and numba's; `sys.executable`, with which it
+starts further sites, is a stand-in that has the same server start them. A test that is about the import of a library,
+or about such a variable, starts its program with `subprocess`.
+
+Run as a program, this file is the server: ``forkserver.py ADDRESS [MODULE ...]``. A program whose starter has gone,
+or closes the connection, is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ("numpy", "numba", "torch", "torch._dynamo", "torch.distributed")
+_START_TIMEOUT = 120.0
+_LONGEST = 1 << 20  # bytes of a request
+
+
+class Program:
+    """A started program, with the part of `subprocess.Popen` that tests need; its output goes to files."""
+
+    def __init__(self, connection: socket.socket, output: Any, errors: Any) -> None:
+        self._connection, self._output, self._errors = connection, output, errors
+        self.returncode: int | None = None
+        self.pid = int(self._report(None))
+
+    def _report(self, timeout: float | None) -> str:
+        self._connection.settimeout(timeout)
+        report = self._connection.recv(100).decode()
+        if not report:
+            raise RuntimeError("the server that starts programs has ended")
+        return report
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end; raises TimeoutError. Returns the status, a signal's number being negative."""
+        if self.returncode is None:
+            self.returncode = int(self._report(timeout))
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Returns the status, or None while the program runs."""
+        with contextlib.suppress(TimeoutError, BlockingIOError):
+            return self.wait(0.0)
+        return None
+
+    def send_signal(self, number: int, group: bool = False) -> None:
+        """Sends a signal to the program, or to its group of processes, which it leads."""
+        if self.poll() is None:
+            (os.killpg if group else os.kill)(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends the program and all processes of its group."""
+        self.send_signal(signal.SIGKILL, group=True)
+
+    def read(self) -> tuple[str, str]:
+        """Returns what has been printed so far to standard output and to standard error."""
+        return _content(self._output), _content(self._errors)
+
+
+def _content(file: Any) -> str:
+    file.flush()
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+def start(
+    command: Sequence[str],
+    env: dict[str, str] | None = None,
+    folder: Path | None = None,
+    preload: Sequence[str] = (),
+    inherit: Sequence[int] = (),
+) -> Program:
+    """Starts a program, as the leader of a session of its own.
+
+    Args:
+        command: a script, or ``-m`` and a module, or ``-c`` and code; then arguments.
+        env: all environment variables; those of this process by default.
+        folder: where it runs; here by default.
+        preload: libraries to import in the server, besides PRELOADED, such as "pytorch_lightning".
+        inherit: open file descriptors for the program; it finds their numbers there in INHERITED, comma-separated.
+    """
+    argv = [str(part) for part in command]
+    request = {"argv": argv, "env": dict(env or os.environ), "cwd": str(folder or Path.cwd())}
+    output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (they outlive this call)
+    with open(os.devnull, "rb") as nothing:
+        descriptors = [nothing.fileno(), output.fileno(), errors.fileno(), *inherit]
+        return Program(_ask(_address(tuple(preload)), request, descriptors), output, errors)
+
+
+def _ask(address: str, request: dict[str, Any], descriptors: list[int]) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LONGEST)
+    connection.connect(address)
+    socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
+    return connection
+
+
+_servers: dict[tuple[str, ...], tuple[str, Any]] = {}
+
+
+def _address(preload: tuple[str, ...]) -> str:
+    """Returns the address of the server with these libraries, started when first asked for."""
+    if preload not in _servers or _servers[preload][1].poll() is not None:
+        folder = tempfile.mkdtemp(prefix="dadplug-tests-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        address = str(Path(folder) / "server")
+        command = [__file__, address, *preload]
+        if preload:
+            server: Any = start(command)
+        else:
+            threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            server = subprocess.Popen([sys.executable, *command], env=os.environ | threads, stdin=subprocess.DEVNULL)
+        _servers[preload] = (address, server)
+        deadline = time.monotonic() + _START_TIMEOUT
+        while not Path(address).exists():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server for {preload or 'programs'} did not start")
+            time.sleep(0.02)
+    return _servers[preload][0]
+
+
+def stop() -> None:
+    """Ends the servers; programs that still run are the business of those who started them."""
+    for preload in sorted(_servers, key=len, reverse=True):
+        server = _servers.pop(preload)[1]
+        server.kill()
+        server.wait(10)
+
+
+# What stands for the interpreter in a program of a server: it has the server start the program, with its own standard
+# input and output, passes signals on, and ends as that does.
+_STAND_IN = """#!{python} -ISE
+import json, os, signal, socket, sys
+arguments = sys.argv[1:]
+while arguments and arguments[0] in ("-u", "-B"):
+    arguments.pop(0)
+if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+request = {{"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd()}}
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {room})
+connection.connect({address!r})
+socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
+pid = int(connection.recv(100))
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+status = int(connection.recv(100))
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+def _serve(address: str) -> dict[str, Any] | None:
+    """Forks for each request until the parent has ended; returns the request in a child, None in the server."""
+    parent = os.getppid()
+    stand_in = Path(address).with_name("python")
+    stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address, room=2 * _LONGEST))
+    stand_in.chmod(0o700)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address + ".part")
+    listener.listen(64)
+    Path(address + ".part").rename(address)
+    running: dict[int, socket.socket] = {}
+    while os.getppid() == parent:
+        readable, _, _ = select.select([listener, wake, *running.values()], [], [], 1.0)
+        if wake in readable:
+            os.read(wake, 1000)
+            _reap(running)
+        for pid in [pid for pid, connection in running.items() if connection in readable]:
+            os.kill(pid, signal.SIGKILL)  # nobody waits for it any more
+            running.pop(pid).close()
+        if listener not in readable:
+            continue
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * _LONGEST)
+        message, descriptors, _, _ = socket.recv_fds(connection, _LONGEST, 16)
+        if (pid := os.fork()) == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            connection.send(str(os.getpid()).encode())
+            for other in (listener, connection, *running.values()):
+                other.close()
+            os.close(wake)
+            os.close(woken)
+            sys.executable = str(stand_in)
+            return json.loads(message) | {"descriptors": descriptors}
+        for descriptor in descriptors:
+            os.close(descriptor)
+        running[pid] = connection
+    return None
+
+
+def _reap(running: dict[int, socket.socket]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        if connection := running.pop(pid, None):
+            with contextlib.suppress(OSError):
+                connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+            connection.close()
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Runs the program in this process."""
+    *standard, inherited = *request["descriptors"][:3], request["descriptors"][3:]
+    for number, descriptor in enumerate(standard):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if inherited:
+        os.environ["INHERITED"] = ",".join(map(str, inherited))
+    _reconfigure()
+    argv: list[str] = request["argv"]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, __spec__=None, __loader__=None)
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], request["cwd"]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.modules["__main__"] = main
+    if argv[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *argv[2:]], ""
+        code = compile(argv[1], "<string>", "exec", dont_inherit=True)
+    else:
+        sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
+        main.__file__ = os.path.abspath(argv[0])
+        code = compile(Path(argv[0]).read_bytes(), argv[0], "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _reconfigure() -> None:
+    """Applies what the imported libraries would have read from the environment."""
+    import numba
+    import numpy as np
+    import torch
+
+    numba.core.config.reload_config()
+    np.random.seed()
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    for path in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        if path and path not in sys.path:
+            sys.path.insert(1, path)
+
+
+def _main() -> dict[str, Any] | None:
+    for name in (*PRELOADED, *sys.argv[2:]):
+        importlib.import_module(name)
+    import numba
+
+    numba.njit(lambda number: number)(1)  # so that the compiler is there, too
+    gc.collect()
+    gc.freeze()
+    return _serve(sys.argv[1])
+
+
+if __name__ == "__main__" and (_request := _main()) is not None:
+    _become(_request)

@@ -1,0 +1,75 @@
+"""Programs started by fork behave as programs that the shell starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import forkserver
+import pytest
+import support
+
+ENDS = """
+import atexit, os, signal, subprocess, sys
+atexit.register(print, "at exit", sys.argv[1:], os.environ["GREETING"], os.getcwd(), __name__)
+status = subprocess.run([sys.executable, "-u", "-c", "import sys; sys.exit(len(input()))"], input=b"four").returncode
+assert status == 4, status
+killed = subprocess.run([sys.executable, "-c", "import os; os.abort()"]).returncode
+assert killed == -signal.SIGABRT, killed
+assert "dadplug" not in sys.modules
+if sys.argv[1] == "fails":
+    raise SystemExit(7)
+"""
+
+
+def test_a_program_has_its_own_arguments_environment_folder_and_end(tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    commands = [["-c", ENDS, "well"], [str(script), "fails"]]
+    well, fails = support.run_programs(commands, env={"GREETING": "hello"}, folder=tmp_path)
+    assert well.output == f"at exit ['well'] hello {tmp_path} __main__\n", well.errors
+    assert fails.output == f"at exit ['fails'] hello {tmp_path} __main__\n", fails.errors
+    assert (well.status, fails.status) == (0, 7)
+    (raised,) = support.run_programs([["-c", "1 / 0"]])
+    assert raised.status == 1
+    assert raised.errors.endswith("ZeroDivisionError: division by zero\n")
+
+
+STARTS = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).wait())
+"""
+
+
+def test_killing_a_program_ends_what_it_has_started():
+    program = forkserver.start(["-c", STARTS])
+    children = f"/proc/{program.pid}/task/{program.pid}/children"
+    if not os.path.exists(children):
+        pytest.skip("finds processes in /proc")
+    while not (started := open(children).read().split()):  # noqa: SIM115
+        time.sleep(0.02)
+    os.kill(int(started[0]), signal.SIGKILL)
+    assert program.wait(20) == 0
+    assert program.read()[0] == "-9\n"
+    assert program.poll() == 0
+
+
+def answers(value):
+    if value == "raise":
+        raise ValueError("no answer")
+    if value == "sleep":
+        time.sleep(100)
+    return value
+
+
+def test_what_came_of_a_call_is_told_by_site():
+    with support.Sites(2) as group:
+        assert group.run(answers, 3) == [3, 3]
+        group.start(answers, "raise")
+        assert [each.kind for each in group.outcomes()] == ["failed"] * 2
+        group.start(answers, "sleep")
+        group.kill(0)
+        ended, late = group.outcomes(timeout=1)
+        assert (ended.kind, late.kind) == ("ended", "late")
+    assert not group.alive
