@@ -7,7 +7,10 @@ import inspect
 import shutil
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dadplug.errors import SiteError
 
 from . import dad_strategy
 from .management import Management, check_names, embeddings_of, give_back, lookups
@@ -102,6 +105,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         super().__init__(**{name: given[name] for name in passed if name not in ("self", "unknown")}, **unknown)
         self._management, self._sharded = management, checkpoint == "sharded"
         self._shards: str | None = None
+        self._stamp: str | None = None
         self._optimizer: Any = None
         self._loader: Any = None
 
@@ -199,13 +203,13 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         if self._shards is not None and self.managed is not None:
             from dadplug.adapm import load_shards
 
-            load_shards(self.managed, self._shards, self._optimizer)
+            load_shards(self.managed, self._shards, self._optimizer, self._stamp)
             self._shards = None
             self._load_states()
         elif self._shards is not None:
             from dadplug.adapm import join_shards
 
-            whole = {**checkpoint, "state_dict": join_shards(self._shards)["model"]}
+            whole = {**checkpoint, "state_dict": join_shards(self._shards, self._stamp)["model"]}
             super().load_model_state_dict(whole, strict=strict)  # type: ignore[misc]
         elif self.managed is None:
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
@@ -228,16 +232,45 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
                 self.load_model_state_dict(checkpoint)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._sharded and self.managed is not None:
-            from dadplug.adapm import save_shards
+        if not self._sharded or self.managed is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        from dadplug.adapm.shards import ShardSave, on_all_sites
 
-            checkpoint["dadplug_shards"] = True
-            save_shards(self.managed, shards_of(filepath), self._optimizer)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        save = ShardSave(self.managed, shards_of(filepath), self._optimizer)
+        checkpoint["dadplug_shards"] = save.write()
+        try:  # the older file, which refers to the older shards, is replaced before they go
+            what = f"{filepath} cannot be written"
+            on_all_sites(self.managed, lambda: self._write_file(checkpoint, filepath, storage_options), what)
+        except SiteError:
+            raise
+        except Exception:
+            save.abandon()
+            raise
+        save.commit()
+
+    def _write_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Write Lightning's file so that it is there whole or not at all."""
+        from dadplug.adapm.shard_files import put_in_place
+
+        if type(self.checkpoint_io).__name__ != "TorchCheckpointIO":  # it may write later, or no file
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        partial = Path(f"{filepath}.part")
+        try:
+            super().save_checkpoint(checkpoint, partial, storage_options=storage_options)
+            if self.is_global_zero:
+                put_in_place(partial, Path(filepath))
+        except BaseException:
+            if self.is_global_zero:
+                partial.unlink(missing_ok=True)
+            raise
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._shards = shards_of(checkpoint_path) if checkpoint.get("dadplug_shards") else None
+        stamp = checkpoint.get("dadplug_shards")
+        self._shards = shards_of(checkpoint_path) if stamp else None
+        self._stamp = stamp if isinstance(stamp, str) else None  # True in files of earlier versions
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -209,18 +210,33 @@ def fits(folder):
     zoo = support.load(str(Path(__file__).parent / "test_adapm_strategy.py"))
     site = int(os.environ["RANK"])
 
-    def run(epochs, resume=None, checkpoint="sharded"):
+    class Full(pl.Callback):
+        """Saves to one file at each epoch's end; the second time there is no room for it at site 0."""
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            writer = trainer.strategy.checkpoint_io
+            if trainer.current_epoch == 1 and site == 0:
+                writer.save_checkpoint = lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+            fails = pytest.raises(RuntimeError, match=r"last\.ckpt cannot be written, at site 0: OSError: .* No space")
+            with fails if trainer.current_epoch == 1 else contextlib.nullcontext():
+                trainer.save_checkpoint(f"{folder}/last.ckpt")
+            vars(writer).pop("save_checkpoint", None)
+
+    def run(epochs, resume=None, checkpoint="sharded", more=()):
         torch.manual_seed(0)
         module = zoo.Scores("adagrad")
         saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
         strategy = AdaPMStrategy(checkpoint=checkpoint)
-        trainer = zoo.make_trainer(strategy, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
+        callbacks = [saver, *more]
+        trainer = zoo.make_trainer(strategy, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True)
         trainer.fit(module, DataLoader(zoo.data(site), batch_size=zoo.BATCH), ckpt_path=resume)
         return module, trainer
 
     expected, trainer = run(3)
-    for checkpoint in ("sharded", "whole"):
-        resumed, _ = run(3, f"{folder}/epoch=1.ckpt", checkpoint)
+    run(2, more=[Full()])
+    assert sum(path.name.endswith("rest.pt") for path in Path(f"{folder}/last.ckpt.shards").iterdir()) == 1
+    for checkpoint, name in (("sharded", "epoch=1"), ("whole", "epoch=1"), ("sharded", "last")):
+        resumed, _ = run(3, f"{folder}/{name}.ckpt", checkpoint)
         for parameter, other in zip(resumed.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6)
     fresh = zoo.Scores("adagrad")
@@ -228,6 +244,12 @@ def fits(folder):
     for parameter, other in zip(fresh.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6)
     trainer.strategy.remove_checkpoint(f"{folder}/epoch=0.ckpt")
+    if site == 0:  # as if one of the two had been written, and the other not
+        shutil.copytree(f"{folder}/last.ckpt.shards", f"{folder}/other.ckpt.shards")
+        shutil.copy(f"{folder}/epoch=2.ckpt", f"{folder}/other.ckpt")
+    trainer.strategy.barrier()
+    with pytest.raises(ValueError, match="are of another save than the checkpoint that refers to them"):
+        run(3, f"{folder}/other.ckpt")
 
 
 def test_lightning_resumes_from_shards(sites, tmp_path):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .shards import join_shards, write_whole
+from .shard_files import write_whole
+from .shards import join_shards
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -163,6 +163,10 @@ class ParameterManager:
         """Gathers one small picklable object a site, by site; all sites must call it."""
         return self._transport.gather_objects(item)
 
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        """Send site 0's bytes to all sites; what others pass is ignored. All sites must call it."""
+        return self._transport.broadcast_bytes(content)
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces a tensor's values by those of site 0; all sites must call it."""
         self._transport.broadcast(tensor)

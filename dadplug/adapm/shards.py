@@ -1,86 +1,189 @@
 """Sharded checkpoints: each site writes the rows that it owns, and any number of sites reads them.
 
-A folder holds ``index.json``, which names the files and their digests, ``…-rest.pt`` with what is not managed, and a
-file ``…-site-i-of-n.pt`` for each site. The index is replaced last, so that a folder that is written anew holds the one
-or the other state whole. Sites may share the folder or have one each, on disks of their own: then site 0 has the index.
+A folder holds ``index.json``, which names the files and their digests, ``<stamp>-rest.pt`` with what is not managed,
+and a file ``<stamp>-site-i-of-n.pt`` for each site. A save writes new files beside the old ones; when all sites have
+written and synced theirs, ``index.json`` is replaced, and only then the old files are removed. A save that fails, or is
+killed, leaves the previous checkpoint as it was; the next save removes what it left. Sites may share the folder or have
+one each, on disks of their own: then site 0 has the index.
 
 ``python -m dadplug.adapm.join FOLDER WHOLE.pt`` joins them to whole tables.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
+import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from ..errors import SiteError
 from .model import AdaModel, places
+from .shard_files import (
+    INDEX,
+    VERSION,
+    check_index,
+    check_sizes,
+    is_shard_file,
+    parse_rest,
+    pending_index,
+    read_head,
+    read_index,
+    read_shard,
+    stamp_of,
+    sync_folder,
+    write_index,
+    write_whole,
+)
 
-_INDEX = "index.json"
-_VERSION = 1
 _CHUNK = 65536  # rows that are set at a time
 
 
-def save_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> None:
-    """Writes a managed model and its optimizer into a folder; all sites must call it, between two steps.
+def save_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> str:
+    """Write a managed model and its optimizer into a folder; all sites must call it, between two steps.
+
+    Until all sites have written their files, the folder's previous checkpoint stays as it is.
 
     Args:
         model: the model.
         folder: where to; an older checkpoint in it is replaced.
         optimizer: the optimizer that the model was made with.
 
+    Returns:
+        The stamp of this save, see `load_shards`.
+
     Raises:
-        RuntimeError: on all sites, if one cannot write.
+        RuntimeError: on all sites, if one cannot write; the message names the site and the cause.
+        SiteError: if a site exits or does not answer.
     """
-    folder = Path(folder)
-    manager = model.manager
-    rank, sites = manager.rank, manager.world_size
-    for weight in model.managed.values():
-        for keys in weight.home_keys(rank, sites):
-            weight.table.pull(keys)  # rows that nobody has used yet come to be
-    manager.wait_sync(everywhere=True)
-    stamp = manager.gather_objects(secrets.token_hex(4))[0]
-    tables = {}
-    for name, weight in model.managed.items():
-        keys, values = weight.table.owned()
-        tables[name] = {"keys": keys, "values": values}
-    names = [f"{stamp}-site-{site}-of-{sites}.pt" for site in range(sites)]
-
-    def write() -> str:
-        folder.mkdir(parents=True, exist_ok=True)
-        return write_whole(folder / names[rank], {"site": rank, "tables": tables})
-
-    digests = _everywhere(model, write, f"site {rank} cannot write its shard into {folder}")
-    manager.barrier()
-    rest = f"{stamp}-rest.pt"
-    index: dict[str, Any] = {"version": _VERSION, "tables": {}, "files": dict(zip(names, digests, strict=True))}
-    state = _without_tables(model, index["tables"], optimizer)
-
-    def finish() -> None:
-        if rank == 0:
-            index["rest"] = {rest: write_whole(folder / rest, state)}
-            partial = folder / f"{stamp}.part"
-            partial.write_text(json.dumps(index, indent=1))
-            os.replace(partial, folder / _INDEX)
-        for old in folder.glob("*-site-*-of-*.pt") if rank == 0 else folder.glob(f"*-site-{rank}-of-*.pt"):
-            if old.name not in names:
-                old.unlink(missing_ok=True)
-        for old in folder.glob("*-rest.pt"):
-            if old.name != rest:
-                old.unlink(missing_ok=True)
-
-    _everywhere(model, finish, f"the index of {folder} cannot be written")
+    save = ShardSave(model, folder, optimizer)
+    stamp = save.write()
+    save.commit()
+    return stamp
 
 
-def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> None:
-    """Loads a folder that `save_shards` has written, on any number of sites; all sites must call it.
+class ShardSave:
+    """One save in two phases, so that a file that refers to the shards can be written between them.
+
+    After `write` both checkpoints are in the folder: the previous one, and the new one for who asks for its stamp.
+    `commit` makes the new one the folder's checkpoint and removes the previous one. All sites call all methods.
+
+    Args:
+        model: the model.
+        folder: where to.
+        optimizer: the optimizer that the model was made with.
+    """
+
+    def __init__(self, model: AdaModel, folder: str | Path, optimizer: Optimizer) -> None:
+        self.model, self.folder, self.optimizer = model, Path(folder), optimizer
+        self._rank, self._sites = model.manager.rank, model.manager.world_size
+        self.stamp = ""
+
+    def write(self) -> str:
+        """Write all files of the new checkpoint, and return its stamp.
+
+        Raises:
+            RuntimeError: on all sites, if one cannot write; the new files are removed then.
+            SiteError: if a site exits or does not answer.
+        """
+        manager = self.model.manager
+        for weight in self.model.managed.values():
+            for keys in weight.home_keys(self._rank, self._sites):
+                weight.table.pull(keys)  # rows that nobody has used yet come to be
+        manager.wait_sync(everywhere=True)
+        self.stamp = str(manager.gather_objects(secrets.token_hex(4))[0])
+        names = [f"{self.stamp}-site-{site}-of-{self._sites}.pt" for site in range(self._sites)]
+        tables = {}
+        for name, weight in self.model.managed.items():
+            keys, values = weight.table.owned()
+            tables[name] = {"keys": keys, "values": values}
+        complete = manager.gather_objects(self._complete())[0]
+
+        def write() -> str:
+            _make_folder(self.folder)
+            if complete is not None:
+                self._remove([*complete, self.stamp])  # what failed saves left may fill the disk
+            return write_whole(self.folder / names[self._rank], {"site": self._rank, "tables": tables})
+
+        with self._cleared():
+            what = f"site {self._rank} cannot write its shard into {self.folder}"
+            digests = on_all_sites(self.model, write, what)
+            index: dict[str, Any] = {"version": VERSION, "tables": {}}
+            index["files"] = dict(zip(names, digests, strict=True))
+            state = _without_tables(self.model, index["tables"], self.optimizer)
+
+            def finish() -> None:
+                if self._rank == 0:
+                    rest = f"{self.stamp}-rest.pt"
+                    index["rest"] = {rest: write_whole(self.folder / rest, state)}
+                    write_index(self.folder / pending_index(self.stamp), index)
+
+            on_all_sites(self.model, finish, f"the index of {self.folder} cannot be written")
+        return self.stamp
+
+    def commit(self) -> None:
+        """Make the new checkpoint the folder's own, and remove all other files of checkpoints.
+
+        Raises:
+            RuntimeError: on all sites, if the index cannot be replaced; both checkpoints are there then.
+            SiteError: if a site exits or does not answer.
+        """
+
+        def replace() -> None:
+            if self._rank == 0:
+                os.replace(self.folder / pending_index(self.stamp), self.folder / INDEX)
+                sync_folder(self.folder)
+
+        on_all_sites(self.model, replace, f"the index of {self.folder} cannot be replaced")
+        self._remove([self.stamp])
+
+    def abandon(self) -> None:
+        """Remove the new files; the previous checkpoint stays."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if is_shard_file(path.name) and stamp_of(path.name) == self.stamp and self._is_own(path.name):
+                    path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _cleared(self) -> Any:
+        """Remove the new files where all sites know that the save has failed; not where a site is gone."""
+        try:
+            yield
+        except SiteError:
+            raise  # what the site had done is not known
+        except Exception:
+            self.abandon()
+            raise
+
+    def _complete(self) -> list[str] | None:
+        """Return the stamps of the folder's complete checkpoints, by site 0's indexes; None if they do not tell."""
+        try:
+            found = [stamp_of(path.name) for path in self.folder.glob(pending_index("*"))]
+            if (self.folder / INDEX).is_file():
+                found += {stamp_of(name) for name in read_index(self.folder / INDEX)["files"]}
+        except (OSError, ValueError):
+            return None
+        return found
+
+    def _is_own(self, name: str) -> bool:
+        """Say whether a file is this site's to remove: site 0 has all in its folder, others their shards."""
+        return self._rank == 0 or f"-site-{self._rank}-of-" in name
+
+    def _remove(self, keep: Iterable[str]) -> None:
+        """Remove files of checkpoints but those with some stamps, as far as the file system lets it."""
+        kept = {*keep}
+        with contextlib.suppress(OSError):  # what stays takes room, and does no other harm
+            for path in self.folder.iterdir():
+                if is_shard_file(path.name) and stamp_of(path.name) not in kept and self._is_own(path.name):
+                    path.unlink(missing_ok=True)
+
+
+def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer, stamp: str | None = None) -> None:
+    """Load a folder that `save_shards` has written, on any number of sites; all sites must call it.
 
     Each file is read by one site that has it.
 
@@ -88,15 +191,19 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> No
         model: the model.
         folder: the folder; site 0 must have the index in it.
         optimizer: the optimizer that the model was made with.
+        stamp: what `save_shards` has returned, to load what that call has written and nothing else; None for the
+            folder's checkpoint.
 
     Raises:
         FileNotFoundError: on all sites, if the index, or a file that no site has, is missing.
-        ValueError: on all sites, if a file is damaged, or the tables are of another model or optimizer.
+        ValueError: on all sites, if a file is damaged, or the tables are of another model, optimizer or save.
+        RuntimeError: on all sites, if a file cannot be read.
     """
     folder = Path(folder)
     manager = model.manager
-    index, state = _everywhere(model, lambda: _head(folder) if manager.rank == 0 else (None, None))[0]
-    there = manager.gather_objects({name for name in index["files"] if (folder / name).is_file()})
+    index, state = _head_of_first(model, folder, stamp)
+    _compare(model, index["tables"], folder)
+    there = manager.gather_objects([name for name in index["files"] if (folder / name).is_file()])
     mine = []
     for number, name in enumerate(index["files"]):
         having = [site for site, files in enumerate(there) if name in files]
@@ -104,10 +211,13 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> No
             raise FileNotFoundError(f"shard {name} of checkpoint {folder} is missing: no site has it")
         if having[number % len(having)] == manager.rank:
             mine.append(name)
-    _compare(model, index["tables"], folder)
-    shards = _everywhere(model, lambda: {name: _read(folder, name, index["files"][name]) for name in mine}, own=True)
+
+    def read() -> dict[str, Any]:
+        return {name: read_shard(folder, name, index) for name in mine}
+
+    shards = on_all_sites(model, read, f"checkpoint {folder} cannot be read", own=True)
     counts = manager.gather_objects(
-        {name: sum(shard["tables"][name]["keys"].numel() for shard in shards.values()) for name in index["tables"]}
+        {name: sum(shard[name]["keys"].numel() for shard in shards.values()) for name in index["tables"]}
     )
     for name, table in index["tables"].items():
         if (found := sum(count[name] for count in counts)) != table["rows"]:
@@ -119,7 +229,7 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> No
     optimizer.load_state_dict(state["optimizer"])
     manager.wait_sync(everywhere=True)
     for shard in shards.values():
-        for name, part in shard["tables"].items():
+        for name, part in shard.items():
             for keys, values in zip(part["keys"].split(_CHUNK), part["values"].split(_CHUNK), strict=True):
                 model.managed[name].table.set(keys, values)
     for name, table in index["tables"].items():
@@ -127,29 +237,30 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> No
     manager.wait_sync(everywhere=True)
 
 
-def join_shards(folder: str | Path) -> dict[str, Any]:
-    """Joins the shards in a folder to whole states, in one process.
+def join_shards(folder: str | Path, stamp: str | None = None) -> dict[str, Any]:
+    """Join the shards in a folder to whole states, in one process.
 
     Args:
         folder: a folder with all files of one `save_shards`.
+        stamp: as for `load_shards`.
 
     Returns:
         ``"model"`` and ``"optimizer"``: states of the plain model and its optimizer.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: if a file is damaged, or rows are missing or double.
+        ValueError: if a file is damaged or of another save, or rows are missing or double.
     """
     folder = Path(folder)
-    index, state = _head(folder)
+    content, rest = read_head(folder, stamp)
+    index, state = check_index(content, folder / INDEX), parse_rest(rest, folder)
+    check_sizes(index, folder)
     whole = {name: torch.empty(table["rows"], table["columns"]) for name, table in index["tables"].items()}
     seen = {name: torch.zeros(table["rows"], dtype=torch.int64) for name, table in index["tables"].items()}
-    for name, digest in index["files"].items():
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"shard {name} of checkpoint {folder} is missing")
-        for table, part in _read(folder, name, digest)["tables"].items():
+    for name in index["files"]:
+        for table, part in read_shard(folder, name, index).items():
             whole[table][part["keys"]] = part["values"]
-            seen[table][part["keys"]] += 1
+            seen[table].index_add_(0, part["keys"], torch.ones_like(part["keys"]))
     for name, count in seen.items():
         if wrong := int((count != 1).sum()):
             raise ValueError(f"checkpoint {folder} lacks rows of {name}, or has them twice: {wrong} of {len(count)}")
@@ -198,55 +309,62 @@ def _compare(model: AdaModel, tables: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def _head(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads the index and what is not managed."""
-    if not (folder / _INDEX).is_file():
-        raise FileNotFoundError(f"{folder} holds no {_INDEX}: it is no sharded checkpoint, or was never finished")
-    try:
-        index = json.loads((folder / _INDEX).read_text())
-        ((rest, digest),) = index["rest"].items()
-        version = index["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / _INDEX} is damaged: {error}") from error
-    if version != _VERSION:
-        raise ValueError(f"{folder} was written by another version of dadplug: format {version}, here {_VERSION}")
-    if not (folder / rest).is_file():
-        raise FileNotFoundError(f"file {rest} of checkpoint {folder} is missing")
-    return index, _read(folder, rest, digest)
+def _head_of_first(model: AdaModel, folder: Path, stamp: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the index and what is not managed at site 0, for all sites."""
+    first = model.manager.rank == 0
+
+    def read() -> tuple[bytes, bytes] | None:
+        return read_head(folder, stamp) if first else None
+
+    what = f"checkpoint {folder} cannot be read"
+    content, rest = on_all_sites(model, read, what, own=True) or (b"", b"")
+    content, rest = (model.manager.broadcast_bytes(each) for each in (content, rest))
+    return on_all_sites(  # type: ignore[no-any-return]
+        model, lambda: (check_index(content, folder / INDEX), parse_rest(rest, folder)), what, own=True
+    )
 
 
-def write_whole(path: Path, item: Any) -> str:
-    """Writes a file that is there whole or not at all; returns its digest."""
-    content = io.BytesIO()
-    torch.save(item, content)
-    partial = path.with_name(path.name + ".part")
-    partial.write_bytes(content.getbuffer())
-    os.replace(partial, path)
-    return hashlib.sha256(content.getbuffer()).hexdigest()
+def _make_folder(folder: Path) -> None:
+    made = [folder, *folder.parents]
+    new = [each for each in made if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in new:
+        sync_folder(each.parent)
 
 
-def _read(folder: Path, name: str, digest: str) -> Any:
-    content = (folder / name).read_bytes()
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError(f"file {name} of checkpoint {folder} is damaged: it is not what was written")
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+def on_all_sites(model: AdaModel, action: Callable[[], Any], what: str, own: bool = False) -> Any:
+    """Do something at each site; an error of one is raised at all.
 
-
-def _everywhere(model: AdaModel, action: Callable[[], Any], what: str = "", own: bool = False) -> Any:
-    """Does something at each site; an error of one is one of all.
+    Args:
+        model: the model, whose sites are meant.
+        action: what to do; may return what JSON has.
+        what: what could not be done, for the message of an error that says only why.
+        own: for what is read: whether to return this site's result only, which may then be anything.
 
     Returns:
         The results by site, or the own one.
+
+    Raises:
+        FileNotFoundError: if that is a site's error in reading, with its message.
+        ValueError: likewise.
+        RuntimeError: for all other errors; the message names the site and the cause.
+        SiteError: if a site exits or does not answer.
     """
     result, error = None, None
     try:
         result = action()
-    except (OSError, ValueError) as caught:
+    except SiteError:
+        raise
+    except Exception as caught:
         error = caught
-    told = model.manager.gather_objects(None if error is None else (type(error).__name__, f"{error}"))
-    for site, said in enumerate(told):
-        if said is not None:
-            kinds = {"FileNotFoundError": FileNotFoundError, "ValueError": ValueError}
-            text = said[1] if said[0] in kinds else f"{what or 'reading failed'}, at site {site}: {said[1]}"
-            raise kinds.get(said[0], RuntimeError)(text) from error
+    reports = model.manager.gather_objects(None if error is None else [type(error).__name__, f"{error}", what])
+    for site, report in enumerate(reports):
+        if report is not None:
+            kind, text, failed = report
+            if own and kind in _KINDS:
+                raise _KINDS[kind](text) from error
+            raise RuntimeError(f"{failed}, at site {site}: {kind}: {text}") from error
     return result if own else model.manager.gather_objects(result)
+
+
+_KINDS: dict[str, type[Exception]] = {"FileNotFoundError": FileNotFoundError, "ValueError": ValueError}
