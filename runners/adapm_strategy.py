@@ -56,6 +56,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
     managed: AdaModel | None = None
 
     optimizers: Any  # DDPStrategy has them
+    checkpoint_io: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         wanted = needs_lightning("AdaPMStrategy", __package__).AdaPMStrategy if cls is AdaPMStrategy else cls
@@ -259,10 +260,10 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         partial = Path(f"{filepath}.part")
         try:
             super().save_checkpoint(checkpoint, partial, storage_options=storage_options)
-            if self.is_global_zero:
+            if self.global_rank == 0:
                 put_in_place(partial, Path(filepath))
         except BaseException:
-            if self.is_global_zero:
+            if self.global_rank == 0:
                 partial.unlink(missing_ok=True)
             raise
 

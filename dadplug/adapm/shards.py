@@ -252,8 +252,8 @@ def join_shards(folder: str | Path, stamp: str | None = None) -> dict[str, Any]:
         ValueError: if a file is damaged or of another save, or rows are missing or double.
     """
     folder = Path(folder)
-    content, rest = read_head(folder, stamp)
-    index, state = check_index(content, folder / INDEX), parse_rest(rest, folder)
+    index_bytes, rest_bytes = read_head(folder, stamp)
+    index, state = check_index(index_bytes, folder / INDEX), parse_rest(rest_bytes, folder)
     check_sizes(index, folder)
     whole = {name: torch.empty(table["rows"], table["columns"]) for name, table in index["tables"].items()}
     seen = {name: torch.zeros(table["rows"], dtype=torch.int64) for name, table in index["tables"].items()}
