@@ -39,7 +39,9 @@ def why_broken(node: Any, made_by: tuple[str, nn.Module] | None, before: str) ->
     if isinstance(module, _BatchNorm) and module.training:
         return f"{title} {_MIXES}"
     if isinstance(module, nn.Linear):
-        return f"{title} is frozen" if not module.weight.requires_grad else f"{title} sends no factors"
+        weight = module._parameters.get("weight")  # a parametrised one would be computed anew, with side effects
+        frozen = weight is not None and not weight.requires_grad
+        return f"{title} is frozen" if frozen else f"{title} sends no factors"
     for types, reason in _REASONS:
         if isinstance(module, types):
             return f"{title} {reason}"

@@ -1,0 +1,260 @@
+"""Loops whose model changes: layers frozen, added, replaced, pruned, normalised, loaded, shared."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from .compare import loop
+from .site import WIDTH, Site, loss, net, sgd
+
+STEPS = 4
+
+
+@loop()
+def progressive_freezing(site: Site) -> None:
+    model = site.model()
+    reduction = site.reduce(model)
+    optimizer = sgd(model)
+    for step in range(6):
+        model[0].requires_grad_(step not in (2, 3))
+        model[2].requires_grad_(step != 3)
+        optimizer.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        optimizer.step()
+
+
+@loop()
+def frozen_backbone(site: Site) -> None:
+    model = site.model()
+    model[0].requires_grad_(False)
+    reduction = site.reduce(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        optimizer.step()
+
+
+@loop()
+def layers_added(site: Site) -> None:
+    """A head appended after two steps, on all sites."""
+    model = site.model()
+    reduction = site.reduce(model)
+    optimizer = sgd(model)
+    for step in range(5):
+        if step == 2:
+            torch.manual_seed(40)  # equal at both sites
+            model.append(nn.Tanh()).append(nn.Linear(4, 4))
+            optimizer.add_param_group({"params": model[-1].parameters()})
+        optimizer.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        optimizer.step()
+
+
+@loop()
+def module_replaced(site: Site) -> None:
+    """A new head in the place of the old one, as for fine-tuning."""
+    model = site.model()
+    reduction = site.reduce(model)
+    for step in range(5):
+        if step == 2:
+            torch.manual_seed(40)
+            model[4] = nn.Linear(8, 4)
+        optimizer = sgd(model)
+        optimizer.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        optimizer.step()
+
+
+@loop()
+def state_loaded(site: Site) -> None:
+    """A state loaded into the parameters in mid-run."""
+    model = site.model()
+    reduction = site.reduce(model)
+    optimizer = sgd(model)
+    kept = copy.deepcopy(model.state_dict())
+    for step in range(5):
+        if step == 2:
+            model.load_state_dict(kept)
+        optimizer.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        optimizer.step()
+
+
+@loop()
+def state_assigned(site: Site) -> None:
+    """The same with assign=True: all parameters are other objects from then on."""
+    model = site.model()
+    reduction = site.reduce(model)
+    kept = copy.deepcopy(model.state_dict())
+    for step in range(5):
+        if step == 2:
+            model.load_state_dict(copy.deepcopy(kept), assign=True)
+        optimizer = sgd(model)
+        optimizer.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        optimizer.step()
+
+
+@loop()
+def pruned_before(site: Site) -> None:
+    """Masks from the start, removed after three steps."""
+    model = site.model()
+    prune.l1_unstructured(model[0], "weight", amount=0.4)
+    prune.ln_structured(model[2], "weight", amount=2, n=2, dim=0)
+    reduction = site.reduce(model)
+    for step in range(5):
+        if step == 3:
+            for layer in (model[0], model[2]):
+                prune.remove(layer, "weight")
+        optimizer = sgd(model)
+        optimizer.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        optimizer.step()
+
+
+@loop()
+def pruned_in_mid_run(site: Site) -> None:
+    model = site.model()
+    reduction = site.reduce(model)
+    for step in range(6):
+        if step in (2, 4):
+            prune.l1_unstructured(model[0], "weight", amount=0.3)
+        optimizer = sgd(model)
+        optimizer.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        optimizer.step()
+
+
+def _normalised(norm: object) -> nn.Sequential:
+    model = net()
+    model.insert(2, norm(nn.Linear(9, 9)))  # type: ignore[operator]
+    return model
+
+
+def _trains(site: Site, model: nn.Module) -> None:
+    reduction = site.reduce(model)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, site.batch(step)).backward()
+        site.agree(reduction, site.rows(step))
+        optimizer.step()
+
+
+@loop()
+def spectral_norm(site: Site) -> None:
+    _trains(site, site.model(lambda: _normalised(parametrizations.spectral_norm)))
+
+
+@loop()
+def spectral_norm_by_hooks(site: Site) -> None:
+    _trains(site, site.model(lambda: _normalised(nn.utils.spectral_norm)))
+
+
+@loop()
+def weight_norm(site: Site) -> None:
+    _trains(site, site.model(lambda: _normalised(parametrizations.weight_norm)))
+
+
+@loop()
+def weight_norm_by_hooks(site: Site) -> None:
+    _trains(site, site.model(lambda: _normalised(nn.utils.weight_norm)))
+
+
+class _Tied(nn.Module):
+    """A decoder with the encoder's weights, and two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 9)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return torch.tanh(x) @ self.third.weight
+
+
+@loop(chains=False)
+def tied_weights(site: Site) -> None:
+    _trains(site, site.model(_Tied))
+
+
+class _Sometimes(nn.Module):
+    """A layer that is used where the first input is positive, and so at some sites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.extra = net(out=8), nn.Linear(8, 8)
+        self.head, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        if x[0, 0] > 0:
+            features = torch.tanh(self.extra(features))
+        return self.head(features)
+
+
+@loop()
+def layer_used_at_one_site(site: Site) -> None:
+    model = site.model(_Sometimes)
+    reduction = site.reduce(model)
+    optimizer = sgd(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        inputs, targets = site.batch(step)
+        inputs[0, 0] = 1.0 if (step + site.rank) % 2 else -1.0
+        loss(model, (inputs, targets)).backward()
+        site.agree(reduction, len(inputs))
+        optimizer.step()
+
+
+class _Hypernetwork(nn.Module):
+    """A layer whose weights another one makes, through `functional_call`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.hyper = nn.Linear(WIDTH, 4), net(out=4 * WIDTH)
+        self.code = nn.Parameter(torch.linspace(0.3, 1, WIDTH)[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.target.weight + self.hyper(self.code).view(4, WIDTH)
+        return torch.func.functional_call(self.target, {"weight": weight, "bias": self.target.bias}, (x,))
+
+
+@loop(chains=False)
+def hypernetwork(site: Site) -> None:
+    _trains(site, site.model(_Hypernetwork))
+
+
+@loop()
+def functional_masks(site: Site) -> None:
+    """Every layer's weight masked through `functional_call`, in a model that is also called plainly."""
+    model = site.model()
+    reduction = site.reduce(model)
+    optimizer = sgd(model)
+    masks = {name: (torch.arange(p.numel()) % 3 > 0).to(p).view(p.shape) for name, p in model.named_parameters()}
+    for step in range(5):
+        optimizer.zero_grad()
+        inputs, targets = site.batch(step)
+        if step % 2:
+            masked = {name: p * masks[name] for name, p in model.named_parameters()}
+            with reduction.samples(len(inputs)):
+                outputs = torch.func.functional_call(model, masked, (inputs,))
+            nn.functional.cross_entropy(outputs, targets).backward()
+        else:
+            loss(model, (inputs, targets)).backward()
+        site.agree(reduction, len(inputs))
+        optimizer.step()
