@@ -10,7 +10,7 @@ import torch
 from .errors import MismatchError, NonFiniteError
 from .exchange import Gather, Sites, Transport
 
-_HEAD = 6  # numbers before the counts
+_HEAD = 7  # numbers before the counts
 _PRESENT, _DENSE = 1, 2
 
 
@@ -25,8 +25,10 @@ class Note:
         stop: whether the site asks all to stop after this step.
         fault: 0 for none; else what is not finite: 1 activations, 2 deltas, 3 a gradient.
         culprit: index of the unit at fault.
+        finite: whether no gradient of the site holds NaN or Inf, as far as that has been looked for.
         present: by unit, whether the site has a gradient for it.
-        dense: by unit, whether the site has a gradient for it that its bucket does not carry.
+        dense: by unit, whether the site has a gradient for it that its bucket does not carry; of a stage that can
+            repeat its exchange, whether the unit's payload is void, since its gradient has changed.
         extra_rows: by unit, rows that its bucket had no room for, or that came late; 0 for a dense unit.
     """
 
@@ -36,6 +38,7 @@ class Note:
     stop: bool = False
     fault: int = 0
     culprit: int = 0
+    finite: bool = True
     present: list[bool] = field(default_factory=list)
     dense: list[bool] = field(default_factory=list)
     extra_rows: list[int] = field(default_factory=list)
@@ -43,7 +46,7 @@ class Note:
     def numbers(self) -> list[int]:
         """Packs the note."""
         flags = [_PRESENT * here + _DENSE * dense for here, dense in zip(self.present, self.dense, strict=True)]
-        head = [self.step, self.version, self.samples, int(self.stop), self.fault, self.culprit]
+        head = [self.step, self.version, self.samples, int(self.stop), self.fault, self.culprit, int(self.finite)]
         return [*head, *flags, *self.extra_rows]
 
     @classmethod
@@ -52,8 +55,8 @@ class Note:
         units = (len(numbers) - _HEAD) // 2
         flags, extra = numbers[_HEAD : _HEAD + units], list(numbers[_HEAD + units :])
         present, dense = [bool(flag & _PRESENT) for flag in flags], [bool(flag & _DENSE) for flag in flags]
-        step, version, samples, stop, fault, culprit = numbers[:_HEAD]
-        return cls(step, version, samples, bool(stop), fault, culprit, present, dense, extra)
+        step, version, samples, stop, fault, culprit, finite = numbers[:_HEAD]
+        return cls(step, version, samples, bool(stop), fault, culprit, bool(finite), present, dense, extra)
 
 
 class NoteExchange:

@@ -53,6 +53,7 @@ class Pipeline:
         self.samples = samples
         self.reference = max(reference, 1)
         self.faults: list[tuple[int, str]] = []
+        self.checks = options.check_finite or method.keeps_state or options.wire == "int8"
         self.known: dict[str, list[Share]] = {}  # what has arrived in the step, complete, by unit and site
         self.index = {unit.name: index for index, unit in enumerate(self.units)}
         self.turns = itertools.count()  # of those that work for their machine, under hierarchical groups
@@ -132,9 +133,11 @@ class Pipeline:
         total = sum(note.samples for note in notes)
         write = total > 0 and not any(note.fault for note in notes)
         if write:
+            self._repeat(notes)
             self._reduce_dense(notes, [note.samples / total for note in notes])
+        keep = write and all(note.finite for note in notes)
         for stage in self._stages:
-            stage.finish(notes, write)
+            stage.finish(notes, write, keep)
             stage.missing = len(stage.units)
         self._launched = 0
         self.known.clear()
@@ -187,7 +190,8 @@ class Pipeline:
     def _note(self, step: int, stop: bool) -> Note:
         note = Note(step, self.version, self.samples(), stop)
         activations = [name for kind, name in self.faults if kind == 1]
-        if self.faults:
+        note.finite = not self.faults
+        if self.faults and self.options.check_finite:
             # The forward pass reaches last what backward reaches first.
             note.fault, name = (1, activations[-1]) if activations else self.faults[0]
             note.culprit = self.index[name]
@@ -198,10 +202,17 @@ class Pipeline:
             note.extra_rows.append(stage.extra_rows(unit))
         return note
 
+    def _repeat(self, notes: Sequence[Note]) -> None:
+        """Exchange again, on all sites, what has changed at some site since it was sent."""
+        for stage in self._stages:
+            void = any(note.dense[self.index[unit.name]] for note in notes for unit in stage.units)
+            if stage.repeats and void:
+                stage.repeat()
+
     def _reduce_dense(self, notes: Sequence[Note], weights: Sequence[float]) -> None:
         """All-reduces gradients that no bucket carries, on all sites if any has one."""
         for index, unit in enumerate(self.units):
-            if not any(note.dense[index] for note in notes):
+            if self._stage_of[unit.name].repeats or not any(note.dense[index] for note in notes):
                 continue
             for parameter in unit.parameters.values():
                 bucket = DenseBucket([parameter.numel()], self.transport, parameter.dtype)

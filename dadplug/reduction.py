@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import replicas
+from . import loss_scale, replicas
 from .batchnorm import SyncedBatchNorms
 from .costs import dense_bytes, make_plan
 from .exchange import Traffic, open_transport
@@ -97,12 +98,18 @@ class GradientReduction:
         self.share: float | None = None
         self._planner = Planner(model, self._method, self.options, self._transport, self._samples, self._arrived)
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
+        self._remembers = self._method.errors.enabled or self.options.wire == "int8"
+        if self._remembers:
+            loss_scale.watch()
+            self._unwatch = weakref.finalize(self, loss_scale.unwatch)
         self.traffic.start()
 
     def _arrived(self, unit: Unit) -> None:
         """Notes that a backward pass has delivered a unit's gradient; sends it if that was all of it."""
         unit.arrivals += 1
         self._pending = True
+        if self._remembers:
+            self._method.loss_scales.record(unit.name)
         if not self._planner.settled:
             self._planner.take_down(unit)
         elif self._syncing and not unit.sent and unit.arrivals >= unit.expected > 0:
@@ -155,6 +162,7 @@ class GradientReduction:
         for unit in self._planner.units:
             unit.begin_step()
         self._counter.reset()
+        self._method.loss_scales.end_step()
         if self._norms is not None:
             self._norms.end_step()
         self.traffic.end_step()
@@ -223,6 +231,20 @@ class GradientReduction:
             A context manager.
         """
         return self._counter.fixed(count)
+
+    def loss_scale(self, scale: float) -> Any:
+        """State the factor that the losses of the backward passes inside are multiplied by.
+
+        For error memory and rounding to int8, where another scaler than `torch.amp.GradScaler` scales the loss, whose
+        scale is found by itself.
+
+        Args:
+            scale: the factor.
+
+        Returns:
+            A context manager.
+        """
+        return self._method.loss_scales.stated(scale)
 
     @property
     def plan(self) -> Plan:
@@ -352,4 +374,6 @@ class GradientReduction:
         self._counter.detach()
         if self._norms is not None:
             self._norms.detach()
+        if self._remembers:
+            self._unwatch()
         self._guard.remove()

@@ -62,8 +62,8 @@ class CodedSlot(Slot):
 class CodedBucket:
     """Dense gradients of several parameters, gathered as codes and summed by each site in the same order.
 
-    What rounding takes away is kept, and added to the next step's gradient. It sends (S - 1) bytes a number to S - 1
-    sites, where an all-reduce in single precision sends 8 (S - 1) / S.
+    What rounding takes away is kept, and added to the next step's gradient, once `commit` says that the step counts. It
+    sends (S - 1) bytes a number to S - 1 sites, where an all-reduce in single precision sends 8 (S - 1) / S.
 
     Args:
         sizes: number of elements of each gradient.
@@ -71,7 +71,7 @@ class CodedBucket:
         feedback: whether what rounding takes away is kept.
 
     Attributes:
-        lost: what rounding has taken away, one flat tensor a gradient.
+        lost: rounding memory: what rounding has taken away, without the loss scale, one flat tensor a gradient.
     """
 
     def __init__(self, sizes: Sequence[int], transport: Transport, feedback: bool = True) -> None:
@@ -79,15 +79,34 @@ class CodedBucket:
         self._feedback = feedback
         numbers = -(-sum(sizes) // _BLOCK) * _BLOCK
         self._rows = torch.zeros(numbers // _BLOCK, _BLOCK, device=transport.device)
-        self._lost = torch.zeros_like(self._rows)
         *self._parts, self._padding = self._rows.view(-1).split([*sizes, numbers - sum(sizes)])
-        self.lost = self._lost.view(-1)[: sum(sizes)].split(list(sizes))
+        self._sizes = list(sizes)
+        self._lost, self._next = (torch.zeros_like(self._rows) if feedback else self._rows[:0] for _ in range(2))
+        self._loss_scales = [1.0] * len(self._sizes)
         self._gather: Gather | None = None
 
-    def fill(self, index: int, gradient: Tensor | None, weight: float) -> None:
-        """Puts a gradient into its place, times the site's weight, with what it lost before; None counts as zero."""
+    @property
+    def lost(self) -> Sequence[Tensor]:
+        return self._cut(self._lost)
+
+    def _cut(self, rows: Tensor) -> Sequence[Tensor]:
+        return rows.view(-1)[: sum(self._sizes)].split(self._sizes)
+
+    def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
+        """Put a gradient into its place, times the site's weight, with what it lost before; None counts as zero.
+
+        Args:
+            index: its place.
+            gradient: the gradient.
+            weight: the site's weight.
+            loss_scale: the factor that the gradient contains.
+        """
         part = self._parts[index]
-        part.copy_(self.lost[index])
+        if self._feedback:
+            torch.mul(self.lost[index], loss_scale, out=part)
+            self._loss_scales[index] = loss_scale
+        else:
+            part.zero_()
         if gradient is not None and weight != 0.0:
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             part.add_(gradient.reshape(-1).to(part), alpha=weight)
@@ -101,8 +120,7 @@ class CodedBucket:
         self._padding.zero_()  # the sums of the last step are there, and may have been NaN
         packed = pack(self._rows)
         if self._feedback:
-            torch.sub(self._rows, unpack(packed), out=self._lost)
-            self._lost.nan_to_num_(0.0, 0.0, 0.0)
+            torch.sub(self._rows, unpack(packed), out=self._next)
         if self._gather is None:
             self._gather = self._transport.gather([packed.numel()] * self._transport.world_size, torch.int8)
         self._gather.payload.copy_(packed.view(-1))
@@ -115,3 +133,20 @@ class CodedBucket:
         for payload in self._gather.wait():
             self._rows += unpack(payload.view(len(self._rows), -1))
         return self._parts
+
+    def commit(self, kept: Sequence[bool]) -> None:
+        """Replace the rounding memory by what rounding took away in this step.
+
+        Args:
+            kept: for each gradient, whether the step counts; otherwise its memory stays as it was.
+        """
+        if not self._feedback or not any(kept):
+            return
+        self._lost, self._next = self._next, self._lost
+        for now, before, keep, loss_scale in zip(
+            self.lost, self._cut(self._next), kept, self._loss_scales, strict=True
+        ):
+            if not keep:
+                now.copy_(before)
+            elif loss_scale != 1.0:
+                now.div_(loss_scale)

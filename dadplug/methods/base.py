@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ..hooks import LINEAR, Factor, Form
+from ..loss_scale import LossScales
 from ..lowrank import sum_of_products, sum_one_by_one
 from ..share import Share
+from .feedback import ErrorFeedback
 
 if TYPE_CHECKING:
     from ..options import Options
@@ -36,6 +38,10 @@ class Method(ABC):
 
     Args:
         options: the options of the reduction.
+
+    Attributes:
+        errors: the error memory, where it has one.
+        loss_scales: the loss scale that a unit's gradient contains, by name of the unit.
     """
 
     name: str
@@ -49,6 +55,8 @@ class Method(ABC):
     """Whether layers are all-reduced where that is predicted to take less time than what `path` says."""
     finds_what_is_not_finite: bool = False
     """Whether `encode` raises where there is NaN or Inf, so that nobody else has to look."""
+    keeps_state: bool = False
+    """Whether a step changes anything that the next one uses; then `commit` and `rollback` say how it ended."""
     shares_state: bool = False
     """Whether sites that resume have to have the same state, which rank 0's then is."""
     sends_bias: bool = False
@@ -59,6 +67,8 @@ class Method(ABC):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.errors = ErrorFeedback(False)
+        self.loss_scales = LossScales()
 
     @abstractmethod
     def path(self, out: int, width: int) -> str:
@@ -88,6 +98,9 @@ class Method(ABC):
     def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
         """Turns a layer's factors into what is sent.
 
+        What it keeps for the next step counts once `commit` has been called. A further call in the same step, for rows
+        that came late, continues from the one before.
+
         Args:
             name: the name of the weight.
             factor: the site's factors.
@@ -97,6 +110,12 @@ class Method(ABC):
             FloatingPointError: if the method finds NaN or Inf in the factors.
         """
         raise NotImplementedError(f"mode {self.name!r} has no factor path")
+
+    def commit(self, name: str) -> None:  # noqa: B027  (most methods carry nothing)
+        """Keep what this step has changed in the state of a weight."""
+
+    def rollback(self, name: str) -> None:  # noqa: B027
+        """Restore the state of a weight as it was before the step, to the bit; also before it is encoded again."""
 
     def quality(self) -> dict[str, Quality]:
         """Tells, by name of the weight, how well the last step's gradients were compressed."""

@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 class ErrorFeedback:
-    """What has not been sent yet, by name of the weight.
+    """Error memory: what has not been sent yet of each weight's gradients, without the loss scale.
+
+    A step may prepare the next memory beside the present one: `stage` gives room for it, `commit` puts it in place,
+    `rollback` drops it.
 
     Args:
         enabled: whether anything is kept at all.
@@ -21,39 +24,67 @@ class ErrorFeedback:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self._errors: dict[str, Tensor] = {}
+        self._staged: dict[str, Tensor] = {}
+        self._spare: dict[str, Tensor] = {}
         self._reference = 0
 
     def refer(self, reference: int) -> None:
-        """Says how many samples' sum of gradients a number here is one of; what is kept is scaled to it."""
+        """Set how many samples' sum of gradients a number here is one of; what is kept is scaled to it."""
         if self._reference not in (0, reference):
             for error in self._errors.values():
                 error.mul_(self._reference / reference)
         self._reference = reference
 
     def of(self, name: str, like: Tensor) -> Tensor:
-        """Returns what is left of a weight's gradients, of the shape of `like`; zeros where nothing is.
-
-        The caller adds to it and takes from it in place.
-        """
-        if not self.enabled:
-            return torch.zeros_like(like, memory_format=torch.contiguous_format)
-        error = self._errors.get(name)
-        if error is None or error.shape != like.shape or error.dtype != like.dtype:
+        """Return the memory of a weight, of the shape of `like`, to be changed in place; zeros where there is none."""
+        error = self.find(name, like)
+        if error is None:
             error = self._errors[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
-        elif error.device != like.device:
-            error = self._errors[name] = error.to(like.device)
         return error
 
-    def forget(self, name: str) -> None:
-        """Drops what is left of one weight's gradients, as after NaN or Inf."""
-        self._errors.pop(name, None)
+    def find(self, name: str, like: Tensor) -> Tensor | None:
+        """Return the memory of a weight, the staged one where there is one; None where nothing is kept."""
+        kept = self._staged if name in self._staged else self._errors
+        error = kept.get(name) if self.enabled else None
+        if error is None or error.shape != like.shape or error.dtype != like.dtype:
+            return None
+        if error.device != like.device:
+            error = kept[name] = error.to(like.device)
+        return error
+
+    def stage(self, name: str, like: Tensor) -> Tensor:
+        """Return room for the next memory of a weight, of the shape of `like`, to be filled by the caller."""
+        staged = self._staged.get(name)
+        if staged is None:
+            staged = self._spare.pop(name, None)
+        if staged is None or staged.shape != like.shape or staged.dtype != like.dtype or staged.device != like.device:
+            staged = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self._staged[name] = staged
+        return staged
+
+    def commit(self, name: str) -> None:
+        """Make the staged memory of a weight the present one."""
+        staged = self._staged.pop(name, None)
+        if staged is None:
+            return
+        spare = staged
+        if self.enabled:
+            spare, self._errors[name] = self._errors.get(name), staged
+        if spare is not None:
+            self._spare[name] = spare
+
+    def rollback(self, name: str) -> None:
+        """Drop the staged memory of a weight."""
+        staged = self._staged.pop(name, None)
+        if staged is not None:
+            self._spare[name] = staged
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all that is left."""
+        """Return copies of all that is left."""
         return {"reference": self._reference, "errors": {name: error.clone() for name, error in self._errors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         current, self._reference = self._reference, state["reference"]
         self._errors = {name: error.clone() for name, error in state["errors"].items()}
         if current:

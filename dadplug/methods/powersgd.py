@@ -24,6 +24,7 @@ class PowerSGD(Method):
 
     exact = False
     takes_factors = False
+    keeps_state = True
     shares_state = True  # the bases Q are the same on all sites
 
     def __init__(self, options: Any) -> None:

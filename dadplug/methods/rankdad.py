@@ -7,7 +7,7 @@ orthonormalisation, which projects the gradient and so never does worse than sen
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,22 @@ from .feedback import ErrorFeedback
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 
 
+class _State(NamedTuple):
+    """What is kept of a layer from step to step.
+
+    Attributes:
+        carry: directions to start from.
+        lost: rows whose product is what rounding to int8 took away, without the loss scale.
+        calls: number of compressions.
+        quality: quality of the last one.
+    """
+
+    carry: Carry | None = None
+    lost: Share | None = None
+    calls: int = 0
+    quality: Quality | None = None
+
+
 @register_method("rankdad")
 class RankDAD(Method):
     """Sends r (m + n) numbers a layer, whatever its rows, and a bias gradient as it is.
@@ -31,15 +47,14 @@ class RankDAD(Method):
     exact = False
     sends_bias = True
     finds_what_is_not_finite = True
+    keeps_state = True
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         self.max_rank: int = options.rank
-        self._carried: dict[str, Carry] = {}
         self.errors = ErrorFeedback(bool(options.error_feedback))
-        self._sent: dict[str, Share] = {}
-        self._calls: dict[str, int] = {}
-        self._quality: dict[str, Quality] = {}
+        self._states: dict[str, _State] = {}
+        self._staged: dict[str, _State] = {}
 
     def path(self, out: int, width: int) -> str:
         rank = min(self.options.rank, out, width)
@@ -49,70 +64,86 @@ class RankDAD(Method):
         return min(self.max_rank, rows, out, width)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
-        start = self._carried.get(name) if self.options.warm_start else None
+        state = self._staged.get(name) or self._states.get(name, _State())
         how: dict[str, Any] = {
             "iterations": self.options.iterations,
             "tolerance": self.options.tolerance,
-            "warm_start": start,
+            "warm_start": state.carry if self.options.warm_start else None,
+            "seed": zlib.crc32(name.encode()),
         }
-        seed = zlib.crc32(name.encode())
-        measure = self._calls.get(name, 0) % _MEASURE_EVERY == 0 or name not in self._quality
-        self._calls[name] = self._calls.get(name, 0) + 1
+        measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
+        loss_scale = self.loss_scales.of(name)
         if self.errors.enabled:
-            whole = self.errors.of(name, factor.deltas.new_empty(factor.deltas.shape[1], factor.activations.shape[1]))
-            whole.addmm_(factor.deltas.T, factor.activations)
-            try:
-                compressed = compress_matrix(whole, self.max_rank, seed=seed, **how)
-            except FloatingPointError:
-                self.errors.forget(name)
-                raise
+            whole = self._with_errors(name, factor, loss_scale)
+            compressed = compress_matrix(whole, self.max_rank, **how)
             size = float(whole.double().square().sum()) if measure else 0.0
         else:
-            deltas, activations = self._with_lost(name, factor)
-            compressed = compress(deltas, activations, self.max_rank, seed=seed, **how)
+            deltas, activations = factor.deltas, factor.activations
+            if state.lost is not None:  # as further rows
+                deltas = torch.cat([deltas, state.lost.left])
+                activations = torch.cat([activations, state.lost.right * loss_scale])
+            compressed = compress(deltas, activations, self.max_rank, **how)
             size = squared_norm(deltas, activations) if measure else 0.0
-        kept = compressed.effective_rank
+        kept, carry, lost = compressed.effective_rank, state.carry, None
         if kept and self.options.warm_start:
-            self._carried[name] = compressed.carry
-        residual = compressed.residual_of(size) if measure else self._quality[name].residual
-        self._quality[name] = Quality(kept, residual)
+            carry = compressed.carry
+        residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size)
         left, right = compressed.left.T[:kept], compressed.right.T[:kept]
-        share = Share(left, right, factor.bias_gradient() if with_bias else None)
         if self.errors.enabled:
-            left, right = (self._on_the_wire(part) for part in (left, right))
-            whole.addmm_(left.T, right, alpha=-1)
+            right = right * loss_scale if loss_scale != 1.0 else right
+            whole.addmm_(self._on_the_wire(left).T, self._on_the_wire(right), alpha=-1 / loss_scale)
         elif self.options.wire == "int8":
-            self._sent[name] = share
-        return share
+            wired = self._on_the_wire(left), self._on_the_wire(right)
+            lost = Share(torch.cat([left, -wired[0]]), torch.cat([right, wired[1]]).div_(loss_scale))
+        self._staged[name] = _State(carry, lost, state.calls + 1, Quality(kept, residual))
+        return Share(left, right, factor.bias_gradient() if with_bias else None)
+
+    def _with_errors(self, name: str, factor: Factor, loss_scale: float) -> Tensor:
+        """Form the gradient without its loss scale, and add the error memory, in the room for the next memory."""
+        like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
+        error, whole = self.errors.find(name, like), self.errors.stage(name, like)
+        beta = 0.0 if error is None else 1.0
+        before = whole if error is None else error
+        return torch.addmm(before, factor.deltas.T, factor.activations, beta=beta, alpha=1 / loss_scale, out=whole)
 
     def _on_the_wire(self, part: Tensor) -> Tensor:
-        """Tells what is left of numbers once they have travelled."""
+        """Return the values after rounding to the wire format."""
         if self.options.wire == "int8":
             return rounded(part).to(part)
         return part.bfloat16().to(part) if self.options.wire == "bf16" else part
 
-    def _with_lost(self, name: str, factor: Factor) -> tuple[Tensor, Tensor]:
-        """Adds, as further rows of both factors, what rounding to int8 took away from the last step's share."""
-        if (last := self._sent.pop(name, None)) is None:
-            return factor.deltas, factor.activations
-        left, right = self._on_the_wire(last.left), self._on_the_wire(last.right)
-        return torch.cat([factor.deltas, last.left, -left]), torch.cat([factor.activations, last.right, right])
+    def commit(self, name: str) -> None:
+        self.errors.commit(name)
+        if name in self._staged:
+            self._states[name] = self._staged.pop(name)
+
+    def rollback(self, name: str) -> None:
+        self.errors.rollback(name)
+        self._staged.pop(name, None)
 
     def quality(self) -> dict[str, Quality]:
-        return dict(self._quality)
+        return {name: state.quality for name, state in self._states.items() if state.quality is not None}
 
     def state_dict(self) -> dict[str, Any]:
+        states = self._states.items()
         return {
-            "carried": {name: carry.right.clone() for name, carry in self._carried.items()},
-            "sent": {name: (share.left.clone(), share.right.clone()) for name, share in self._sent.items()},
+            "carried": {name: state.carry.right.clone() for name, state in states if state.carry is not None},
+            "lost": {
+                name: tuple(p.clone() for p in state.lost[:2]) for name, state in states if state.lost is not None
+            },
             "errors": self.errors.state_dict(),
-            "calls": dict(self._calls),
+            "calls": {name: state.calls for name, state in states},
             "rank": self.max_rank,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
-        self._sent = {name: Share(*(part.clone() for part in parts)) for name, parts in state["sent"].items()}
+        carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
+        lost = {name: Share(*(part.clone() for part in parts)) for name, parts in state.get("lost", {}).items()}
+        names = {*carried, *lost, *state["calls"]}
+        qualities = self.quality()
+        self._states = {
+            name: _State(carried.get(name), lost.get(name), state["calls"].get(name, 0), qualities.get(name))
+            for name in names
+        }
         self.errors.load_state_dict(state["errors"])
-        self._calls = dict(state["calls"])
         self.max_rank = state.get("rank", self.max_rank)

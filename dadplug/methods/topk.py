@@ -23,6 +23,7 @@ class TopK(Method):
 
     exact = False
     takes_factors = False
+    keeps_state = True
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -40,6 +41,12 @@ class TopK(Method):
     def elements(self, numel: int) -> int:
         """Tells how many elements of a gradient are sent."""
         return max(1, math.ceil(self.options.density * numel))
+
+    def commit(self, name: str) -> None:
+        self.errors.commit(name)
+
+    def rollback(self, name: str) -> None:
+        self.errors.rollback(name)
 
     def state_dict(self) -> dict[str, Any]:
         return {"errors": self.errors.state_dict()}

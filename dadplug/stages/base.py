@@ -53,6 +53,8 @@ class Stage:
 
     bucket_mb: ClassVar[float] = 4.0
     """Payload at which a bucket is full by default, in MB."""
+    repeats: ClassVar[bool] = False
+    """Whether the exchange can be repeated when a payload that has been sent is void."""
 
     def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
         self.units = list(units)
@@ -116,8 +118,23 @@ class Stage:
         """Waits for the bucket."""
         raise NotImplementedError
 
-    def finish(self, notes: Sequence[Note], write: bool) -> None:
-        """Writes the agreed gradients, or throws them away."""
+    def repeat(self) -> None:
+        """Drop what has been exchanged in this step, and exchange the present gradients, with the present samples.
+
+        All sites call it, after the notes have been received and before `finish`, if a site's note marks one of the
+        stage's units as ``dense``.
+        """
+        raise NotImplementedError
+
+    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
+        """Write the agreed gradients, or throw them away.
+
+        Args:
+            notes: the notes of all sites.
+            write: whether gradients are written.
+            keep: whether the step counts for what is kept between steps, such as error memory; otherwise that is left
+                as it was before the step. The same on all sites.
+        """
         raise NotImplementedError
 
     @classmethod

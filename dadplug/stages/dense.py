@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +23,33 @@ if TYPE_CHECKING:
 _SMALL_MB = 0.06
 
 
+class _Put(NamedTuple):
+    """The gradient of a unit when it was put into the bucket; the reference keeps its identity from being reused."""
+
+    gradient: Tensor | None
+    version: int
+    arrivals: int
+
+    @classmethod
+    def of(cls, unit: Unit) -> _Put:
+        gradient = unit.lead.grad
+        versioned = gradient is not None and not gradient.is_inference()
+        return cls(gradient, gradient._version if versioned else 0, unit.arrivals)
+
+    def same(self, other: _Put) -> bool:
+        return self.gradient is other.gradient and self[1:] == other[1:]
+
+
 @register_stage("allreduce")
 class DenseStage(Stage):
     """All-reduces gradients in a bucket, or gathers them as codes."""
 
+    repeats = True
+
     def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
         super().__init__(units, pipeline)
         self._samples = 0
-        self._arrivals: dict[str, int] = {}
+        self._put: dict[str, _Put] = {}
         self._open()
 
     def _open(self) -> None:
@@ -79,29 +98,45 @@ class DenseStage(Stage):
     def put(self, unit: Unit, weight: float) -> bool:
         """Puts a unit's gradient into the bucket, times the site's weight; says whether it is finite."""
         slot = self._slots[unit.name]
-        self.bucket.fill(slot, unit.lead.grad, weight)
-        return not self.pipeline.options.check_finite or self.bucket.finite(slot)
+        if isinstance(self.bucket, CodedBucket):
+            self.bucket.fill(slot, unit.lead.grad, weight, self.pipeline.method.loss_scales.of(unit.name))
+        else:
+            self.bucket.fill(slot, unit.lead.grad, weight)
+        return not self.pipeline.checks or self.bucket.finite(slot)
 
     def fill(self, unit: Unit) -> None:
-        if not self._arrivals:
+        if not self._put:
             self._samples = self.pipeline.samples()
-        with self.timing("encode", unit):
-            finite_there = self.put(unit, self._samples / self.pipeline.reference)
-        self.pipeline.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
-        if self.pipeline.options.check_finite and not finite_there:
+        if not self._put_metered(unit):
             self.pipeline.faults.append((3, unit.name))
-        self._arrivals[unit.name] = unit.arrivals
+        self._put[unit.name] = _Put.of(unit)
+
+    def _put_metered(self, unit: Unit) -> bool:
+        self.pipeline.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        with self.timing("encode", unit):
+            return self.put(unit, self._samples / self.pipeline.reference)
 
     def launch(self) -> None:
         self.bucket.launch()
 
     def settle_late(self) -> None:
-        samples = self.pipeline.samples()
+        """Find the units whose payload is void: a gradient has come, changed or gone since, or the samples have."""
+        other_samples = self.pipeline.samples() != self._samples
         for unit in self.units:
-            unit.dense |= unit.arrivals != self._arrivals[unit.name] or self._samples != samples
-            gradient = unit.lead.grad if unit.dense and self.pipeline.options.check_finite else None
-            if gradient is not None and not finite(gradient):
-                self.pipeline.faults.append((3, unit.name))
+            unit.dense = other_samples or not self._put[unit.name].same(_Put.of(unit))
+            if unit.dense:
+                faults, gradient = self.pipeline.faults, unit.lead.grad
+                faults[:] = [fault for fault in faults if fault[1] != unit.name]
+                if self.pipeline.checks and gradient is not None and not finite(gradient):
+                    faults.append((3, unit.name))
+
+    def repeat(self) -> None:
+        self._samples = self.pipeline.samples()
+        for unit in self.units:
+            self.pipeline.method.rollback(unit.name)
+            self._put_metered(unit)
+        self.launch()
+        self.receive()
 
     def present(self, unit: Unit) -> bool:
         return unit.lead.grad is not None
@@ -110,11 +145,20 @@ class DenseStage(Stage):
         with self.timing("wait"):
             self._sums = self.bucket.wait()
 
-    def finish(self, notes: Sequence[Note], write: bool) -> None:
+    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
         scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
-        for unit, index, value in zip(self.units, self._indices(), self._sums, strict=True):
-            reduced_already = any(note.dense[index] for note in notes)
-            if write and not reduced_already and any(note.present[index] for note in notes):
+        wanted = [write and any(note.present[index] for note in notes) for index in self._indices()]
+        for unit, want, value in zip(self.units, wanted, self._sums, strict=True):
+            if want:
                 with self.timing("decode", unit):
                     write_gradient(unit.lead, value, scale)
-        self._arrivals.clear()
+        if isinstance(self.bucket, CodedBucket):
+            self.bucket.commit([keep and want for want in wanted])
+        self._put.clear()
+
+    def _gradient(self, unit: Unit) -> Tensor | None:
+        """Return a unit's gradient as a matrix."""
+        gradient = unit.lead.grad
+        if gradient is None:
+            return None
+        return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(unit.shape)

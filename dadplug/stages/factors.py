@@ -90,17 +90,16 @@ class FactorStage(Stage):
             method = self.pipeline.method
             if factor.form.encoded:
                 share = method.encode(unit.name, factor, unit.bias is not None)
-                if method.finds_what_is_not_finite:
+                if method.finds_what_is_not_finite and not share.left.is_cuda:
                     return share
             else:
                 share = Share(factor.deltas, factor.activations)
-            if not self.pipeline.options.check_finite or share.finite():
+            if not self.pipeline.checks or share.finite():
                 return share
         except FloatingPointError:
             pass
         kind = 2 if finite(factor.activations) else 1
-        if self.pipeline.options.check_finite:
-            self.pipeline.faults.append((kind, unit.name))
+        self.pipeline.faults.append((kind, unit.name))
         return self._nan(unit)
 
     def _nan(self, unit: FactorUnit) -> Share:
@@ -121,7 +120,7 @@ class FactorStage(Stage):
             share = self._encode(unit)
             if share is not None:
                 self.bucket.add_late(self._slots[unit.name], share)
-            gradient = unit.lead.grad if unit.dense and self.pipeline.options.check_finite else None
+            gradient = unit.lead.grad if unit.dense and self.pipeline.checks else None
             if gradient is not None and not finite(gradient):
                 self.pipeline.faults.append((3, unit.name))
 
@@ -166,7 +165,7 @@ class FactorStage(Stage):
         """Tells the samples that each sender's rows stand for."""
         return [note.samples for note in notes]
 
-    def finish(self, notes: Sequence[Note], write: bool) -> None:
+    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
         samples = self._counts(notes)
         extra = [[notes[rank].extra_rows[index] for rank in self.senders] for index in self._indices()]
         wanted = [write and any(note.present[index] for note in notes) for index in self._indices()]
@@ -176,6 +175,10 @@ class FactorStage(Stage):
         for want, unit in zip(wanted, self.units, strict=True):
             if want:
                 self._write_gradients(unit, *self._gradients[unit.name])
+            if keep:
+                self.pipeline.method.commit(unit.name)
+            else:
+                self.pipeline.method.rollback(unit.name)
         self._present.clear()
         self._gradients.clear()
         self.bucket.end_step(self._rows)

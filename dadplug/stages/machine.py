@@ -67,8 +67,7 @@ class MachineFactorStage(FactorStage):
         bias = factor.bias_gradient() if self._bias(unit) else None
         if not (finite(factor.deltas) and finite(factor.activations)):
             self._finite = False
-            if self.pipeline.options.check_finite:
-                self.pipeline.faults.append((2 if finite(factor.activations) else 1, unit.name))
+            self.pipeline.faults.append((2 if finite(factor.activations) else 1, unit.name))
         if factor.rows > min(unit.shape):
             factor = Factor.formed(factor.gradient())
         return Share(factor.deltas, factor.activations, bias)
@@ -135,7 +134,7 @@ class MachineFactorStage(FactorStage):
         try:
             return self.pipeline.method.encode(unit.name, factor, bool(self._bias(unit)))
         except FloatingPointError:
-            if all_finite and self.pipeline.options.check_finite:
+            if all_finite:
                 self.pipeline.faults.append((2, unit.name))
             return self._nan(unit)
 
@@ -153,7 +152,7 @@ class MachineFactorStage(FactorStage):
                 if unit.bias is not None and sent.bias is not None:
                     add_gradient(unit.parameters[unit.bias], missing * sent.bias)
                 unit.dense = True
-            gradient = unit.lead.grad if unit.dense and self.pipeline.options.check_finite else None
+            gradient = unit.lead.grad if unit.dense and self.pipeline.checks else None
             if gradient is not None and not finite(gradient):
                 self.pipeline.faults.append((3, unit.name))
         self._own = [None] * len(self.units)

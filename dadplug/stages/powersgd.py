@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +15,31 @@ from ..lowrank import orthonormalise
 from ..methods import Method
 from ..methods.powersgd import PowerSGD
 from ..notes import Note
+from ..share import finite
 from ..units import Unit
 from .base import gradient_to_form, register_stage
 from .dense import DenseStage
+
+
+class _Matrix(NamedTuple):
+    """A site's gradient, its weight and its error memory, whose sum is not formed."""
+
+    gradient: Tensor | None
+    weight: float
+    error: Tensor | None
+    loss_scale: float
+
+    def times(self, rows: Tensor, *, transposed: bool = False) -> Tensor | None:
+        """Return the product of rows and the sum, or its transpose; None if there is nothing."""
+        product = None
+        if self.gradient is not None:
+            product = (rows @ (self.gradient.T if transposed else self.gradient)).mul_(self.weight)
+        if self.error is None:
+            return product
+        error = self.error.T if transposed else self.error
+        if product is None:
+            return (rows @ error).mul_(self.loss_scale)
+        return product.addmm_(rows, error, alpha=self.loss_scale)
 
 
 @register_stage("powersgd")
@@ -36,7 +60,8 @@ class PowerStage(DenseStage):
         assert isinstance(method, PowerSGD)
         self.method = method
         method.errors.refer(self.pipeline.reference)
-        self._matrices = [torch.empty(0)] * len(self.units)
+        self._matrices = [_Matrix(None, 0.0, None, 1.0)] * len(self.units)
+        self._bases: list[Tensor | None] = []
         self._ranks = [method.columns(*unit.shape) for unit in self.units]
         self._left, self._right = (
             self._bucket([rank * unit.shape[side] for rank, unit in zip(self._ranks, self.units, strict=True)])
@@ -59,14 +84,16 @@ class PowerStage(DenseStage):
         return {}
 
     def put(self, unit: Unit, weight: float) -> bool:
-        slot, gradient = self._slots[unit.name], unit.lead.grad
-        matrix = self.method.errors.of(unit.name, unit.lead).view(unit.shape)
-        if gradient is not None:
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            matrix.add_(gradient.reshape(unit.shape), alpha=weight)
-        self._matrices[slot] = matrix
+        slot = self._slots[unit.name]
         basis = self.method.basis(unit.name, unit.shape, unit.lead)
-        self._left.fill(slot, basis @ matrix.T, 1.0)
+        error = self.method.errors.find(unit.name, unit.lead)
+        self._matrices[slot] = _Matrix(
+            self._gradient(unit) if weight else None,
+            weight,
+            None if error is None else error.view(unit.shape),
+            self.method.loss_scales.of(unit.name),
+        )
+        self._left.fill(slot, self._matrices[slot].times(basis, transposed=True), 1.0)
         return self._left.finite(slot)
 
     def launch(self) -> None:
@@ -76,28 +103,43 @@ class PowerStage(DenseStage):
         with self.timing("wait"):
             lefts = self._left.wait()
         self._bases = []
-        for slot, (unit, flat, matrix) in enumerate(zip(self.units, lefts, self._matrices, strict=True)):
+        for slot, (unit, flat) in enumerate(zip(self.units, lefts, strict=True)):
             with self.timing("encode", unit):
-                basis = orthonormalise(flat.to(matrix.dtype).view(self._ranks[slot], -1))
+                left = flat.to(unit.lead).view(self._ranks[slot], -1)
+                # The same bits have arrived everywhere, so that all sites find the same.
+                basis = orthonormalise(left) if finite(flat) else None
                 self._bases.append(basis)
-                self._right.fill(slot, basis @ matrix, 1.0)
+                self._right.fill(slot, None if basis is None else self._matrices[slot].times(basis), 1.0)
         self._right.launch()
 
-    def finish(self, notes: Sequence[Note], write: bool) -> None:
+    def repeat(self) -> None:
+        self._right.wait()
+        super().repeat()
+
+    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
         total = max(1, sum(note.samples for note in notes))
-        scale, share = self.pipeline.reference / total, 1 / len(notes)
         with self.timing("wait"):
             rights = self._right.wait()
         for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
-            matrix, left = self._matrices[slot], self._bases[slot]
-            reduced_already = any(note.dense[index] for note in notes)
-            if any(note.fault for note in notes) or reduced_already:
-                self.method.errors.forget(unit.name)  # it holds gradients that are lost, or that have been agreed on
-            elif write and any(note.present[index] for note in notes):
+            if write and any(note.present[index] for note in notes):
                 with self.timing("decode", unit):
-                    right = rights[slot].to(matrix.dtype).view(self._ranks[slot], -1).clone()
-                    agreed = torch.mm(left.T, right, out=gradient_to_form(unit.lead, unit.shape))
-                    matrix.sub_(agreed, alpha=share)
-                    agreed.mul_(scale)
-                    self.method.keep(unit.name, right)
-        self._arrivals.clear()
+                    self._decode(slot, rights[slot], self.pipeline.reference / total, 1 / len(notes), keep)
+        self._put.clear()
+
+    def _decode(self, slot: int, right: Tensor, scale: float, share: float, keep: bool) -> None:
+        """Write the agreed gradient, and what this site has beyond its share of it into the error memory."""
+        unit, matrix, left = self.units[slot], self._matrices[slot], self._bases[slot]
+        if left is None or not finite(right):
+            gradient_to_form(unit.lead, unit.shape).fill_(math.nan)
+            return
+        right = right.to(unit.lead).view(self._ranks[slot], -1)
+        error = None
+        if keep and self.method.errors.enabled:
+            error = self.method.errors.of(unit.name, unit.lead).view(unit.shape)
+            if matrix.gradient is not None:
+                error.add_(matrix.gradient, alpha=matrix.weight / matrix.loss_scale)
+        agreed = torch.mm((left * scale).T, right, out=gradient_to_form(unit.lead, unit.shape))
+        if error is not None:
+            error.sub_(agreed, alpha=share / scale / matrix.loss_scale)
+        if keep:
+            self.method.keep(unit.name, right.clone())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,15 @@ from .dense import DenseStage
 
 _ALIGNMENT = 16  # bytes
 _INDEX = torch.int32
+
+
+class _Sent(NamedTuple):
+    """What was sent of a matrix: the matrix, indices, numbers as they travel, and the loss scale that they contain."""
+
+    whole: Tensor
+    indices: Tensor
+    numbers: Tensor
+    loss_scale: float
 
 
 @register_stage("topk")
@@ -47,7 +57,7 @@ class TopKStage(DenseStage):
             for size in (count * _INDEX.itemsize, count * self._wire.itemsize):
                 self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         self._gather: Gather = transport.gather([self._starts[-1]] * transport.world_size, torch.uint8)
-        self._sent: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._sent: dict[str, _Sent] = {}
 
     def _places(self, payload: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """Cuts a unit's indices and numbers out of a payload."""
@@ -59,17 +69,21 @@ class TopKStage(DenseStage):
         return {}
 
     def put(self, unit: Unit, weight: float) -> bool:
-        slot, gradient = self._slots[unit.name], unit.lead.grad
-        left = self.method.errors.of(unit.name, unit.lead).view(-1)
-        if gradient is not None:
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            left.add_(gradient.reshape(-1), alpha=weight)
-        indices, values = top_k(left, self._counts[slot])
+        slot, gradient = self._slots[unit.name], self._gradient(unit) if weight else None
+        errors, loss_scale = self.method.errors, self.method.loss_scales.of(unit.name)
+        error, whole = errors.find(unit.name, unit.lead), errors.stage(unit.name, unit.lead).view(-1)
+        if gradient is None:
+            whole.zero_() if error is None else whole.copy_(error.view(-1))
+        elif error is None:
+            torch.mul(gradient.view(-1), weight / loss_scale, out=whole)
+        else:
+            torch.add(error.view(-1), gradient.view(-1), alpha=weight / loss_scale, out=whole)
+        indices, values = top_k(whole, self._counts[slot])
         place, numbers = self._places(self._gather.payload, slot)
         place.copy_(indices)
-        numbers.copy_(values)
-        self._sent[unit.name] = (left, indices, numbers.to(left.dtype))
-        return finite(values)
+        numbers.copy_(values.mul_(loss_scale))
+        self._sent[unit.name] = _Sent(whole, indices, numbers, loss_scale)
+        return finite(numbers)
 
     def launch(self) -> None:
         self._gather.launch()
@@ -78,19 +92,22 @@ class TopKStage(DenseStage):
         with self.timing("wait"):
             self._payloads = self._gather.wait()
 
-    def finish(self, notes: Sequence[Note], write: bool) -> None:
+    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
         scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
         for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
-            reduced_already = any(note.dense[index] for note in notes)
-            if any(note.fault for note in notes) or reduced_already:
-                self.method.errors.forget(unit.name)  # it holds gradients that are lost, or that have been agreed on
-            elif write and any(note.present[index] for note in notes):
+            want = write and any(note.present[index] for note in notes)
+            if want:
                 with self.timing("decode", unit):
                     agreed = gradient_to_form(unit.lead, (-1,)).zero_()
                     for payload in self._payloads:
                         indices, numbers = self._places(payload, slot)
-                        agreed.index_add_(0, indices, numbers.to(agreed.dtype))
+                        agreed.index_add_(0, indices.to(agreed.device), numbers.to(agreed))
                     agreed.mul_(scale)
-                    left, indices, sent = self._sent[unit.name]
-                    left.index_add_(0, indices, sent, alpha=-1)
-        self._arrivals.clear()
+            if keep and want:
+                whole, indices, numbers, loss_scale = self._sent[unit.name]
+                whole.index_add_(0, indices, numbers.to(whole), alpha=-1 / loss_scale)
+                self.method.commit(unit.name)
+            else:
+                self.method.rollback(unit.name)
+        self._sent.clear()
+        self._put.clear()

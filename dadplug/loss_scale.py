@@ -1,0 +1,123 @@
+"""The loss scale of gradients, found without being told: `torch.amp.GradScaler` is observed while it is needed.
+
+Error memory and rounding memory are kept in units of the unscaled gradient, since a scaler may change its scale
+between two steps. The scale of a gradient is that of the backward pass in which it arrives.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.utils._pytree import tree_leaves
+
+
+class LossScale:
+    """A loss scale, and the scaler that it comes from.
+
+    Args:
+        value: the scale.
+        scaler: the scaler; None where the program has stated the scale.
+    """
+
+    def __init__(self, value: float, scaler: GradScaler | None = None) -> None:
+        self.value = value
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+
+    def now(self) -> float:
+        """Return the scale that the scaler has by now, or the last known one where the scaler is gone."""
+        scaler = None if self._scaler is None else self._scaler()
+        return self.value if scaler is None else scaler.get_scale()
+
+    def finish(self) -> None:
+        """Do nothing: autograd holds this method, and so the object, until the backward pass has ended or failed."""
+
+
+class LossScales:
+    """Loss scales of the present step's gradients, by name of the unit."""
+
+    def __init__(self) -> None:
+        self._stated: LossScale | None = None
+        self._last = LossScale(1.0)
+        self._known: dict[str, LossScale] = {}
+        self._arrived: set[str] = set()
+
+    def record(self, name: str) -> None:
+        """Record that a unit's gradient has arrived in the backward pass that is running."""
+        self._last = self._known[name] = self._stated or running()
+        self._arrived.add(name)
+
+    def of(self, name: str) -> float:
+        """Return the scale of a unit's gradient; of one without a gradient in this step, the scale it would have."""
+        known = self._known.get(name, self._last)
+        return known.value if name in self._arrived else known.now()
+
+    def end_step(self) -> None:
+        """Forget which gradients have arrived."""
+        self._arrived.clear()
+
+    @contextmanager
+    def stated(self, value: float) -> Iterator[None]:
+        """Take this scale for all gradients that arrive inside, whatever scaler there is."""
+        before, self._stated = self._stated, LossScale(value)
+        try:
+            yield
+        finally:
+            self._stated = before
+
+
+_UNSCALED = LossScale(1.0)
+_running: weakref.WeakValueDictionary[int, LossScale] = weakref.WeakValueDictionary()  # by number of the backward pass
+_watchers = 0
+_scale: Callable[[GradScaler, Any], Any] | None = None  # the method of torch, while ours is in its place
+
+
+def running() -> LossScale:
+    """Return the loss scale of the backward pass that is running; one nested in it, as for a checkpoint, has its."""
+    found = _running.get(torch._C._current_graph_task_id())
+    return found or next(reversed(list(_running.values())), _UNSCALED)
+
+
+def watch() -> None:
+    """Observe all scalers of the process until `unwatch` is called as often."""
+    global _watchers, _scale
+    _watchers += 1
+    if _scale is None:
+        _scale = GradScaler.scale
+        GradScaler.scale = _observed(_scale)  # type: ignore[method-assign]
+
+
+def unwatch() -> None:
+    """End what `watch` began; the last call restores the scaler's method."""
+    global _watchers, _scale
+    _watchers -= 1
+    if not _watchers and getattr(GradScaler.scale, "__wrapped__", None) is _scale:  # nobody has wrapped it since
+        GradScaler.scale, _scale = _scale, None  # type: ignore[method-assign, assignment]
+
+
+def _observed(scale: Callable[[GradScaler, Any], Any]) -> Callable[[GradScaler, Any], Any]:
+    @functools.wraps(scale)
+    def observe(self: GradScaler, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if _watchers and self.is_enabled():
+            found = LossScale(self.get_scale(), self)
+            for leaf in tree_leaves(scaled):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(functools.partial(_begin, found))
+        return scaled
+
+    return observe
+
+
+def _begin(scale: LossScale, _: Tensor) -> None:
+    """Attach a scale to the backward pass that is running."""
+    backward = LossScale(scale.value)
+    backward._scaler = scale._scaler
+    _running[torch._C._current_graph_task_id()] = backward
+    torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
