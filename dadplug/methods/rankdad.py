@@ -122,7 +122,8 @@ class RankDAD(Method):
         self._staged.pop(name, None)
 
     def quality(self) -> dict[str, Quality]:
-        return {name: state.quality for name, state in self._states.items() if state.quality is not None}
+        states = {**self._states, **self._staged}
+        return {name: state.quality for name, state in states.items() if state.quality is not None}
 
     def state_dict(self) -> dict[str, Any]:
         states = self._states.items()
