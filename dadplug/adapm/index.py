@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from ..jit import njit
 
 Index = NDArray[np.int64]  # of shape (power of two, 2): key or -1, and its number; one cache line holds both
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
+from ..jit import njit
 from .index import Index, get
 from .rows import Codes, Keys
 

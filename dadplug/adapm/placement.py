@@ -5,8 +5,7 @@ Loops take the arrays out of the store before they begin: a field taken inside c
 
 from __future__ import annotations
 
-from numba import njit
-
+from ..jit import njit
 from .index import Index, get, put
 from .rows import (
     ASKED,

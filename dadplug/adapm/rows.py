@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from ..jit import njit
 from .index import Index, erase, put
 
 FREE, OWNED, REQUESTED, REPLICA = 0, 1, 2, 3

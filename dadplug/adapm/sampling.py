@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..jit import njit
 from .initialisers import STEP, mixed
 from .rows import Keys
 

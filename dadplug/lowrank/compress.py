@@ -192,7 +192,6 @@ def compress_matrix(
 def _compress(
     operator: Operator, k: int, algorithm: str, search: Search, out: tuple[Tensor, Tensor] | None
 ) -> Compressed:
-    kernels_for(operator.like)  # before scratch is filled: at the first use they are tried out, on scratch
     result = _places(operator, k, out)
     if k == 0:
         return Compressed(result[0].T, result[1].T, torch.zeros(0, dtype=torch.float64, device=result[0].device), 0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import time
 import warnings
 from typing import Protocol
 
@@ -15,7 +13,6 @@ from torch import Tensor
 from . import portable
 from .scratch import scratch
 
-_log = logging.getLogger(__name__)
 DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
 _CHOLESKY = 1e-4  # least square of what is left of a row for which Cholesky's factor is precise enough
 _ONCE = 0.5  # and for which one turn is
@@ -60,6 +57,10 @@ class NumbaKernels:
 
         self._kernels = kernels
         self._packing = packing_kernels
+
+    def try_out(self) -> None:
+        """Runs the smallest kernel; raises if numba cannot run here."""
+        self._kernels.unit_rows(torch.ones(1, 1).numpy())
 
     def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
         self._kernels.unit_rows(rows.numpy())
@@ -111,20 +112,19 @@ def kernels_for(tensor: Tensor) -> Kernels:
 
 @functools.cache
 def cpu_kernels() -> Kernels:
-    """Loads the CPU's kernels; the first use on a machine compiles them, later ones find them on disk."""
+    """Loads the CPU's kernels; each compiles when it is first called on a machine, and is kept on disk."""
     try:
-        start = time.perf_counter()
         kernels = NumbaKernels()
-        _try_out(kernels)
-        if (seconds := time.perf_counter() - start) > 1:
-            _log.info("compiled the low-rank kernels in %.1f s; they are kept on disk for the next start", seconds)
+        kernels.try_out()
         return kernels
     except Exception as error:
         warnings.warn(f"numba cannot run here ({error}): low-rank compression uses torch, more slowly", stacklevel=3)
         return portable
 
 
-def _try_out(kernels: Kernels) -> None:
+def warmup() -> None:
+    """Compiles the CPU kernels, or loads them from disk, now rather than when each is first needed."""
+    kernels = cpu_kernels()
     for dtype in (torch.float32, torch.float64):
         block = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 1e-3]], dtype=dtype)  # by Cholesky, then Gram-Schmidt
         kernels.orthonormalise(block)
@@ -136,8 +136,3 @@ def _try_out(kernels: Kernels) -> None:
     kernels.quantise(rows, codes, scales)
     kernels.dequantise(codes, scales, rows)
     kernels.top_k(scales, torch.zeros(1, dtype=torch.int64), scales.clone())
-
-
-def warmup() -> None:
-    """Compiles the CPU kernels, or loads them from disk, now rather than in the first step."""
-    cpu_kernels()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from ..jit import njit
 
 # Sums may be reordered, which lets LLVM vectorise them; NaN and Inf keep their meaning.
 _FAST = {"reassoc", "contract"}
 _TURNS = 60  # of the QL iteration for one eigenvalue; two or three are usual
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=_FAST)
 def unit_rows(rows: NDArray[np.floating]) -> None:
     """Divides every row by its length, in place; rows of zeros stay. The squares add up in double precision."""
     for i in range(rows.shape[0]):
@@ -24,7 +25,7 @@ def unit_rows(rows: NDArray[np.floating]) -> None:
                 rows[i, x] *= scale
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def inverse_triangle(gram: NDArray[np.floating], inverse: NDArray[np.floating]) -> float:
     """Finds the lower triangle T that makes rows with this Gram matrix orthonormal, ``T gram T^T = I``, by Cholesky.
 
@@ -65,7 +66,7 @@ def inverse_triangle(gram: NDArray[np.floating], inverse: NDArray[np.floating]) 
     return least
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=_FAST)
 def gram_schmidt(rows: NDArray[np.floating], dependent: float) -> int:
     """Makes the rows of a block orthonormal, in place, by modified Gram-Schmidt done twice.
 
@@ -105,7 +106,7 @@ def gram_schmidt(rows: NDArray[np.floating], dependent: float) -> int:
     return kept
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=_FAST)
 def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDArray[np.float64]) -> bool:
     """Diagonalises a small symmetric matrix: Householder to tridiagonal form, then implicit QL.
 
@@ -214,7 +215,7 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
     return bool(np.isfinite(values.sum()))
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=_FAST)
 def gram_vectors(
     of_deltas: NDArray[np.floating], of_activations: NDArray[np.floating], jitter: float, found: NDArray[np.floating]
 ) -> float:

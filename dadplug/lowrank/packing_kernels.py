@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from ..jit import njit
 
 _FAST = {"reassoc", "contract"}
 _COARSE = 15  # of the 31 bits of a number's size, those of the first histogram: the exponent and seven more
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def quantise(rows: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
     """Rounds each row to whole multiples, -127 to 127, of its scale; a row with NaN or Inf gets NaN for a scale."""
     sizes = rows.view(np.uint32)  # whole numbers, whose maximum vectorises; Inf and NaN are the largest
@@ -33,7 +34,7 @@ def quantise(rows: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray
             codes[i, x] = np.int8(np.rint(rows[i, x] * inverse))
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def dequantise(codes: NDArray[np.int8], scales: NDArray[np.float32], rows: NDArray[np.float32]) -> None:
     """Multiplies the codes by their row's scale."""
     for i in range(codes.shape[0]):
@@ -42,7 +43,7 @@ def dequantise(codes: NDArray[np.int8], scales: NDArray[np.float32], rows: NDArr
             rows[i, x] = np.float32(codes[i, x]) * scale
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def top_k(values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArray[np.float32]) -> None:
     """Finds the elements of largest size, in the order of their indices; of equal ones the first count.
 
@@ -86,7 +87,7 @@ def top_k(values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArra
             place += 1
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=_FAST)
 def product(left: NDArray[np.floating], right: NDArray[np.floating], result: NDArray[np.floating]) -> None:
     """Computes ``left.T @ right`` for few rows: four by four, each element of the result written in one pass.
 

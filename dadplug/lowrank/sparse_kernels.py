@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from ..jit import njit
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads neighbouring keys over the index
 _DIVIDE = "numpy"  # no check for zero in every division, which keeps loops from being vectorised
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def first_outside(rows: NDArray[np.int64], count: int) -> int:
     """Returns the position of the first row that is not in 0 to count - 1, or -1."""
     for i in range(rows.shape[0]):
@@ -19,7 +20,7 @@ def first_outside(rows: NDArray[np.int64], count: int) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def gather(table: NDArray[np.floating], rows: NDArray[np.int64], out: NDArray[np.floating]) -> None:
     """Copies rows of a table, ``out[i] = table[rows[i]]``."""
     for i in range(rows.shape[0]):
@@ -28,7 +29,7 @@ def gather(table: NDArray[np.floating], rows: NDArray[np.int64], out: NDArray[np
             out[i, x] = table[row, x]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def scatter_add(
     table: NDArray[np.floating], rows: NDArray[np.int64], deltas: NDArray[np.floating], scale: float
 ) -> None:
@@ -40,7 +41,7 @@ def scatter_add(
             table[row, x] += by * deltas[i, x]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def unique(keys: NDArray[np.int64], inverse: NDArray[np.int64], found: NDArray[np.int64]) -> int:
     """Numbers distinct keys by their first occurrence.
 
@@ -73,7 +74,7 @@ def unique(keys: NDArray[np.int64], inverse: NDArray[np.int64], found: NDArray[n
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def sum_by(inverse: NDArray[np.int64], deltas: NDArray[np.floating], sums: NDArray[np.floating]) -> None:
     """Sums rows in order, ``sums[inverse[i]] += deltas[i]`` from zero."""
     sums[:] = 0
@@ -83,7 +84,7 @@ def sum_by(inverse: NDArray[np.int64], deltas: NDArray[np.floating], sums: NDArr
             sums[row, x] += deltas[i, x]
 
 
-@njit(cache=True, nogil=True, error_model=_DIVIDE)
+@njit(nogil=True, error_model=_DIVIDE)
 def adagrad(
     weights: NDArray[np.floating],
     sums: NDArray[np.floating],
@@ -103,7 +104,7 @@ def adagrad(
             weights[row, x] -= rate * (g / (np.sqrt(s) + small))
 
 
-@njit(cache=True, nogil=True, error_model=_DIVIDE)
+@njit(nogil=True, error_model=_DIVIDE)
 def rowwise_adagrad(
     weights: NDArray[np.floating],
     sums: NDArray[np.floating],
@@ -126,7 +127,7 @@ def rowwise_adagrad(
             weights[row, x] -= rate * gradients[i, x]
 
 
-@njit(cache=True, nogil=True, error_model=_DIVIDE)
+@njit(nogil=True, error_model=_DIVIDE)
 def adam(
     weights: NDArray[np.floating],
     averages: NDArray[np.floating],
