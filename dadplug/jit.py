@@ -33,7 +33,7 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     And a cached kernel is compiled again when a kernel or a constant that it uses has changed, in whichever file.
 
     Args:
-        options: as `numba.njit` takes them; `cache` goes without saying.
+        options: as `numba.njit` takes them; `cache` is implied.
 
     Returns:
         A decorator.
@@ -57,7 +57,7 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             finally:
                 cache.release()
 
-        dispatcher._cache, dispatcher.compile = cache, compile_once
+        vars(dispatcher).update(_cache=cache, compile=compile_once)
         return dispatcher
 
     return decorate

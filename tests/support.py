@@ -6,6 +6,25 @@ A test hands over a function of its module; every site runs it and returns its r
 
     def test_trains(sites):
         first, second = sites(2).run(trains, "dad")
+
+The whole suite has to run in ten minutes on two cores, so a test should be the first of these that can ask its
+question:
+
+1. A function in this process, without sites.
+2. `sites(n).run(function, *args)`: the processes are there already. A call costs milliseconds; still, many cases go
+   into one call. What a function leaves behind (patches, threads, environment variables) stays for the next test.
+3. `with Sites(n) as group`: sites of its own, about a second of processor time, for tests that kill or stop some.
+   `group.outcomes()` says by site what came of a call, whether it returned, raised, died or did not answer.
+4. `run_programs(commands)`: programs of their own, half a second each and more with the imports they make.
+   ``preload=["pytorch_lightning"]`` saves those of Lightning. `site_scripts` writes a program for each site.
+5. `subprocess`, 2 to 5 seconds: only where the imports of a new interpreter are what is tested.
+
+Sites and programs are started by fork from a process that has imported torch and numba; see `forkserver`. Waits are
+for events, not for seconds: poll, or give the shortest `timeout` that the machine's load allows. All processes share
+one folder of compiled kernels, unless NUMBA_CACHE_DIR names another.
+
+`make test` runs the suite in two processes, file by file, so that a fixture of a module is made once:
+``python -m pytest -n 2 --dist loadfile``. Without ``-n`` it runs in one.
 """
 
 from __future__ import annotations

@@ -122,9 +122,10 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
     """
     k = matrix.shape[0]
     off = np.zeros(k)
-    vectors[:] = 0.0
+    # Loops where numpy has a function: each such function is compiled for longer than the loop.
     for i in range(k):
-        vectors[i, i] = 1.0
+        for x in range(k):
+            vectors[i, x] = 1.0 if x == i else 0.0
     # Reflections H = I - 2 v v^T from both sides; their product is kept transposed, rows being vectors.
     v = np.zeros(k)
     p = np.zeros(k)
@@ -212,7 +213,10 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
             values[i], values[best] = values[best], values[i]
             for x in range(k):
                 vectors[i, x], vectors[best, x] = vectors[best, x], vectors[i, x]
-    return bool(np.isfinite(values.sum()))
+    total = 0.0
+    for i in range(k):
+        total += values[i]
+    return bool(np.isfinite(total))
 
 
 @njit(nogil=True, fastmath=_FAST)
