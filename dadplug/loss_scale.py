@@ -35,6 +35,13 @@ class LossScale:
         scaler = None if self._scaler is None else self._scaler()
         return self.value if scaler is None else scaler.get_scale()
 
+
+class _Backward:
+    """A backward pass of a scaled loss."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self.scale = scale
+
     def finish(self) -> None:
         """Do nothing: autograd holds this method, and so the object, until the backward pass has ended or failed."""
 
@@ -73,15 +80,15 @@ class LossScales:
 
 
 _UNSCALED = LossScale(1.0)
-_running: weakref.WeakValueDictionary[int, LossScale] = weakref.WeakValueDictionary()  # by number of the backward pass
+_running: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()  # by its number
 _watchers = 0
 _scale: Callable[[GradScaler, Any], Any] | None = None  # the method of torch, while ours is in its place
 
 
 def running() -> LossScale:
     """Return the loss scale of the backward pass that is running; one nested in it, as for a checkpoint, has its."""
-    found = _running.get(torch._C._current_graph_task_id())
-    return found or next(reversed(list(_running.values())), _UNSCALED)
+    found = _running.get(torch._C._current_graph_task_id()) or next(reversed(list(_running.values())), None)
+    return _UNSCALED if found is None else found.scale
 
 
 def watch() -> None:
@@ -117,7 +124,5 @@ def _observed(scale: Callable[[GradScaler, Any], Any]) -> Callable[[GradScaler, 
 
 def _begin(scale: LossScale, _: Tensor) -> None:
     """Attach a scale to the backward pass that is running."""
-    backward = LossScale(scale.value)
-    backward._scaler = scale._scaler
-    _running[torch._C._current_graph_task_id()] = backward
+    backward = _running[torch._C._current_graph_task_id()] = _Backward(scale)
     torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
