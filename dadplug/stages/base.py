@@ -168,9 +168,10 @@ def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) ->
 
 def gradient_to_form(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tensor:
     """Returns ``.grad`` in another shape, to be overwritten where it lies: a gradient is not there twice."""
-    if parameter.grad is None or parameter.grad.is_sparse or not parameter.grad.is_contiguous():
-        parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-    return parameter.grad.view(shape)
+    gradient = parameter.grad
+    if gradient is None or gradient.is_sparse or gradient.requires_grad or not gradient.is_contiguous():
+        gradient = parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+    return gradient.detach().view(shape)
 
 
 _KINDS: dict[tuple[str, bool], type[Stage]] = {}

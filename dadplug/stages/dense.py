@@ -97,11 +97,11 @@ class DenseStage(Stage):
 
     def put(self, unit: Unit, weight: float) -> bool:
         """Puts a unit's gradient into the bucket, times the site's weight; says whether it is finite."""
-        slot = self._slots[unit.name]
+        slot, gradient = self._slots[unit.name], None if unit.lead.grad is None else unit.lead.grad.detach()
         if isinstance(self.bucket, CodedBucket):
-            self.bucket.fill(slot, unit.lead.grad, weight, self.pipeline.method.loss_scales.of(unit.name))
+            self.bucket.fill(slot, gradient, weight, self.pipeline.method.loss_scales.of(unit.name))
         else:
-            self.bucket.fill(slot, unit.lead.grad, weight)
+            self.bucket.fill(slot, gradient, weight)
         return not self.pipeline.checks or self.bucket.finite(slot)
 
     def fill(self, unit: Unit) -> None:
@@ -158,7 +158,7 @@ class DenseStage(Stage):
 
     def _gradient(self, unit: Unit) -> Tensor | None:
         """Return a unit's gradient as a matrix."""
-        gradient = unit.lead.grad
-        if gradient is None:
+        if unit.lead.grad is None:
             return None
+        gradient = unit.lead.grad.detach()  # `backward(create_graph=True)` leaves one that requires a gradient
         return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(unit.shape)
