@@ -97,7 +97,7 @@ def watch() -> None:
     _watchers += 1
     if _scale is None:
         _scale = GradScaler.scale
-        GradScaler.scale = _observed(_scale)  # type: ignore[method-assign]
+        GradScaler.scale = _observed(_scale)  # type: ignore[method-assign, assignment]
 
 
 def unwatch() -> None:

@@ -67,11 +67,13 @@ class ErrorFeedback:
         staged = self._staged.pop(name, None)
         if staged is None:
             return
-        spare = staged
+        before = self._errors.get(name)
         if self.enabled:
-            spare, self._errors[name] = self._errors.get(name), staged
-        if spare is not None:
-            self._spare[name] = spare
+            self._errors[name] = staged
+        else:
+            before = staged
+        if before is not None:
+            self._spare[name] = before
 
     def rollback(self, name: str) -> None:
         """Drop the staged memory of a weight."""

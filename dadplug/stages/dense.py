@@ -33,8 +33,8 @@ class _Put(NamedTuple):
     @classmethod
     def of(cls, unit: Unit) -> _Put:
         gradient = unit.lead.grad
-        versioned = gradient is not None and not gradient.is_inference()
-        return cls(gradient, gradient._version if versioned else 0, unit.arrivals)
+        version = 0 if gradient is None or gradient.is_inference() else gradient._version
+        return cls(gradient, version, unit.arrivals)
 
     def same(self, other: _Put) -> bool:
         return self.gradient is other.gradient and self[1:] == other[1:]
