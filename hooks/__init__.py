@@ -1,6 +1,14 @@
 """Hooks on layers: they know tensors and layers, and no trainer and no network."""
 
-from . import conv, conv_transpose, embedding, embedding_bag, linear  # noqa: F401  (each registers its family)
+from . import (  # noqa: F401  (each registers its family)
+    conv,
+    conv_transpose,
+    embedding,
+    embedding_bag,
+    libraries,
+    linear,
+    transposed,
+)
 from .capture import CapturedLayer, LayerCapture
 from .chain import Trace
 from .elementwise import Elementwise, register_elementwise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -113,12 +114,13 @@ class _CapturedForward(ForwardOverride):
     def __init__(self, layer: CapturedLayer) -> None:
         super().__init__(layer.module)
         self._layer = layer
+        self._input = list(signature(type(layer.module).forward).parameters)[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         layer = self._layer
         if not (torch.is_grad_enabled() and layer.weight.requires_grad):
             return self.plain(*args, **kwargs)
-        inputs = args[0] if args else kwargs["input"]
+        inputs = args[0] if args else kwargs[self._input]
         layer.fed_by_data |= not inputs.requires_grad
         if layer.tracer is None:
             return self._call(layer.record, *args, **kwargs)

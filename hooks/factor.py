@@ -27,6 +27,7 @@ class Factor:
         form: how the two make the gradient.
         bias: the bias's gradient, where the deltas do not tell it.
         trace: what became of the layer's output, where that is traced.
+        exchanged: whether the two have exchanged their roles, since the weight has the shape (in, out).
     """
 
     activations: Tensor
@@ -34,6 +35,12 @@ class Factor:
     form: Form = LINEAR
     bias: Tensor | None = None
     trace: Trace | None = None
+    exchanged: bool = False
+
+    @property
+    def inputs(self) -> Tensor:
+        """The rows that come from the layer's input."""
+        return self.deltas if self.exchanged else self.activations
 
     @property
     def rows(self) -> int:
@@ -68,6 +75,8 @@ class Factor:
         """
         if self.form == LINEAR:
             return self
+        if self.form.transposed:
+            return Factor(self.deltas, self.activations, LINEAR, self.bias_gradient(), exchanged=True)
         flat = Flattened(tuple(shape))
         out, width = flat.shape[0], math.prod(flat.shape[1:])
         if self.rows * self.form.positions <= min(out, width):
@@ -106,7 +115,7 @@ class Factor:
         bias = None
         if any(factor.bias is not None for factor in factors):
             bias = torch.stack([factor.bias_gradient() for factor in factors]).sum(0)
-        return Factor(activations, deltas, form, bias)
+        return Factor(activations, deltas, form, bias, exchanged=factors[0].exchanged)
 
 
 def stack_by_form(factors: Sequence[Factor]) -> list[Factor]:

@@ -19,11 +19,13 @@ class Form:
         encoded: whether a method may encode the rows in its own way; otherwise they are sent as they are.
         table_rows: where activations are row numbers of a table: its number of rows; else 0.
         sparse: whether the gradient is a sparse tensor.
+        transposed: whether the gradient is ``A^T D``, since the weight has the shape (in, out).
     """
 
     encoded: ClassVar[bool] = True
     table_rows: ClassVar[int] = 0
     sparse: ClassVar[bool] = False
+    transposed: ClassVar[bool] = False
 
     def widths(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Widths of a row of deltas and of one of activations, for a weight that as a matrix has this shape."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .form import LINEAR, Form
 
@@ -53,16 +54,25 @@ class LayerFamily(ABC):
 
 
 _FAMILIES: dict[type[nn.Module], LayerFamily] = {}
+_NAMED_FAMILIES: dict[str, LayerFamily] = {}  # by qualified name of a class whose library need not be installed
 # Modules that use their children's weights without calling the children, so that no hook on a child ever fires.
 _OPAQUE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
 
 
-def register_family(*layer_types: type[nn.Module]) -> Callable[[type[LayerFamily]], type[LayerFamily]]:
-    """Registers a family for layer types; a decorator for a class without constructor arguments."""
+def register_family(*layer_types: type[nn.Module] | str) -> Callable[[type[LayerFamily]], type[LayerFamily]]:
+    """Register a family for layer types; a decorator for a class without constructor arguments.
+
+    Args:
+        layer_types: the types, or their qualified names, such as ``"transformers.pytorch_utils.Conv1D"``, which are
+            looked up without an import.
+    """
 
     def decorate(family: type[LayerFamily]) -> type[LayerFamily]:
         for layer_type in layer_types:
-            _FAMILIES[layer_type] = family()
+            if isinstance(layer_type, str):
+                _NAMED_FAMILIES[layer_type] = family()
+            else:
+                _FAMILIES[layer_type] = family()
         return family
 
     return decorate
@@ -86,14 +96,28 @@ def refusal_of(module: nn.Module) -> str:
 
 
 def _fitting(module: nn.Module) -> LayerFamily | None:
-    for layer_type, family in _FAMILIES.items():
-        if not isinstance(module, layer_type):
-            continue
+    for layer_type, family in _candidates(module):
         weight = module._parameters.get(family.weight)
         kept = all(getattr(type(module), each) is getattr(layer_type, each) for each in family.methods)
-        if kept and _has_own_forward(module) and isinstance(weight, nn.Parameter) and weight.is_floating_point():
+        if kept and _has_own_forward(module) and _is_plain(weight):
             return family
     return None
+
+
+def _is_plain(weight: object) -> bool:
+    """Return whether a weight is a parameter of real numbers that has a shape."""
+    return isinstance(weight, nn.Parameter) and not is_lazy(weight) and weight.is_floating_point()
+
+
+def _candidates(module: nn.Module) -> Iterator[tuple[type[nn.Module], LayerFamily]]:
+    """Yield the registered types that a module is an instance of, with their families; named ones first."""
+    for base in type(module).__mro__:
+        named = _NAMED_FAMILIES.get(f"{base.__module__}.{base.__qualname__}")
+        if named is not None:
+            yield base, named
+    for layer_type, family in _FAMILIES.items():
+        if isinstance(module, layer_type):
+            yield layer_type, family
 
 
 def capturable_layers(model: nn.Module) -> dict[str, nn.Module]:

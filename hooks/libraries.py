@@ -1,0 +1,69 @@
+"""Linear layers of other libraries, registered by the names of their classes, so that no library is imported.
+
+What a class of such a name computes is compared once with the linear layer that it is taken for: a release of the
+library that computes something else is all-reduced, and the plan says why.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .form import LINEAR, Form
+from .linear import Linear
+from .registry import LayerFamily, Recorder, register_family
+
+
+class LibraryLinear(LayerFamily):
+    """A family of linear layers that are recognised by name.
+
+    Attributes:
+        in_dimension: dimension of the weight that has the width of the input.
+    """
+
+    in_dimension = 1
+
+    def __init__(self) -> None:
+        self._refusals: dict[type[nn.Module], str] = {}
+
+    def refuses(self, module: nn.Module) -> str:
+        kind = type(module)
+        if kind not in self._refusals and not getattr(module, self.weight).is_meta:
+            same = self._computes_the_same(module)
+            self._refusals[kind] = "" if same else f"{kind.__name__} of this release is not a plain linear layer"
+        return self._refusals.get(kind, "")
+
+    @torch.no_grad()
+    def _computes_the_same(self, module: nn.Module) -> bool:
+        """Return whether the module's own forward agrees with the family's on two rows."""
+        weight = getattr(module, self.weight)
+        width = weight.shape[self.in_dimension]
+        rows = torch.arange(2 * width, device=weight.device).cos().to(weight.dtype).view(2, width)
+        try:
+            found = type(module).forward(module, rows)
+            expected = self.forward(module, _no_factors, False, rows)
+            error, size = (found - expected).double().norm(), expected.double().norm()
+            return bool(error <= torch.finfo(found.dtype).eps ** 0.5 * size)
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+
+
+def _no_factors(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+    """Take no factors; the comparison runs no backward pass."""
+
+
+@register_family(
+    "mmcv.cnn.bricks.wrappers.Linear",
+    "timm.layers.linear.Linear",
+    "timm.models.layers.linear.Linear",
+    "torch_geometric.nn.dense.linear.Linear",
+    "transformers.models.falcon.modeling_falcon.FalconLinear",
+)
+class NamedLinear(LibraryLinear, Linear):
+    """Fully connected layers with a forward of their own that computes what `nn.Linear` does."""
+
+    def forward(  # type: ignore[override]
+        self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Tensor, **kwargs: Tensor
+    ) -> Tensor:
+        (rows,) = (*args, *kwargs.values())
+        return super().forward(module, record, weight_gradients, rows)
