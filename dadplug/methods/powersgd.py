@@ -57,13 +57,19 @@ class PowerSGD(Method):
         rows = (self.columns(*shape), shape[1])
         basis = self._bases.get(name) if self.options.warm_start else None
         if basis is None or basis.shape != rows:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            basis = torch.randn(*rows, generator=generator)
+            basis = _random_basis(name, rows)
         basis = self._bases[name] = basis.to(like)
         return basis
 
     def keep(self, name: str, basis: Tensor) -> None:
-        """Keeps Q for the next step."""
+        """Keep Q for the next step.
+
+        A gradient of a lower rank, as of LoRA's first matrix before the second has left zero, leaves rows of zeros.
+        They would stay zero in all later steps, and so are drawn anew; all sites have the same bits here.
+        """
+        empty = ~basis.any(1)
+        if bool(empty.any()):
+            basis = torch.where(empty[:, None], _random_basis(name, (basis.shape[0], basis.shape[1])).to(basis), basis)
         self._bases[name] = basis
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,3 +79,8 @@ class PowerSGD(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._bases = {name: basis.clone() for name, basis in state["bases"].items()}
         self.errors.load_state_dict(state["errors"])
+
+
+def _random_basis(name: str, shape: tuple[int, int]) -> Tensor:
+    """Draw the rows of a first Q, equal on all sites."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
