@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/python examples/two_site_mnist.py
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

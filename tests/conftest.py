@@ -4,6 +4,28 @@ import pytest
 import support
 import torch
 
+torch.set_num_threads(1)  # as the sites have; threads that wait for each other are what a busy machine lacks
+
+# Files of long tests start first, so that in the end no process waits for another that has just begun one.
+LONG = (
+    "test_examples.py",
+    "test_lightning_programs.py",
+    "test_lost_sites.py",
+    "test_failures.py",
+    "test_docs.py",
+    "test_adapm.py",
+    "test_experiment.py",
+    "test_zoo.py",
+    "test_loops.py",
+    "test_adapm_strategy.py",
+    "test_hierarchy.py",
+    "test_packaging.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _end_sites():
