@@ -122,10 +122,9 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
     """
     k = matrix.shape[0]
     off = np.zeros(k)
-    # Loops where numpy has a function: each such function is compiled for longer than the loop.
+    vectors[:] = 0.0
     for i in range(k):
-        for x in range(k):
-            vectors[i, x] = 1.0 if x == i else 0.0
+        vectors[i, i] = 1.0
     # Reflections H = I - 2 v v^T from both sides; their product is kept transposed, rows being vectors.
     v = np.zeros(k)
     p = np.zeros(k)
@@ -213,10 +212,7 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
             values[i], values[best] = values[best], values[i]
             for x in range(k):
                 vectors[i, x], vectors[best, x] = vectors[best, x], vectors[i, x]
-    total = 0.0
-    for i in range(k):
-        total += values[i]
-    return bool(np.isfinite(total))
+    return bool(np.isfinite(values.sum()))
 
 
 @njit(nogil=True, fastmath=_FAST)
