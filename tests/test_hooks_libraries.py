@@ -10,6 +10,9 @@ from dadplug.hooks.registry import refusal_of
 from test_hooks_layers import matches_autograd
 from torch import Tensor, nn
 
+import dadplug
+from dadplug.errors import NonFiniteError
+
 
 def conv1d(out: int, width: int) -> nn.Module:
     from transformers.pytorch_utils import Conv1D
@@ -156,3 +159,18 @@ def test_overridden_forwards_of_known_layers_are_left_alone():
     assert capturable_layers(layer)
     layer.forward = lambda x: x
     assert not capturable_layers(layer)
+
+
+def blames_the_loss() -> None:
+    model = nn.Sequential(conv1d(24, 20), nn.Tanh(), conv1d(30, 24))
+    for mode in ("dad", "rankdad"):
+        reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+        (model(torch.randn(6, 20)).sum() * torch.nan).backward()
+        with pytest.raises(NonFiniteError, match=r"loss's gradient at the output of the layer of '2\.weight'"):
+            reduction.synchronize()
+        reduction.detach()
+        model.zero_grad()
+
+
+def test_what_is_not_finite_at_a_weight_of_in_by_out_is_told_from_its_input(sites):
+    sites(2).run(blames_the_loss)

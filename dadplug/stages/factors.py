@@ -98,7 +98,7 @@ class FactorStage(Stage):
                 return share
         except FloatingPointError:
             pass
-        kind = 2 if finite(factor.activations) else 1
+        kind = 2 if finite(factor.inputs) else 1
         self.pipeline.faults.append((kind, unit.name))
         return self._nan(unit)
 

@@ -67,7 +67,7 @@ class MachineFactorStage(FactorStage):
         bias = factor.bias_gradient() if self._bias(unit) else None
         if not (finite(factor.deltas) and finite(factor.activations)):
             self._finite = False
-            self.pipeline.faults.append((2 if finite(factor.activations) else 1, unit.name))
+            self.pipeline.faults.append((2 if finite(factor.inputs) else 1, unit.name))
         if factor.rows > min(unit.shape):
             factor = Factor.formed(factor.gradient())
         return Share(factor.deltas, factor.activations, bias)
