@@ -68,6 +68,10 @@ class SyncedBatchNorms:
         if self._kinds:
             self._last, self._kinds = self._kinds, []
 
+    def close(self) -> None:
+        """Close the connections to the other sites."""
+        self._transport.close()
+
     def detach(self) -> None:
         """Gives the layers their own forward back."""
         for forward in self._forwards:

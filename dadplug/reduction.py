@@ -312,8 +312,11 @@ class GradientReduction:
             return self._transport.gather_objects(item)
 
     def abort(self, reason: str) -> None:
-        """Tells the other sites why this one is about to end; they read it once they miss it."""
+        """Tell the other sites why this one leaves, and close the connections to them, so that none of them waits."""
         self._transport.sites.announce(reason)
+        self._transport.close()
+        if self._norms is not None:
+            self._norms.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this site's state beside the model's: what the compressor carries from step to step.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dadplug import GradientReduction
-from dadplug.errors import SiteError
-from dadplug.exchange.rendezvous import choose_interface
+from dadplug.exchange import Traffic, Transport, open_transport
+from dadplug.exchange.rendezvous import choose_interface, gloo_interface
+from dadplug.exchange.sites import describe
 from dadplug.options import Options
 from dadplug.samples import batch_size
 from dadplug.turns import has_turn
 
+from .leaving import detach
 from .registration import needs_lightning
 from .site_environment import SiteEnvironment
 from .turn_loader import TurnLoader, agree_on_steps
@@ -120,7 +123,9 @@ class DADStrategy:
         )  # type: ignore[call-arg]
         self._states: list[Any] | None = None
         self._steps: tuple[int, int] | None = None
-        self._weightless = False
+        self._weightless = self._skipped = False
+        self._transport: Transport | None = None
+        self._run = ExitStack()
 
     def _check_names(self, unknown: dict[str, Any]) -> None:
         """Refuses unknown options; `Options.create` does where this does not."""
@@ -139,7 +144,13 @@ class DADStrategy:
         environment = self.cluster_environment
         if environment is not None and not dist.is_initialized():
             choose_interface(environment.main_address, environment.main_port)
+        self._run.enter_context(gloo_interface())  # Lightning builds process groups of its own during a run
         super().setup_environment()  # type: ignore[misc]
+        if self.world_size > 1:
+            before = self._transport
+            self._transport = open_transport(None, Traffic(), self.root_device, self.options.timeout)
+            if before is not None:
+                before.close()
 
     def setup(self, trainer: Any) -> None:
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True); torch's own works on GPUs only
@@ -151,21 +162,30 @@ class DADStrategy:
         """Builds the reduction, where DDP would wrap the model."""
         if getattr(self.precision_plugin, "scaler", None) is not None:  # it looks for Inf itself
             self.options = dataclasses.replace(self.options, check_finite=False)
+        if self._transport is not None:
+            self._transport.gather_objects(None)  # a site that has failed by now builds no reduction
         self.reduction = GradientReduction(self.lightning_module, **dataclasses.asdict(self.options))
         if self._states is not None:
             self.reduction.load_states(self._states)
         self._states = None
 
     def teardown(self) -> None:
-        if self.reduction is not None:
-            self.reduction.detach()
-        self._steps = None
-        super().teardown()  # type: ignore[misc]
+        try:
+            if self.reduction is not None:
+                detach(self.reduction)
+            self._steps = None
+            super().teardown()  # type: ignore[misc]
+        finally:
+            self._run.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other sites why this one stops."""
-        if self.reduction is not None and not isinstance(exception, SiteError):
-            self.reduction.abort(f"{type(exception).__name__}: {exception}")
+        """Tell the other sites why this one stops, and close the connections to them, so that none waits for it."""
+        reason = describe(exception)
+        if self._transport is not None:
+            self._transport.sites.announce(reason)
+            self._transport.close()
+        if self.reduction is not None:
+            self.reduction.abort(reason)
         super().on_exception(exception)  # type: ignore[misc]
 
     # Training
@@ -175,13 +195,24 @@ class DADStrategy:
         trainer = self._trainer
         if trainer is None or not trainer.training or self.world_size == 1:
             return dataloader
-        self._steps = agree_on_steps(dataloader)
+        self._steps = agree_on_steps(dataloader, self._transport)
         own, steps = self._steps or (0, 0)
         return TurnLoader(dataloader, own, steps) if own < steps else dataloader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step; where it returns None, this site takes part in the step without data."""
         with self._samples_of((args, kwargs)):
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        automatic = self.lightning_module.automatic_optimization
+        self._skipped = output is None and automatic and self._transport is not None
+        if not self._skipped:
+            return output
+        if self.options.sync_batchnorm:
+            raise RuntimeError(
+                "training_step returned None: with sync_batchnorm each site needs a loss in every step, since the "
+                "other sites wait for its statistics in backward"
+            )
+        return torch.zeros((), device=self.root_device, requires_grad=True)  # Lightning refuses None between processes
 
     def _samples_of(self, batch: Any) -> AbstractContextManager[Any]:
         self._weightless = False
@@ -198,13 +229,33 @@ class DADStrategy:
         if self._weightless:  # a batch that this site has had before, so that it takes part in the others' steps
             closure_loss = closure_loss * 0.0
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if not self._skipped:
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self.reduction is not None and self.reduction.syncing:
             self.reduction.synchronize()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step an optimizer; one that looks at the loss gets the mean over sites, so that all decide alike."""
+        if self._transport is not None and isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
+            closure = self._with_mean_loss(closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+
+    def _with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def agreed() -> Any:
+            loss = closure()
+            assert self._transport is not None
+            assert self.reduction is not None
+            value = None if loss is None else float(loss)
+            losses = self._transport.gather_objects((value, self.reduction.share or 0.0))
+            if any(value is None for value, _ in losses):
+                return loss
+            return torch.as_tensor(sum(value * share for value, share in losses), dtype=loss.dtype, device=loss.device)
+
+        return agreed
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:
         """Holds gradients back while they accumulate."""
@@ -239,9 +290,47 @@ class DADStrategy:
     # Between sites
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all sites; not after an error, since the others may be gone."""
-        if not self._interrupted:
+        """Wait for all sites; not after an error, since the others may be gone."""
+        if self._interrupted:
+            return
+        if self._transport is not None:
+            self._transport.gather_objects(None)
+        else:
             super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return one site's object on all sites."""
+        if self._transport is None or self._interrupted:
+            return super().broadcast(obj, src) if self._transport is None else obj  # type: ignore[misc]
+        items = [obj]
+        with self._naming_sites():
+            dist.broadcast_object_list(items, src, group=self._transport.group)
+        return items[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the sites."""
+        with self._naming_sites():
+            return super().reduce(tensor, self._own_group(group), reduce_op)  # type: ignore[misc]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor from all sites."""
+        with self._naming_sites():
+            return super().all_gather(tensor, self._own_group(group), sync_grads)  # type: ignore[misc,no-any-return]
+
+    def _own_group(self, group: Any) -> Any:
+        """Replace the group of all processes by one that this site can leave after an error."""
+        everyone = group is None or group is dist.group.WORLD
+        return group if self._transport is None or not everyone else self._transport.group
+
+    @contextmanager
+    def _naming_sites(self) -> Iterator[None]:
+        """Turn errors of a connection into ones that name the site."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._transport is None or not any(word in str(error) for word in ("onnection", "imed out")):
+                raise
+            raise self._transport.lost(error) from error
 
     @property
     def _trainer(self) -> Any:

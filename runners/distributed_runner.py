@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,9 @@ from dadplug.turns import batches_before, has_turn
 
 from .engine import SiteEngine
 from .loaders import SPLIT_DATA, begin_epoch
-from .mended import load_model, load_runner, mend
+from .mended import adapt, load_model, load_runner
 from .metrics import merge_metrics
-from .patches import accept_older_names
-
-accept_older_names()
+from .patches import OLDER_NAMES
 
 
 class DistributedRunner(SupervisedRunner):
@@ -104,6 +103,9 @@ class DistributedRunner(SupervisedRunner):
         self._micro_step = 0
         self._own_steps = 0
         self._accumulation = 1
+        # Callbacks are written as arguments of train(), and built before it runs.
+        OLDER_NAMES.open()
+        self._close_older_names = weakref.finalize(self, OLDER_NAMES.close)
 
     # What the user calls
 
@@ -126,7 +128,8 @@ class DistributedRunner(SupervisedRunner):
                 warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad=True to a scalar")
                 super().train(loaders=loaders, **settings)
         finally:
-            settings["engine"].cleanup()
+            self._states = None
+            self._close_older_names()
 
     def predict_loader(
         self, *, loader: Any, engine: Any = None, cpu: bool = False, fp16: bool = False, **rest: Any
@@ -153,10 +156,14 @@ class DistributedRunner(SupervisedRunner):
             process_group=self._process_group,
         )
 
+    def _run(self) -> None:
+        with self._engine.running():
+            super()._run()
+
     # Setting up
 
     def get_callbacks(self) -> OrderedDict[str, Callback]:
-        """Returns the callbacks, with the stock ones mended."""
+        """Returns the callbacks, with adapted ones in the places of the stock ones."""
         callbacks = super().get_callbacks()
         found = [get_original_callback(callback) for callback in callbacks.values()]
         # Catalyst asks for a base class that torch's schedulers have not had since 2.0, and never steps them.
@@ -169,8 +176,8 @@ class DistributedRunner(SupervisedRunner):
         last = [name for name, callback in callbacks.items() if isinstance(callback, ICheckpointCallback)]
         for name in last:
             callbacks.move_to_end(name)
-        for callback in callbacks.values():
-            mend(callback)
+        for name, callback in callbacks.items():
+            callbacks[name] = adapt(callback)
         steps = {
             callback.accumulation_steps
             for callback in found
@@ -292,12 +299,6 @@ class DistributedRunner(SupervisedRunner):
         """Stops all sites if one is to stop."""
         super().on_epoch_end(runner)
         self.need_early_stop = any(self.engine.transport.gather_objects(self.need_early_stop))
-
-    def on_exception(self, runner: Any) -> None:
-        """Tells the other sites why this one ends."""
-        if isinstance(getattr(self, "engine", None), SiteEngine):
-            self.engine.transport.sites.announce(f"{type(self.exception).__name__}: {self.exception}")
-        super().on_exception(runner)
 
     # Checkpoints
 

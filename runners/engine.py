@@ -14,12 +14,18 @@ from catalyst.core.engine import Engine
 
 from dadplug import GradientReduction
 from dadplug.exchange import Traffic, Transport, open_transport
+from dadplug.exchange.rendezvous import gloo_interface
+from dadplug.exchange.sites import describe
 
+from .leaving import detach
 from .loaders import DeviceLoader, site_loader
 from .metrics import merge_metrics
 from .patches import patched_metrics
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "OMPI_", "MV2_", "MPI_")
+
+_HASH_SEED = "PYTHONHASHSEED"
+_REPLACED = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 class SiteEngine(Engine):
@@ -55,24 +61,37 @@ class SiteEngine(Engine):
         self._timeout = timeout
         self._split_data = split_data
         self._process_group = process_group
-        self._patches: Any = None
+        self._prepared: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.reduction: GradientReduction | None = None
         self.loader_samples: Callable[[], int] = lambda: 1
         self.seed = 0
         self.transport = open_transport(process_group, Traffic(), torch.device("cpu"), timeout)
 
-    def setup(self, local_rank: int, world_size: int) -> None:
-        """Mends, for the time of an experiment, what stock Catalyst gets wrong between sites."""
-        self._patches = patched_metrics(self.transport)
-        self._patches.__enter__()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Patch what stock Catalyst gets wrong between sites while a run lasts, however it ends.
 
-    def cleanup(self) -> None:
-        """Ends what `setup` began; may be called twice."""
-        if self._patches is not None:
-            self._patches.__exit__(None, None, None)
-            self._patches = None
+        If it ends with an error, the other sites are told which, and the connections to them are closed.
+        """
+        hash_seed = os.environ.get(_HASH_SEED)
+        try:
+            with patched_metrics(self.transport), gloo_interface():
+                yield
+        except BaseException as error:
+            self._leave(describe(error))
+            raise
+        finally:
+            if self.reduction is not None:
+                detach(self.reduction)
+            _restore(os.environ, {_HASH_SEED: hash_seed})  # Catalyst sets it with each seed
+            while self._prepared:
+                _restore(*self._prepared.pop())
+
+    def _leave(self, reason: str) -> None:
+        self.transport.sites.announce(reason)
         if self.reduction is not None:
-            self.reduction.detach()
+            self.reduction.abort(reason)
+        self.transport.close()
 
     @property
     def use_fp16(self) -> bool:
@@ -140,6 +159,11 @@ class SiteEngine(Engine):
         loader = site_loader(data_loader, self._split_data, name, self.seed, self.transport)
         return loader if self.device.type == "cpu" else DeviceLoader(loader, self.device)
 
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Prepare a model, and remember what of it Accelerate replaces, to be put back at the end of the run."""
+        self._prepared.append((vars(model), {name: vars(model).get(name) for name in _REPLACED}))
+        return super().prepare_model(model, *args, **kwargs)
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Runs backward and agrees on the gradients with the other sites."""
         super().backward(loss, **kwargs)
@@ -158,6 +182,15 @@ def save_whole(item: Any, path: str | Path) -> None:
     partial = path.with_name(path.name + ".part")
     torch.save(item, partial)
     os.replace(partial, path)
+
+
+def _restore(mapping: Any, before: dict[str, Any]) -> None:
+    """Put values back that have been None where there were none."""
+    for name, value in before.items():
+        if value is None:
+            mapping.pop(name, None)
+        else:
+            mapping[name] = value
 
 
 @contextmanager

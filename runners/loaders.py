@@ -173,17 +173,17 @@ def _samplers(loader: Any) -> list[Any]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds all random states inside, and leaves them as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    """Seed the random states of the CPU inside, and leave them as they were."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would change those of GPUs for good
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
 
 
 class DeviceLoader:

@@ -1,14 +1,15 @@
-"""Stock Catalyst callbacks, mended in place: clipping clips, accumulation accumulates, one site writes checkpoints."""
+"""Stock Catalyst callbacks, fixed: clipping clips, accumulation accumulates, one site writes checkpoints."""
 
 from __future__ import annotations
 
+import copy
+import types
 from typing import TYPE_CHECKING, Any
 
 from catalyst.callbacks.backward import BackwardCallback
 from catalyst.callbacks.checkpoint import Checkpoint, CheckpointCallback
 from catalyst.callbacks.optimizer import OptimizerCallback
-from catalyst.core.callback import Callback
-from catalyst.core.misc import get_original_callback
+from catalyst.core.callback import Callback, CallbackWrapper
 from catalyst.utils.torch import pack_checkpoint, unpack_checkpoint
 
 from .engine import save_whole
@@ -17,12 +18,23 @@ if TYPE_CHECKING:
     from .distributed_runner import DistributedRunner
 
 
-def mend(callback: Callback) -> None:
-    """Puts the mended methods before those of a stock callback, in place; others are left alone."""
-    callback = get_original_callback(callback)
+def adapt(callback: Callback) -> Callback:
+    """Return a callback that does what a stock one should, in its place; others are returned as they are.
+
+    The callback itself is not touched, but for its attributes, which the adapted one shares. The fixed methods stand
+    between those of a subclass of the user's and those of the stock class.
+    """
+    if isinstance(callback, CallbackWrapper):
+        wrapper = copy.copy(callback)
+        wrapper.callback = adapt(callback.callback)
+        return wrapper
     for stock, mended in _MENDED.items():
-        if isinstance(callback, stock) and not isinstance(callback, mended):
-            callback.__class__ = type(type(callback).__name__, (mended, type(callback)), {})
+        if isinstance(callback, stock):
+            kind: Any = type(callback)
+            adapted: Any = object.__new__(mended if kind is stock else type(kind.__name__, (kind, mended), {}))
+            adapted.__dict__ = vars(callback)
+            return adapted
+    return callback
 
 
 class MendedBackward(BackwardCallback):
@@ -70,6 +82,11 @@ def _clip(clip: Any, runner: DistributedRunner) -> Any:
 
 class MendedCheckpoint(CheckpointCallback):
     """Site 0 writes, whole files, with every site's compressor state; all sites load what site 0 has."""
+
+    @property
+    def on_epoch_end(self) -> Any:  # type: ignore[override]
+        """The method that the stock callback has chosen, which is bound to the user's callback."""
+        return types.MethodType(vars(self)["on_epoch_end"].__func__, self)
 
     def _save(self, runner: DistributedRunner, obj: Any, logprefix: str) -> str:
         logpath = f"{logprefix}.pth"

@@ -1,11 +1,13 @@
-"""What stock Catalyst gets wrong between sites, mended while a `DistributedRunner` runs."""
+"""Patches of stock Catalyst that hold while somebody needs them: metrics across sites, and names of older versions."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from dadplug.exchange import Transport
@@ -14,37 +16,95 @@ from dadplug.exchange import Transport
 _GATHERING = ("_auc", "_classification", "_confusion_matrix", "_segmentation")
 
 
+class SharedPatch:
+    """Replace an attribute of a module or class for as long as anybody has the patch open.
+
+    Args:
+        find_owner: returns the module or class; called when the patch is first opened.
+        name: name of the attribute.
+        replace: builds the new value from the original one.
+    """
+
+    def __init__(self, find_owner: Callable[[], Any], name: str, replace: Callable[[Any], Any]) -> None:
+        self._find_owner = find_owner
+        self._name = name
+        self._replace = replace
+        self._open = 0
+        self._lock = threading.Lock()
+        self._original: Any = None
+        self._replacement: Any = None
+
+    def open(self) -> None:
+        """Put the new value in place; each call needs one of `close`."""
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                owner = self._find_owner()
+                self._original = getattr(owner, self._name)
+                self._replacement = self._replace(self._original)
+                setattr(owner, self._name, self._replacement)
+
+    def close(self) -> None:
+        """Put the original back when nobody has the patch open any more."""
+        with self._lock:
+            self._open -= 1
+            owner = self._find_owner()
+            if not self._open and getattr(owner, self._name) is self._replacement:
+                setattr(owner, self._name, self._original)
+
+    def __enter__(self) -> None:
+        self.open()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+_transport: ContextVar[Transport | None] = ContextVar("transport", default=None)
+
+
+def _gathering(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    @functools.wraps(original)
+    def all_gather(data: Any) -> list[Any]:
+        transport = _transport.get()
+        return original(data) if transport is None else transport.gather_objects(data)
+
+    return all_gather
+
+
+_METRICS = [
+    SharedPatch(functools.partial(importlib.import_module, f"catalyst.metrics.{name}"), "all_gather", _gathering)
+    for name in _GATHERING
+]
+
+
 @contextmanager
 def patched_metrics(transport: Transport) -> Iterator[None]:
-    """Lets Catalyst's metrics that gather from all processes do so on any device, over any number of samples."""
-
-    def all_gather(data: Any) -> list[Any]:
-        return transport.gather_objects(data)
-
-    modules: list[Any] = [importlib.import_module(f"catalyst.metrics.{name}") for name in _GATHERING]
-    before = [module.all_gather for module in modules]
-    for module in modules:
-        module.all_gather = all_gather
+    """Let Catalyst's metrics that gather from all processes do so on any device, over any number of samples."""
+    token = _transport.set(transport)
     try:
-        yield
+        with ExitStack() as patches:
+            for patch in _METRICS:
+                patches.enter_context(patch)
+            yield
     finally:
-        for module, original in zip(modules, before, strict=True):
-            module.all_gather = original
+        _transport.reset(token)
 
 
-def accept_older_names() -> None:
-    """Lets scripts for Catalyst before 22 go on as they are: ``AccuracyCallback(topk_args=)`` is ``topk=`` now."""
+def _accuracy() -> Any:
     from catalyst.callbacks.metrics.accuracy import AccuracyCallback
 
-    newer = AccuracyCallback.__init__
-    if getattr(newer, "takes_older_names", False):
-        return
+    return AccuracyCallback
 
-    @functools.wraps(newer)
+
+def _accepting(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if "topk_args" in kwargs:
             kwargs.setdefault("topk", kwargs.pop("topk_args"))
-        newer(self, *args, **kwargs)
+        original(self, *args, **kwargs)
 
-    init.takes_older_names = True  # type: ignore[attr-defined]
-    AccuracyCallback.__init__ = init
+    return init
+
+
+# Scripts for Catalyst before 22 say ``AccuracyCallback(topk_args=)``, which is ``topk=`` now.
+OLDER_NAMES = SharedPatch(_accuracy, "__init__", _accepting)

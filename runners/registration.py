@@ -19,12 +19,24 @@ _STARTS = {"": "popen", "_spawn": "spawn", "_notebook": "fork"}
 
 
 def register_strategies() -> None:
-    """Registers every mode with the packages that are there, and with the others when they are imported."""
+    """Register every mode with the packages that are imported, and with the others that are installed once they are.
+
+    While a package is missing, a finder on `sys.meta_path` waits for it; it leaves with the last of them.
+    """
     for package in PACKAGES:
         if f"{package}.strategies" in sys.modules:
             _register(package)
-    if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+    if _missing() and not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watcher())
+
+
+def _missing() -> list[str]:
+    """List the packages that are installed and whose strategies have not been imported."""
+    return [
+        package
+        for package in PACKAGES
+        if f"{package}.strategies" not in sys.modules and importlib.util.find_spec(package.split(".")[0])
+    ]
 
 
 def _register(package: str) -> None:
@@ -98,16 +110,18 @@ class _Watcher(importlib.abc.MetaPathFinder):
         else:
             return None
         if spec.loader is not None:
-            _after(spec.loader, functools.partial(_register, package))
+            self._follow(spec.loader, package)
         return spec
 
+    def _follow(self, loader: Any, package: str) -> None:
+        """Have a loader register the strategies once it has run its module, and be as it was before."""
+        execute = loader.exec_module
 
-def _after(loader: Any, call: Any) -> None:
-    """Has a loader call something once it has run its module."""
-    execute = loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            _register(package)
+            if not _missing() and self in sys.meta_path:
+                sys.meta_path.remove(self)
 
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        call()
-
-    loader.exec_module = exec_module
+        loader.exec_module = exec_module

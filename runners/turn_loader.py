@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
-
+from dadplug.exchange import Transport
 from dadplug.turns import has_turn
 
 
@@ -43,8 +42,12 @@ class TurnLoader:
         setattr(self._loader, name, value)
 
 
-def agree_on_steps(loader: Any) -> tuple[int, int] | None:
-    """Compares the lengths of all sites' loaders; all sites must call it.
+def agree_on_steps(loader: Any, transport: Transport) -> tuple[int, int] | None:
+    """Compare the lengths of all sites' loaders; all sites must call it.
+
+    Args:
+        loader: the site's own loader.
+        transport: the transport.
 
     Returns:
         This site's number of batches and the largest of all; None where there is nothing to even out.
@@ -56,8 +59,7 @@ def agree_on_steps(loader: Any) -> tuple[int, int] | None:
         own = len(loader)
     except (TypeError, NotImplementedError):
         own = -1
-    lengths: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lengths, own)
+    lengths = transport.gather_objects(own)
     if len(set(lengths)) == 1:
         return None
     if min(lengths) < 1:

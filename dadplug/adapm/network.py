@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..exchange import Traffic
-from ..exchange.rendezvous import address_of
+from ..exchange.rendezvous import address_of, interface_in_use
 from .messages import Message
 
 _BATCH = 64  # messages taken in between two looks at everything else
@@ -34,7 +34,7 @@ def _zmq() -> Any:
 
 def own_address() -> str:
     """Finds the address under which the other sites reach this one: that of the interface that gloo uses."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interface = interface_in_use()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface and (address := address_of(probe, interface)):
             return address

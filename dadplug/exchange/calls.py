@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from .rendezvous import address_of
+from .rendezvous import address_of, interface_in_use
 from .streams import ENOUGH, Streams
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _listen() -> socket.socket | None:
 def _addresses() -> list[str]:
     """Own addresses that others may reach, the likeliest first: those that gloo would take."""
     found = []
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interface = interface_in_use()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface:
             address = address_of(probe, interface)

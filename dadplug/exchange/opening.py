@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from .hierarchy import HierarchicalTransport
 from .machines import Hierarchy, Machines, members_of, own_place
+from .rendezvous import gloo_interface
 from .sites import introduce
 from .traffic import Traffic
 from .transport import SingleSite, Transport
@@ -56,9 +57,11 @@ def open_transport(
         machines = Machines.of(members_of(hierarchy, places), dist.get_rank(parent))
         if 1 < machines.count < len(ranks):
             # Messages between pairs are gloo's; from a GPU they go by way of the CPU.
-            own = dist.new_group(ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=local)
+            with gloo_interface():
+                own = dist.new_group(ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=local)
             return HierarchicalTransport(own, sites, traffic, timeout, machines)
-    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=local)
+    with gloo_interface():
+        own = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=local)
     return Transport(own, sites, traffic, device, timeout)
 
 

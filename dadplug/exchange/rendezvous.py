@@ -7,6 +7,8 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -17,6 +19,7 @@ from ..errors import SiteError
 from .sites import Sites, introduce
 
 DEFAULT_TIMEOUT = 300.0  # seconds
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def connect(
@@ -66,13 +69,14 @@ def connect(
     store = _open_store(host, port, rank, timeout)
     _roll_call(store, rank, num_nodes, timeout, deadline)
     choose_interface(host, port)
-    dist.init_process_group(
-        _backend(backend),
-        store=dist.PrefixStore("dadplug/group", store),
-        rank=rank,
-        world_size=num_nodes,
-        timeout=timedelta(seconds=timeout),
-    )
+    with gloo_interface():
+        dist.init_process_group(
+            _backend(backend),
+            store=dist.PrefixStore("dadplug/group", store),
+            rank=rank,
+            world_size=num_nodes,
+            timeout=timedelta(seconds=timeout),
+        )
     introduce(_world(), timeout)
 
 
@@ -165,12 +169,16 @@ def _is_here(store: dist.Store, site: int) -> bool:
         raise SiteError("site 0, which hosts the meeting point, ended before all sites had come") from error
 
 
-def choose_interface(host: str, port: int) -> None:
-    """Tells gloo which network interface leads to the other sites.
+_interface: str | None = None  # the one that leads to the other sites, where it has been looked up
 
-    Left alone it takes the one that the machine's own name resolves to, often loopback, and the sites never meet.
+
+def choose_interface(host: str, port: int) -> None:
+    """Look up which network interface leads to the other sites, for `gloo_interface`.
+
+    Left alone gloo takes the one that the machine's own name resolves to, often loopback, and the sites never meet.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
+    global _interface
+    if not sys.platform.startswith("linux"):
         return
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -178,9 +186,27 @@ def choose_interface(host: str, port: int) -> None:
             address = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 if address_of(probe, name) == address:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    _interface = name
     except OSError:
         pass
+
+
+def interface_in_use() -> str | None:
+    """Return the network interface that the user has named for gloo, or else the one that has been looked up."""
+    return os.environ.get(_INTERFACE, "").split(",")[0] or _interface
+
+
+@contextmanager
+def gloo_interface() -> Iterator[None]:
+    """Set the environment variable that gloo reads when a process group is created; remove it afterwards."""
+    if _INTERFACE in os.environ or _interface is None:
+        yield
+        return
+    os.environ[_INTERFACE] = _interface
+    try:
+        yield
+    finally:
+        os.environ.pop(_INTERFACE, None)
 
 
 def address_of(probe: socket.socket, interface: str) -> str | None:

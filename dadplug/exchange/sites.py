@@ -170,24 +170,25 @@ _watched: weakref.WeakSet[Sites] = weakref.WeakSet()
 def _watch_exit(sites: Sites) -> None:
     """Has this process say why it ends: an uncaught exception, or the end of its program."""
     if not _watched:
-        previous = sys.excepthook
-
-        def excepthook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-            announce(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
-            previous(kind, error, traceback)
-
-        sys.excepthook = excepthook
         atexit.register(_at_exit)
     _watched.add(sites)
 
 
 def _at_exit() -> None:
+    error = getattr(sys, "last_value", None)  # what the interpreter has reported as uncaught
+    if error is not None:
+        announce(describe(error))
     announce("its program ended, while others were still at work", unless_announced=True)
     for sites in list(_watched):
         sites.linger()
         sites.close_transports()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and text of an exception, as the last line of a traceback has them."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def announce(words: str, unless_announced: bool = False) -> None:
