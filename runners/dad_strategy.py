@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -24,6 +25,8 @@ from .leaving import detach
 from .registration import needs_lightning
 from .site_environment import SiteEnvironment
 from .turn_loader import TurnLoader, agree_on_steps
+
+_SIGTERM = "_broadcast_sigterm_tensor"  # of Lightning's loop over batches, since 2.6
 
 
 class DADStrategy:
@@ -156,6 +159,10 @@ class DADStrategy:
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True); torch's own works on GPUs only
             self.options = dataclasses.replace(self.options, sync_batchnorm=True)
             self._layer_sync = None
+        loop = trainer.fit_loop.epoch_loop
+        if self._transport is not None and hasattr(loop, _SIGTERM):
+            setattr(loop, _SIGTERM, self._share_sigterm)
+            self._run.callback(delattr, loop, _SIGTERM)
         super().setup(trainer)  # type: ignore[misc]
 
     def configure_ddp(self) -> None:
@@ -321,6 +328,18 @@ class DADStrategy:
         """Replace the group of all processes by one that this site can leave after an error."""
         everyone = group is None or group is dist.group.WORLD
         return group if self._transport is None or not everyone else self._transport.group
+
+    def _share_sigterm(self) -> None:
+        """Stop all sites if the first has got SIGTERM, as Lightning does before each batch.
+
+        Lightning asks through the group of all processes, in which sites would wait for one that has failed.
+        """
+        received = torch.tensor([int(self._trainer.received_sigterm)], device=self.root_device)
+        with self._naming_sites():
+            dist.broadcast(received, 0, group=self._own_group(None))
+        if received.item():
+            self.barrier()
+            raise sys.modules[type(self._trainer.fit_loop.epoch_loop).__module__].SIGTERMException
 
     @contextmanager
     def _naming_sites(self) -> Iterator[None]:
