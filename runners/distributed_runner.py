@@ -101,6 +101,7 @@ class DistributedRunner(SupervisedRunner):
         self._loader_samples = 0
         self._steps = 0
         self._micro_step = 0
+        self._agreed_before = 0
         self._own_steps = 0
         self._accumulation = 1
         # Callbacks are written as arguments of train(), and built before it runs.
@@ -241,7 +242,7 @@ class DistributedRunner(SupervisedRunner):
         with torch.set_grad_enabled(True):
             batches = iter(self.loader)
             for step in range(self._steps):
-                self._micro_step = step
+                self._micro_step, self._agreed_before = step, self.reduction.step
                 if self.need_early_stop:
                     self.need_early_stop = False
                     self._idle(stop=True)
@@ -271,6 +272,11 @@ class DistributedRunner(SupervisedRunner):
             changes_model = CallbackOrder.Backward < callback.order <= CallbackOrder.Scheduler
             if changes_model and not isinstance(get_original_callback(callback), ICheckpointCallback):
                 callback.on_batch_end(self)
+
+    def take_part(self) -> None:
+        """Take part in the other sites' step where this site has skipped its batch, without a backward pass."""
+        if self.reduction.step == self._agreed_before:
+            self.reduction.idle()
 
     @property
     def update_due(self) -> bool:

@@ -65,6 +65,7 @@ class MendedOptimizer(OptimizerCallback):
 
     def on_batch_end(self, runner: DistributedRunner) -> None:
         if runner.is_train_loader and runner.update_due:
+            runner.take_part()
             norm = _clip(self.grad_clip_fn, runner)
             if norm is not None:
                 runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm

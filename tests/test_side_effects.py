@@ -114,8 +114,8 @@ def own_state(model, optimizer):
     parts = [model, *model.modules(), optimizer, *model.parameters()]
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
              "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooks = [[type(part), sorted(vars(part)), *(len(getattr(part, name, None) or {}) for name in names)] for part in parts]
-    return hooks
+    counts = [[len(getattr(part, name, None) or {}) for name in names] for part in parts]
+    return [[type(part), sorted(vars(part)), *count] for part, count in zip(parts, counts)]
 
 def compare_own(before, now, what):
     for was, each in zip(before, now):
@@ -128,7 +128,7 @@ def catalyst_run(error, runner=None):
     plain = own_state(model, optimizer)
     data = TensorDataset(torch.randn(48, 8), torch.randint(0, 4, (48,)))
     loaders = {"train": DataLoader(data, batch_size=4), "valid": DataLoader(data, batch_size=4)}
-    runner = runner or DistributedRunner(mode="dad")
+    runner = runner or DistributedRunner(mode="dad", split_data=False)
     keys = {"input_key": "logits", "target_key": "targets"}
     callbacks = [dl.AccuracyCallback(**keys, topk_args=(1, 3)), dl.AUCCallback(**keys),
                  dl.BackwardCallback(metric_key="loss"), Own(metric_key="loss"),
@@ -150,7 +150,7 @@ def catalyst_run(error, runner=None):
 for error in (None, ValueError("broken"), KeyboardInterrupt(), SystemExit(3), None):
     catalyst_run(error)
     compare(before, f"train, {error!r}")
-first, second = DistributedRunner(mode="dad"), DistributedRunner(mode="rankdad")
+first, second = DistributedRunner(mode="dad", split_data=False), DistributedRunner(mode="rankdad", split_data=False)
 catalyst_run(None, first)
 catalyst_run(None, second)
 compare(before, "two runners")
@@ -206,7 +206,9 @@ def test_an_import_and_training_runs_leave_the_process_as_it_was(tmp_path):
     script = tmp_path / "site.py"
     script.write_text(SNAPSHOT + TRAINERS)
     port = str(support.free_port())
-    finished = support.run_programs([[str(script), rank, port, str(tmp_path)] for rank in "01"])
+    finished = support.run_programs(
+        [[str(script), rank, port, str(tmp_path)] for rank in "01"], preload=["catalyst", "pytorch_lightning"]
+    )
     for each in finished:
         assert each.status == 0, each.errors
         assert each.output.splitlines()[-1] == "done"

@@ -1,4 +1,4 @@
-"""Programs for Lightning's Trainer that do more than forward, backward, step; each trains at sites and in one process."""
+"""Programs for Lightning's Trainer that do more than forward, backward, step."""
 
 from __future__ import annotations
 

@@ -1,0 +1,269 @@
+"""Catalyst programs of many kinds train at two sites as in one process, or end with an error that all sites see."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("catalyst")
+from catalyst import dl
+from catalyst.core.callback import Callback
+from dadplug.runners import DistributedRunner
+
+WIDTH, CLASSES, COUNT = 6, 3, 7
+ROWS = (5, 3)  # of each batch, by site
+# A rank of at least a site's rows loses nothing, so that rankdad is as exact as its compression.
+MODES = {"dsgd": {}, "dad": {}, "rankdad": {"rank": 8, "tolerance": 0.0}}
+cross_entropy = nn.functional.cross_entropy
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def rows(site: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * seed + site)
+    inputs = torch.randn(COUNT * ROWS[site], WIDTH, generator=generator, dtype=torch.float64)
+    return inputs, (inputs[:, :CLASSES] + 0.3 * inputs[:, CLASSES:]).argmax(1)
+
+
+def loaders() -> dict[str, DataLoader]:
+    return {
+        name: DataLoader(TensorDataset(*rows(rank(), seed)), batch_size=ROWS[rank()])
+        for seed, name in enumerate(("train", "valid"))
+    }
+
+
+def batches(skips: tuple[int, ...] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the batches of all sites together; of the first alone where the second skips."""
+    parts = [[part.split(ROWS[site]) for part in rows(site)] for site in range(2)]
+    return [
+        tuple(torch.cat([parts[site][kind][number] for site in range(1 if number in skips else 2)]) for kind in (0, 1))
+        for number in range(COUNT)
+    ]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, CLASSES)).double()
+
+
+def confidence(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return logits.square().mean()
+
+
+class SkipsBatches(dl.BackwardCallback):
+    """A callback of the user's that leaves batches out: the second at site 1, the fourth everywhere."""
+
+    def on_loader_start(self, runner):
+        self.number = -1
+
+    def on_batch_end(self, runner):
+        self.number += 1
+        if self.number == 3 or (self.number == 1 and rank() == 1):
+            return
+        super().on_batch_end(runner)
+
+
+class Adversaries(DistributedRunner):
+    """Two networks and two optimizers, stepped by the runner's own batches."""
+
+    def handle_batch(self, batch):
+        real, noise = batch["features"], torch.sin(batch["features"][:, :CLASSES])
+        adversarial_batch(self.model, self.optimizer, real, noise, self.is_train_loader, self.engine.backward)
+        self.batch_metrics["loss"] = self.model["judge"](real).mean().detach()
+
+
+def adversarial_batch(model, optimizer, real, noise, trains, backward):
+    loss = nn.functional.binary_cross_entropy_with_logits
+    ones, zeros = torch.ones(len(real), 1).to(real), torch.zeros(len(real), 1).to(real)
+    judge, maker = model["judge"], model["maker"]
+    if not trains:
+        return
+    backward(loss(judge(real), ones) + loss(judge(maker(noise).detach()), zeros))
+    optimizer["judge"].step()
+    judge.zero_grad()
+    maker.zero_grad()
+    backward(loss(judge(maker(noise)), ones))
+    optimizer["maker"].step()
+    judge.zero_grad()
+    maker.zero_grad()
+
+
+def adversaries() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(CLASSES, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+    judge = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.ModuleDict({"maker": maker, "judge": judge}).double()
+
+
+def program(name: str, mode: str) -> list[torch.Tensor]:
+    """Trains a program at this site."""
+    options = {"split_data": False, "timeout": 30} | MODES[mode]
+    criterion, callbacks, runner = nn.CrossEntropyLoss(), [], DistributedRunner(mode=mode, **options)
+    if name == "adversaries":
+        model = dict(adversaries().items())
+        optimizer = {key: torch.optim.Adam(part.parameters(), lr=0.02) for key, part in model.items()}
+        runner = Adversaries(mode=mode, **options)
+    else:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if name in ("accumulation", "clipping"):
+        clip = {"grad_clip_fn": nn.utils.clip_grad_norm_, "grad_clip_params": {"max_norm": 0.05}}
+        callbacks = [
+            dl.OptimizerCallback("loss", accumulation_steps=3, **(clip if name == "clipping" else {})),
+        ]
+    elif name == "criteria":
+        criterion = {"ce": criterion, "confidence": confidence}
+        keys = {"input_key": "logits", "target_key": "targets"}
+        callbacks = [dl.CriterionCallback(**keys, metric_key=key, criterion_key=key) for key in criterion]
+        callbacks.append(
+            dl.MetricAggregationCallback("loss", metrics={"ce": 1.0, "confidence": 0.5}, mode="weighted_sum")
+        )
+        callbacks += [dl.BackwardCallback("loss"), dl.OptimizerCallback("loss")]
+    elif name == "skipped":
+        callbacks = [SkipsBatches("loss")]
+    if name == "adversaries":
+        criterion = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runner.train(
+            model=model,
+            criterion=criterion,
+            optimizer=optimizer,
+            loaders=loaders(),
+            callbacks=callbacks,
+            num_epochs=2,
+        )
+    assert runner.reduction.first_difference() is None
+    parts = nn.ModuleDict(model) if isinstance(model, dict) else model
+    return [parameter.detach().clone() for parameter in parts.parameters()]
+
+
+def reference(name: str) -> list[torch.Tensor]:
+    """Trains the program by a plain loop on all sites' rows."""
+    if name == "adversaries":
+        parts = adversaries()
+        optimizers = {key: torch.optim.Adam(part.parameters(), lr=0.02) for key, part in parts.items()}
+        for inputs, _ in batches() * 2:
+            adversarial_batch(parts, optimizers, inputs, torch.sin(inputs[:, :CLASSES]), True, torch.Tensor.backward)
+        return list(parts.parameters())
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    own = batches((1,) if name == "skipped" else ())
+    size = 3 if name in ("accumulation", "clipping") else 1
+    for _ in range(2):
+        for group in (range(COUNT)[at : at + size] for at in range(0, COUNT, size)):
+            for number in group:
+                logits = model(own[number][0])
+                loss = cross_entropy(logits, own[number][1])
+                if name == "criteria":
+                    loss = loss + 0.5 * confidence(logits, own[number][1])
+                if name != "skipped" or number != 3:
+                    (loss / len(group)).backward()
+            if name == "clipping":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def trains_as_one_process(name: str) -> None:
+    expected = reference(name)
+    for mode in MODES:
+        rel = 1e-6 if mode == "rankdad" else 1e-9
+        for p, q in zip(program(name, mode), expected, strict=True):
+            assert torch.allclose(p, q, rtol=rel, atol=rel), (mode, p, q)
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping", "criteria", "skipped", "adversaries"])
+def test_a_program_trains_as_in_one_process(sites, name):
+    sites(2).run(trains_as_one_process, name)
+
+
+class Ends(Callback):
+    """Raises an error at one event at site 0."""
+
+    def __init__(self, event: str, loader: str, error: BaseException) -> None:
+        super().__init__(order=35)
+        self.loader = loader
+        if rank() == 0:
+            setattr(self, event, self._end)
+        self.error = error
+        self.calls = 0
+
+    def _end(self, runner):
+        self.calls += 1
+        if runner.loader_key in (None, self.loader) and self.calls > 1 - (self.loader == ""):
+            raise self.error
+
+
+EVENTS = (
+    ("on_batch_start", "train", ValueError("broken")),
+    ("on_batch_end", "train", KeyError("missing")),
+    ("on_batch_end", "valid", OSError("no space left")),
+    ("on_loader_end", "valid", ValueError("no metric")),
+    ("on_epoch_start", "valid", RuntimeError("second epoch")),
+    ("on_batch_end", "train", KeyboardInterrupt()),
+    ("on_batch_end", "train", SystemExit(4)),
+)
+
+
+def breaks_everywhere() -> list[str]:
+    told = []
+    for event, loader, error in EVENTS:
+        model = net()
+        runner = DistributedRunner(mode="dad", split_data=False, timeout=30)
+        try:
+            runner.train(
+                model=model,
+                criterion=nn.CrossEntropyLoss(),
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                loaders=loaders(),
+                callbacks=[Ends(event, loader, error)],
+                num_epochs=3,
+            )
+            told.append("nothing")
+        except BaseException as caught:
+            told.append(f"{type(caught).__name__}: {caught}")
+        assert "forward" not in vars(model[0])
+    for p, q in zip(program("plain", "dad"), reference("plain"), strict=True):
+        assert torch.allclose(p, q, rtol=1e-9, atol=1e-9)
+    return told
+
+
+def test_an_error_at_one_site_reaches_the_others_with_its_reason_and_training_can_follow(sites):
+    own, others = sites(2).run(breaks_everywhere, timeout=60)
+    for (_, _, error), raised, told in zip(EVENTS, own, others, strict=True):
+        assert raised == f"{type(error).__name__}: {error}"
+        assert told.startswith("SiteError: site 0 ("), told
+        assert told.endswith(raised if str(error) else type(error).__name__), told
+
+
+def states_of_two_runs(folder: str) -> tuple[int, int]:
+    """Steps in the compressor's state of two runs' first checkpoints."""
+    runner, steps = DistributedRunner(mode="rankdad", rank=2, split_data=False), []
+    for count in (7, 3):
+        model = net()
+        data = TensorDataset(*(part[: count * ROWS[rank()]] for part in rows(rank())))
+        runner.train(
+            model=model,
+            criterion=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loaders={"train": DataLoader(data, batch_size=ROWS[rank()])},
+            callbacks=[dl.CheckpointCallback(logdir=f"{folder}/{count}", mode="runner")],
+            num_epochs=1,
+        )
+        if rank() == 0:
+            saved = torch.load(f"{folder}/{count}/runner.last.pth", weights_only=True)
+            steps.append(saved["dadplug"][0]["step"])
+    return tuple(steps)
+
+
+def test_a_second_runs_checkpoint_holds_its_own_state(sites, tmp_path):
+    assert sites(2).run(states_of_two_runs, str(tmp_path))[0] == (7, 3)
