@@ -200,7 +200,7 @@ class DADStrategy:
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         trainer = self._trainer
-        if trainer is None or not trainer.training or self.world_size == 1:
+        if trainer is None or not trainer.training or self._transport is None:
             return dataloader
         self._steps = agree_on_steps(dataloader, self._transport)
         own, steps = self._steps or (0, 0)
