@@ -2,6 +2,7 @@
 
     python benchmarks/adapm.py rates                              pulls and pushes alone, one site
     torchrun --nproc-per-node 2 benchmarks/adapm.py rates         half the keys remote
+    torchrun --nproc-per-node 2 benchmarks/adapm.py latency       a remote pull of a single key
     torchrun --nproc-per-node 2 benchmarks/adapm.py loop          loops with intent beside loops without
     torchrun --nproc-per-node 2 benchmarks/adapm.py loop --techniques all,replication_only,relocation_only,static
     sudo python benchmarks/link.py 100mbit python benchmarks/adapm.py loop
@@ -9,6 +10,7 @@
 On several machines each site names itself: --rank 0 --num-nodes 2 --dist-url tcp://HOST:PORT, with HOST an address of
 site 0. Each command prints one table, at site 0, of means over the sites.
 
+`latency` pulls one key of the next site at a time: at site 0 alone while the others are idle, and at all sites at once.
 In `loop`, segments of plain server (no intent) and of each technique alternate in one run on the same keys; times are
 medians over segments, the ratio is the median of those of neighbouring segments. "Seen after" is half the time in which
 a push of site 0 is seen by site 1, and one of site 1 in answer to it by site 0; both look once a batch.
@@ -85,6 +87,28 @@ def rates(manager: ParameterManager, args: argparse.Namespace) -> None:
         manager.wait_sync(everywhere=True)
         middle, over_all = over_sites([BATCH / median(times) / 1e6, BATCH * len(batches) / whole / 1e6])
         say(manager, f"| {name} | {middle:.2f} | {over_all:.2f} |")
+
+
+def latency(manager: ParameterManager, args: argparse.Namespace) -> None:
+    """Prints how long a pull of a single key takes whose value is at the next site."""
+    table = make_table(manager, "latency")
+    generator = torch.Generator().manual_seed(manager.rank)
+    say(manager, f"| {manager.world_size} sites | median, µs | p90, µs |\n|---|---|---|")
+    out = torch.empty(1, WIDTH)
+    for name, pulling in (("site 0 pulls", [0]), ("all sites pull", range(manager.world_size))):
+        manager.barrier()
+        times = []
+        for _ in range(args.pulls if manager.rank in pulling else 0):
+            key = torch.randint(ROWS // manager.world_size, (1,), generator=generator) * manager.world_size
+            key += (manager.rank + 1) % manager.world_size
+            before = time.perf_counter()
+            table.pull(key, out=out)
+            times.append(1e6 * (time.perf_counter() - before))
+        manager.barrier()
+        times = sorted(times[len(times) // 10 :]) or [0.0]
+        middle, late = over_sites([median(times), times[int(0.9 * len(times))]])
+        share = manager.world_size / len(pulling)
+        say(manager, f"| {name} | {middle * share:.0f} | {late * share:.0f} |")
 
 
 def say(manager: ParameterManager, line: str) -> None:
@@ -224,8 +248,9 @@ def loop(args: argparse.Namespace, rank: int) -> None:
 def main() -> None:
     """Runs the benchmark at this site."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("rates", "loop"))
+    parser.add_argument("table", choices=("rates", "latency", "loop"))
     parser.add_argument("--batches", type=int, default=100, help="batches, of a segment where there are segments")
+    parser.add_argument("--pulls", type=int, default=5000, help="pulls of a single key, of which a tenth warm up")
     parser.add_argument("--segments", type=int, default=7, help="of each loop, after one to warm up")
     parser.add_argument("--techniques", default="all", help="beside the plain server, with commas")
     parser.add_argument("--exponents", type=float, nargs="*", default=[0.0, 0.9, 1.1], help="skews of the loops")
@@ -240,11 +265,11 @@ def main() -> None:
         dadplug.connect()
     else:
         dadplug.connect(args.rank, args.num_nodes, args.dist_url)
-    if args.table == "rates":
+    if args.table != "rates" and not dist.is_initialized():
+        parser.error(f"{args.table} needs at least two sites: torchrun --nproc-per-node 2, or --rank")
+    if args.table in ("rates", "latency"):
         with ParameterManager() as manager:
-            rates(manager, args)
-    elif not dist.is_initialized():
-        parser.error("the loop needs at least two sites: torchrun --nproc-per-node 2, or --rank")
+            {"rates": rates, "latency": latency}[args.table](manager, args)
     else:
         loop(args, dist.get_rank())
 

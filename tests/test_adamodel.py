@@ -118,7 +118,6 @@ def trains_together(kind):
 
 
 def test_sites_together_are_one_process(sites):
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     for state, expected in sites(2).run(trains_together, "sgd"):
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)

@@ -12,8 +12,6 @@ import torch
 from dadplug.adapm import Columns, Constant, Normal, ParameterManager, Uniform
 from dadplug.adapm.timing import ActionTiming, poisson_quantile
 
-pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
-
 
 @pytest.fixture
 def alone():

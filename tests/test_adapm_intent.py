@@ -326,7 +326,6 @@ def trains_ahead():
 
 
 def test_rows_are_here_before_their_batch(sites):
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     assert max(sites(2).run(trains_ahead)) < 0.4  # without intent one half
 
 

@@ -35,7 +35,7 @@ class Simulation:
     def deliver(self) -> None:
         """Delivers one of the messages that are on their way."""
         sender, target, message = self.on_the_way.pop(self.random.randrange(len(self.on_the_way)))
-        self.engines[target].handle(sender, message)
+        self.engines[target].receive(sender, message)
 
     def some_keys(self) -> np.ndarray:
         return np.array([self.random.randrange(KEYS) for _ in range(self.random.randrange(1, 6))], np.int64)

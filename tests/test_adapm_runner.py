@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("catalyst")
-pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
 from catalyst import dl
 from dadplug.runners import AdaPMRunner
 

@@ -116,7 +116,6 @@ def word2vec(scheme):
 
 @pytest.mark.parametrize("scheme", ["independent", "pool", "local"])
 def test_negative_samples_train_word_vectors(sites, scheme):
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     for right, local in sites(2).run(word2vec, scheme):
         assert right > 0.9
         assert local > 0.8
@@ -157,7 +156,6 @@ def drops_only_what_nobody_needs():
 
 
 def test_rows_with_intent_or_replicas_are_not_dropped(sites):
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     for counts in sites(2).run(drops_only_what_nobody_needs):
         assert counts["evicted"] > 1000
         assert counts["rows"] <= 64

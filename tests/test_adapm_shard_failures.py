@@ -111,12 +111,10 @@ PHASES = ["1 shard", "0 shard", "0 rest", "1 memory"]
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(sites, tmp_path):
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     sites(2).run(fails, str(tmp_path), PHASES, False)
 
 
 def test_full_disks_leave_the_checkpoint_before_them(sites, tmp_path):
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     disks = [tmp_path / "0", tmp_path / "1"]
     mounted = []
     try:
@@ -163,7 +161,6 @@ KILLED = """
 
 @pytest.mark.parametrize("when", ["1 after its shard", "0 before the commit"])
 def test_a_site_killed_in_a_save_is_named_and_the_checkpoint_before_it_loads(tmp_path, when):
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     folder = tmp_path / "saved"
     code = KILLED.format(tests=str(Path(__file__).parent), folder=str(folder), when=when)
     ended = support.run_programs(support.site_scripts(code, tmp_path))

@@ -85,7 +85,6 @@ def loads(kind, folder):
 
 @pytest.mark.parametrize("kind", ["adagrad", "sparse", "rowwise", "sgd"])
 def test_two_sites_shards_load_on_other_numbers_of_sites_and_join(sites, tmp_path, kind):
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     folder = str(tmp_path / "saved")
     first, second = sites(2).run(saves, kind, folder)
     assert same(first, second)
@@ -196,7 +195,6 @@ def each_its_own_disk(folder):
 
 
 def test_sites_with_disks_of_their_own_and_errors_on_all(sites, tmp_path):
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     sites(2).run(each_its_own_disk, str(tmp_path))
 
 
@@ -254,7 +252,6 @@ def fits(folder):
 
 def test_lightning_resumes_from_shards(sites, tmp_path):
     pytest.importorskip("pytorch_lightning")
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     sites(2).run(fits, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} >= {"epoch=1.ckpt.shards", "epoch=2.ckpt.shards"}
     assert not (tmp_path / "epoch=0.ckpt.shards").exists()

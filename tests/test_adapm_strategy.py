@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 pl = pytest.importorskip("pytorch_lightning")
-pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
 
 ROWS, STEPS, BATCH = 40, 6, 4
 

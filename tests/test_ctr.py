@@ -17,7 +17,6 @@ from torch import nn
 from dadplug.adapm import AdaModel, Constant, Normal, ParameterManager, Timeline
 from dadplug.adapm.timeline import SiteHistory, frequent_keys, owners
 
-pytest.importorskip("zmq")
 ROOT = Path(__file__).resolve().parent.parent
 CTR = str(ROOT / "examples" / "ctr.py")
 

@@ -88,7 +88,6 @@ def test_a_layer_is_the_mean_of_a_node_and_its_neighbours():
 
 
 def test_the_example_compares_all_ways():
-    pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
     flags = ["--nodes", "2000", "--epochs", "5", "--batch-size", "64", "--split", "by-class"]
     (only,) = support.run_programs([[EXAMPLE, *flags]], timeout=120)
     assert only.status == 0, only.errors

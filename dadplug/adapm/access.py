@@ -38,17 +38,22 @@ class Access(SiteState):
         with self._lock:
             store = self.stores[table]
             where = np.empty(keys.shape[0], np.int32)
-            missing = kernels.read(store.rows, keys, store.limit, out, where)
+            missing = kernels.read(store.rows.finder, store.rows.values, keys, store.limit, out, where)
             if missing < 0:
                 return -1 - missing
             self.counts["pulled"] += keys.shape[0]
             store.touch(where)
             if not missing:
                 return None
+            if missing == keys.shape[0]:
+                positions = np.arange(missing, dtype=np.int32)
+                request = self._pull_rest(table, keys.copy(), positions, out, outbox)
+                self._post(outbox)
+                return request
             positions = np.flatnonzero(where < 0).astype(np.int32)
             request = self._pull_rest(table, keys[positions], positions, out, outbox)
             self._post(outbox)  # all of it goes to other sites, which work while the rest is copied
-            kernels.read_found(store.rows, where, out)
+            kernels.read_found(store.rows.values, where, out)
         return request
 
     def here(self, table: int, keys: Keys) -> NDArray[np.bool_]:
@@ -61,9 +66,9 @@ class Access(SiteState):
     def _pull_rest(
         self, table: int, keys: Keys, positions: NDArray[np.int32], out: Block, outbox: Outbox
     ) -> PullRequest | None:
-        where, targets = self.stores[table].locate(self.rank, self.sites, keys)
-        here = where >= 0
-        if here.any():
+        where, targets, away_count = self.stores[table].located(self.rank, self.sites, keys)
+        if away_count < keys.shape[0]:
+            here = where >= 0
             kernels.place(self.stores[table].read_rows(where[here]), positions[here], out)
             away = ~here
             keys, positions, targets = keys[away], positions[away], targets[away]
@@ -153,7 +158,10 @@ class Access(SiteState):
             return
         store = self.stores[request.table]
         absent = np.empty(request.keys.shape[0], np.int8)
-        gone = kernels.reconcile(store.rows, request.keys, request.positions, request.out, absent)
+        r = store.rows
+        gone = kernels.reconcile(
+            r.finder, r.values, r.slots, r.dirty, request.keys, request.positions, request.out, absent
+        )
         if gone and request.drops not in (None, self._drops):
             # What was requested may have come and gone since, with pushes of this site that the answer lacks.
             again = absent.view(np.bool_)

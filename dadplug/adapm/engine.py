@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from . import placement
 from .access import Access
-from .messages import Kind, Message
+from .messages import Kind, Message, most_keys
 from .requests import Flush
 from .rows import (
     AWAY,
@@ -156,10 +156,11 @@ class Engine(Access):
         keys, versions, slots = np.empty(size, np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
         flags, owners = np.empty(size, np.int8), np.empty(size, np.int8)
         count = placement.collect(store.rows, self.clock, self.round, keys, versions, flags, owners, slots)
+        most = min(_MOST_KEYS, most_keys(store.width))
         for owner in np.unique(owners[:count]):
             replicas = np.flatnonzero(owners[:count] == owner)
-            for start in range(0, replicas.shape[0], _MOST_KEYS):
-                chosen = replicas[start : start + _MOST_KEYS]
+            for start in range(0, replicas.shape[0], most):
+                chosen = replicas[start : start + most]
                 deltas = np.empty((int((flags[chosen] & DIRTY).sum()), store.width), np.float32)
                 placement.take_deltas(store.rows, slots[chosen], deltas)
                 arrays: list[NDArray[Any]] = [keys[chosen], versions[chosen], flags[chosen], deltas]

@@ -1,11 +1,14 @@
-"""numba kernels of workers' calls: many keys at once, with the GIL released."""
+"""numba kernels of workers' calls: many keys at once, with the GIL released.
+
+Kernels that every remote pull of a key runs take the arrays that they need: the whole tuple costs microseconds.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ..jit import njit
-from .index import MIX, get
+from .index import MIX, Index, get
 from .rows import (
     DIRECTORY,
     IDLE,
@@ -28,11 +31,12 @@ from .rows import (
 
 
 @njit(cache=True, nogil=True)
-def read(r: Rows, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
+def read(index: Index, values: Block, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
     """Copies the values of keys if all can be read here.
 
     Args:
-        r: the store.
+        index: the store's `Rows.finder`.
+        values: the store's values.
         keys: n keys.
         limit: keys must be smaller.
         out: of shape (n, width).
@@ -41,7 +45,6 @@ def read(r: Rows, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
     Returns:
         How many keys cannot be read here, or -1 - i where key i is out of range; unless 0, nothing has been copied.
     """
-    index, values = r.finder, r.values  # a field taken inside of the loop costs more than the copy of a row
     missing = 0
     for i in range(keys.shape[0]):
         if keys[i] < 0 or keys[i] >= limit:
@@ -58,9 +61,8 @@ def read(r: Rows, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
 
 
 @njit(cache=True, nogil=True)
-def read_found(r: Rows, where: Numbers, out: Block) -> None:
+def read_found(values: Block, where: Numbers, out: Block) -> None:
     """Copies the values of those keys that `read` has found."""
-    values = r.values
     for i in range(where.shape[0]):
         row = where[i]
         if row >= 0:
@@ -130,11 +132,24 @@ def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
 
 
 @njit(cache=True, nogil=True)
-def locate(r: Rows, rank: int, sites: int, keys: Keys, where: Numbers, targets: Codes) -> int:
+def locate(
+    index: Index,
+    directory: Index,
+    states: Codes,
+    counts: Keys,
+    rank: int,
+    sites: int,
+    keys: Keys,
+    where: Numbers,
+    targets: Codes,
+) -> tuple[int, int]:
     """Finds the owners of keys, as far as this site knows.
 
     Args:
-        r: the store.
+        index: the store's `Rows.finder`.
+        directory: the store's.
+        states: the store's.
+        counts: the store's.
         rank: this site.
         sites: number of sites.
         keys: n keys.
@@ -143,11 +158,10 @@ def locate(r: Rows, rank: int, sites: int, keys: Keys, where: Numbers, targets: 
         targets: n numbers, overwritten: the site to ask.
 
     Returns:
-        How many keys have never been touched.
+        How many keys have never been touched, and how many belong to other sites.
     """
-    index, directory, states = r.finder, r.directory, r.states
-    no_replicas, no_moves = r.counts[SLOTS] == 0, r.counts[DIRECTORY] == 0  # each saves a look at cold memory
-    fresh = 0
+    no_replicas, no_moves = counts[SLOTS] == 0, counts[DIRECTORY] == 0  # each saves a look at cold memory
+    fresh, away = 0, 0
     for i in range(keys.shape[0]):
         row = get(index, keys[i])
         if row >= 0 and (no_replicas or states[row] == OWNED):
@@ -160,7 +174,9 @@ def locate(r: Rows, rank: int, sites: int, keys: Keys, where: Numbers, targets: 
         if targets[i] == rank:
             where[i] = -2
             fresh += 1
-    return fresh
+        else:
+            away += 1
+    return fresh, away
 
 
 @njit(cache=True, nogil=True)
@@ -254,11 +270,23 @@ def any_requested(r: Rows, keys: Keys) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def reconcile(r: Rows, keys: Keys, positions: Numbers, out: Block, absent: Codes) -> int:
+def reconcile(
+    index: Index,
+    values: Block,
+    slots: Numbers,
+    dirty: Codes,
+    keys: Keys,
+    positions: Numbers,
+    out: Block,
+    absent: Codes,
+) -> int:
     """Brings values that came from other sites up to what this site has pushed.
 
     Args:
-        r: the store.
+        index: the store's `Rows.finder`.
+        values: the store's.
+        slots: the store's.
+        dirty: the store's.
         keys: n keys that were asked for elsewhere.
         positions: their places in `out`.
         out: the values.
@@ -267,7 +295,6 @@ def reconcile(r: Rows, keys: Keys, positions: Numbers, out: Block, absent: Codes
     Returns:
         How many are absent.
     """
-    index, values, slots, dirty = r.finder, r.values, r.slots, r.dirty
     count = 0
     for i in range(keys.shape[0]):
         number = get(index, keys[i])

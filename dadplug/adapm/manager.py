@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,19 +10,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..errors import MismatchError, SiteError
+from ..errors import MismatchError
 from ..exchange import DEFAULT_TIMEOUT, Traffic, open_transport
+from .background import Background
 from .engine import TECHNIQUES, Engine
 from .initialisers import Initialiser
-from .messages import Kind, Message
+from .messages import Message
 from .network import Network
 from .table import Table
-from .timing import SyncTiming
 
-_IDLE = 0.05  # seconds between looks at nothing
-_HURRY = 2e-4  # seconds between rounds while somebody waits for them
-_LATE = 0.01  # seconds that the background thread may be late before a worker waits for it, and waits at most
-_FAREWELL = 0.3  # seconds that a site's last message may take longer than the end of its connection
 _MOST_SITES = 62
 
 
@@ -86,34 +79,26 @@ class ParameterManager:
         self.traffic = Traffic()
         self.timeout = timeout
         self.technique = technique
-        self._interval = interval
-        self._sync_timing = SyncTiming(interval)
         self._transport = open_transport(process_group, self.traffic, torch.device("cpu"), timeout)
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         if self.world_size > _MOST_SITES:
             raise ValueError(f"at most {_MOST_SITES} sites can share parameters, there are {self.world_size}")
         self._agree("options", (technique, timeout, interval))
         self._tables: list[Table] = []
-        self._failure: BaseException | int | None = None
-        self._failure_lock = threading.Lock()
-        self._progress = threading.Condition()
-        self._in_a_hurry = 0
-        self._due = math.inf  # when the background thread wants to look at its tasks again
-        self._turn = threading.Event()
-        self._barriers = 0
-        self._arrived: dict[int, int] = {}
-        self._left: set[int] = set()
-        self._missing: dict[int, float] = {}
+        self._widths: list[int] = []
         self._closed = False
-        self._network: Network | None = None
-        self._thread: threading.Thread | None = None
+        self._background: Background | None = None
         self._engine = Engine(self.rank, self.world_size, technique, self._send)
         if self.world_size > 1:
-            self._network = Network(self.rank, self._transport.gather_objects, timeout, self.traffic)
+            name = self._transport.sites.__getitem__
+            network = Network(self.rank, self._transport.gather_objects, timeout, self.traffic, self._widths, name)
             self._transport.gather_objects(None)  # all are connected
             self._transport.sites.watch(self)
-            self._thread = threading.Thread(target=self._run, name="dadplug-adapm", daemon=True)
-            self._thread.start()
+            self._background = Background(self._transport, self._engine, network, timeout, interval)
+
+    def _send(self, peer: int, message: Message) -> None:
+        assert self._background is not None
+        self._background.send(peer, message)
 
     def table(
         self,
@@ -150,6 +135,7 @@ class ParameterManager:
             raise ValueError(f"there is a table {name!r} already")
         table = Table(self, self._engine, len(self._tables), name, width, rows, initialiser, capacity, max_rows)
         self._tables.append(table)
+        self._widths.append(width)
         self._agree(f"table {len(self._tables) - 1}", (name, width, rows, max_rows))
         return table
 
@@ -193,17 +179,15 @@ class ParameterManager:
 
     def intend(self, table: int, keys: NDArray[np.int64], start: int, end: int) -> None:
         """Notes an intent for a table, by number; see `Table.intent`."""
-        if self._engine.intend(table, keys, start, end) and self._network is not None:
-            self._network.wake()
+        if self._engine.intend(table, keys, start, end) and self._background is not None:
+            self._background.wake()
 
     def advance_clock(self) -> int:
         """Moves this site's clock on by one, usually once a batch; returns the new time."""
         self.check()
         self._engine.clock += 1
-        if time.monotonic() > self._due + _LATE:
-            # A worker that lets the GIL go for many short times takes it back before the other thread has woken up.
-            self._turn.clear()
-            self._turn.wait(_LATE)
+        if self._background is not None:
+            self._background.give_way()
         return self._engine.clock
 
     def wait_sync(self, *, everywhere: bool = False) -> None:
@@ -224,17 +208,8 @@ class ParameterManager:
 
     def _flush(self) -> None:
         self.check()
-        if self._network is None:
-            return
-        flush = self._engine.begin_flush()
-        with self._progress:
-            self._in_a_hurry += 1
-        self._network.wake()
-        try:
-            self._until(lambda: self._engine.flushed(flush))
-        finally:
-            with self._progress:
-                self._in_a_hurry -= 1
+        if self._background is not None:
+            self._background.flush()
 
     def barrier(self) -> None:
         """Waits until all sites have called it.
@@ -243,24 +218,8 @@ class ParameterManager:
             SiteError: if a site ends or does not answer.
         """
         self.check()
-        if self._network is None:
-            return
-        self._barriers += 1
-        number = self._barriers
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                self._send(peer, Message(Kind.BARRIER, 0, self.rank, number))
-        self._until(lambda: self._arrived.get(number, 0) == self.world_size - 1)
-        del self._arrived[number]
-
-    def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self.timeout
-        while not condition():
-            self.check()
-            with self._progress:
-                self._progress.wait(0.01)
-            if time.monotonic() > deadline:
-                self._fail(TimeoutError("timed out"))
+        if self._background is not None:
+            self._background.barrier()
 
     def wait_for(self, done: threading.Event) -> None:
         """Waits for an answer from other sites.
@@ -268,9 +227,8 @@ class ParameterManager:
         Raises:
             SiteError: if a site ends or does not answer.
         """
-        if not done.wait(self.timeout):
-            self._fail(TimeoutError("timed out"))
-        self.check()
+        assert self._background is not None
+        self._background.wait_for(done)
 
     def check(self) -> None:
         """Raises what has gone wrong in the background, if anything has.
@@ -279,97 +237,10 @@ class ParameterManager:
             SiteError: if a site is gone.
             RuntimeError: if the manager has been closed.
         """
-        if self._failure is None:
-            return
-        with self._failure_lock:
-            if isinstance(self._failure, int):
-                lost = ConnectionError("the connection was lost")
-                self._failure = self._transport.sites.lost(lost, self.timeout, self._failure)
-            elif isinstance(self._failure, TimeoutError):
-                self._failure = self._transport.sites.lost(self._failure, self.timeout)
-        if isinstance(self._failure, SiteError):
-            raise SiteError(*self._failure.args)
-        raise RuntimeError(f"the parameter manager cannot go on: {self._failure!r}") from self._failure
-
-    def _fail(self, failure: BaseException | int) -> None:
-        """Ends all waits; what is called from now on raises."""
-        self._due = math.inf
-        if self._failure is None:
-            self._failure = failure
-        self._engine.release()
-        with self._progress:
-            self._progress.notify_all()
-
-    def _send(self, peer: int, message: Message) -> None:
-        assert self._network is not None
-        if peer not in self._left and self._failure is None:
-            self._network.send(peer, message)
-
-    def _run(self) -> None:
-        """The background thread: answers other sites, and runs the rounds."""
-        assert self._network is not None
-        try:
-            engine, timing = self._engine, self._sync_timing
-            next_look, syncing = 0.0, False
-            while not self._closed:
-                now, pause = time.monotonic(), _IDLE
-                if engine.intends:
-                    pause = min(pause, next_look - now)
-                if engine.replicas and not syncing:
-                    pause = min(pause, timing.next - now)
-                if self._in_a_hurry:
-                    pause = min(pause, _HURRY)
-                self._due = now + max(pause, 0.0)
-                self._receive(pause)
-                now = time.monotonic()
-                if now >= next_look or self._in_a_hurry:
-                    engine.act()
-                    next_look = time.monotonic() + self._interval
-                if syncing and engine.sync_over:
-                    timing.end_round()
-                    syncing = False
-                if not syncing and (self._in_a_hurry or (engine.replicas and now >= timing.next)):
-                    with timing.counted():
-                        engine.synchronise()
-                    syncing = True
-                if self._in_a_hurry:
-                    with self._progress:
-                        self._progress.notify_all()
-                if not self._turn.is_set():
-                    self._turn.set()
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            self._network.close()
-
-    def _receive(self, pause: float) -> None:
-        assert self._network is not None
-        messages, lost = self._network.receive(pause)
-        self._due = math.inf  # it has woken up
-        for sender, frames in messages:
-            message = Message.decode(frames, [table.width for table in self._tables])
-            if message.kind is Kind.BARRIER:
-                with self._progress:
-                    self._arrived[message.request] = self._arrived.get(message.request, 0) + 1
-                    self._progress.notify_all()
-            elif message.kind is Kind.BYE:
-                self._left.add(sender)
-            elif message.kind in (Kind.SYNC, Kind.SYNCED):
-                with self._sync_timing.counted():
-                    self._engine.handle(sender, message)
-            else:
-                self._engine.handle(sender, message)
-        for peer in (peer for peer in lost if peer not in self._left):
-            self._missing.setdefault(peer, time.monotonic() + _FAREWELL)
-        waits = self._engine.waits or self._in_a_hurry
-        for peer in self._left:  # peacefully, which matters only to who waits for an answer
-            if waits:
-                self._missing.setdefault(peer, time.monotonic() + _FAREWELL)
-            else:
-                self._missing.pop(peer, None)
-        for peer, deadline in self._missing.items():
-            if time.monotonic() > deadline:
-                self._fail(peer)
+        if self._background is not None:
+            self._background.check()
+        elif self._closed:
+            raise RuntimeError("the parameter manager cannot go on: it has been closed")
 
     def close(self) -> None:
         """Leaves the other sites; nothing can be pulled or pushed afterwards. May be called twice.
@@ -378,24 +249,26 @@ class ParameterManager:
         """
         if self._closed:
             return
-        if self._thread is not None and self._failure is None:
-            for peer in range(self.world_size):
-                if peer != self.rank and peer not in self._left:
-                    self._send(peer, Message(Kind.BYE, 0, self.rank))
         self._closed = True
-        self._fail(RuntimeError("it has been closed"))
-        if self._network is not None and self._thread is not None:
-            self._network.wake()
-            self._thread.join(self.timeout)
-        if self._network is not None:
+        if self._background is not None:
+            self._background.close()
             self._transport.close()
+
+    def abandon(self, reason: str) -> None:
+        """Leaves the other sites after an error, without waiting for any of them; rows may be gone with a site.
+
+        Args:
+            reason: why, for the other sites' messages.
+        """
+        self._transport.sites.announce(reason)
+        self.close()
 
     def __enter__(self) -> ParameterManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if error is None:
-            self.barrier()
-        else:
-            self._transport.sites.announce(f"{type(error).__name__}: {error}")
+        if error is not None:
+            self.abandon(f"{type(error).__name__}: {error}")
+            return
+        self.barrier()
         self.close()

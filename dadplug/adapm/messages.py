@@ -31,6 +31,11 @@ Why no push is lost and own pushes are visible
 
     `set` does not commute: it first has this site's own pushes delivered. Among sites that set and push the same key
     at the same time, the owner's order counts.
+
+On the wire
+    A message is a head of fixed size, with the numbers of its keys and rows of values, then its arrays. Sizes follow
+    from these two numbers. A site splits what is larger than `MOST_BYTES` into several messages. So a receiver checks
+    the size of a message by its head, before it allocates memory, and all that the arrays index before it uses them.
 """
 
 from __future__ import annotations
@@ -43,6 +48,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+MOST_BYTES = 16 << 20  # of a message, unless a single key has more
 
 
 class Kind(IntEnum):
@@ -58,13 +65,14 @@ class Kind(IntEnum):
     MOVE = 7  # keys, versions, moves, masks, values
     SYNC = 8  # keys, versions, flags, deltas of the dirty ones
     SYNCED = 9  # keys, codes, versions, values of the new ones
-    OWNER = 10  # keys, moves; extra: the site
+    OWNER = 10  # keys, moves; origin: the site where they are
     BARRIER = 11  # request: its number
     BYE = 12
+    ALIVE = 13  # sent when there is nothing else to send
 
 
-_KEYS, _NUMBERS, _CODES, _VALUES = "<i8", "<i4", "<i1", "<f4"
-ARRAYS: dict[Kind, tuple[str, ...]] = {
+_KEYS, _NUMBERS, _CODES, _VALUES = (np.dtype(name) for name in ("<i8", "<i4", "<i1", "<f4"))
+ARRAYS: dict[Kind, tuple[np.dtype[Any], ...]] = {
     Kind.PULL: (_KEYS, _NUMBERS),
     Kind.PULLED: (_NUMBERS, _VALUES),
     Kind.PUSH: (_KEYS, _VALUES),
@@ -78,8 +86,22 @@ ARRAYS: dict[Kind, tuple[str, ...]] = {
     Kind.OWNER: (_KEYS, _NUMBERS),
     Kind.BARRIER: (),
     Kind.BYE: (),
+    Kind.ALIVE: (),
 }
-_HEADER = struct.Struct("<BHhqq")
+_PARTLY = (Kind.SYNC, Kind.SYNCED)  # have values for some keys only
+_HEAD = struct.Struct("<B3xHhIIqq")  # kind, table, origin, keys, rows of values, request, extra
+HEAD_SIZE = _HEAD.size
+_MOST_PER_KEY = 32  # bytes of a key in any message, beside its values
+_PAD = bytes(8)
+
+
+class ProtocolError(Exception):
+    """A site has sent what is no message of this protocol."""
+
+
+def most_keys(width: int) -> int:
+    """Return how many keys of a table of this width a message may have."""
+    return max(1, MOST_BYTES // (_MOST_PER_KEY + 4 * width))
 
 
 @dataclass(slots=True)
@@ -102,30 +124,73 @@ class Message:
     extra: int = 0
     arrays: list[NDArray[Any]] = field(default_factory=list)
 
-    @property
-    def nbytes(self) -> int:
-        """Size on the wire in bytes, without that of the transport's own frames."""
-        return _HEADER.size + sum(array.nbytes for array in self.arrays)
-
     def encode(self) -> list[Any]:
-        """Returns the frames of the message, without copying its arrays."""
-        head = _HEADER.pack(self.kind, self.table, self.origin, self.request, self.extra)
-        return [head, *(array.reshape(-1).data if array.size else b"" for array in self.arrays)]
+        """Return the message as buffers that follow one another, without copying its arrays."""
+        arrays = self.arrays
+        keys = arrays[0].shape[0] if arrays else 0
+        types = ARRAYS[self.kind]
+        rows = arrays[-1].shape[0] if types and types[-1] is _VALUES else 0
+        buffers = [_HEAD.pack(self.kind, self.table, self.origin, keys, rows, self.request, self.extra)]
+        offset = 0
+        for array in arrays:
+            if gap := -offset % array.itemsize:
+                buffers.append(_PAD[:gap])
+            if array.size:
+                buffers.append(array.reshape(-1).view(np.uint8).data)
+            offset += gap + array.nbytes
+        return buffers
 
-    @classmethod
-    def decode(cls, frames: Sequence[Any], widths: Sequence[int]) -> Message:
-        """Reads the frames of a message, without copying where they lie well in memory.
 
-        Args:
-            frames: buffers that may be written to.
-            widths: the width of each table.
-        """
-        number, table, origin, request, extra = _HEADER.unpack(frames[0])
-        kind = Kind(number)
-        arrays = []
-        for frame, dtype in zip(frames[1:], ARRAYS[kind], strict=True):
-            array = np.frombuffer(frame, dtype)
-            if not (array.flags.aligned and array.flags.writeable):
-                array = array.copy()
-            arrays.append(array.reshape(-1, widths[table]) if dtype == _VALUES else array)
-        return cls(kind, table, origin, request, extra, arrays)
+class Head:
+    """The head of a message that arrives: what it announces, checked.
+
+    Args:
+        buffer: at least `HEAD_SIZE` bytes from `offset` on.
+        offset: where the head begins.
+        widths: the width of each table.
+        sites: number of sites.
+
+    Attributes:
+        nbytes: size of the arrays that follow.
+
+    Raises:
+        ProtocolError: if no site sends such a message.
+    """
+
+    __slots__ = ("_message", "_places", "_width", "nbytes")
+
+    def __init__(self, buffer: Any, offset: int, widths: Sequence[int], sites: int) -> None:
+        number, table, origin, keys, rows, request, extra = _HEAD.unpack_from(buffer, offset)
+        try:
+            kind = Kind(number)
+        except ValueError:
+            raise ProtocolError(f"a message of unknown kind {number}") from None
+        types = ARRAYS[kind]
+        self._message = Message(kind, table, origin, request, extra)
+        self._places: list[tuple[np.dtype[Any], int, int]] = []
+        self._width = self.nbytes = 0
+        if not 0 <= origin < sites:
+            raise ProtocolError(f"{kind.name} of site {origin}, and there are {sites}")
+        if not types:
+            return
+        if table >= len(widths):
+            raise ProtocolError(f"{kind.name} for table {table}, and there are {len(widths)}")
+        width = self._width = widths[table]
+        expected = 0 if types[-1] is not _VALUES else min(rows, keys) if kind in _PARTLY else keys
+        if not 0 < keys <= most_keys(width) or rows != expected:
+            raise ProtocolError(f"{kind.name} of {keys} keys and {rows} rows of {width} values")
+        offset = 0
+        for dtype in types:
+            count = rows * width if dtype is _VALUES else keys
+            offset += -offset % dtype.itemsize
+            self._places.append((dtype, count, offset))
+            offset += count * dtype.itemsize
+        self.nbytes = offset
+
+    def message(self, body: NDArray[np.uint8]) -> Message:
+        """Return the message; its arrays are views of the body, which has `nbytes` bytes."""
+        message = self._message
+        for dtype, count, offset in self._places:
+            array = np.frombuffer(body, dtype, count, offset)
+            message.arrays.append(array.reshape(-1, self._width) if dtype is _VALUES else array)
+        return message

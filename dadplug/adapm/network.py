@@ -1,18 +1,19 @@
-"""Messages from site to site over ZeroMQ: any site sends to any other at any time, from any thread."""
+"""Messages from site to site: any site sends to any other at any time, from any thread."""
 
 from __future__ import annotations
 
 import math
 import os
-import secrets
+import select
 import socket
-import struct
-import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ..exchange import Traffic
+<<<<<<< HEAD
 from ..exchange.rendezvous import address_of, interface_in_use
 from .messages import Message
 
@@ -44,6 +45,13 @@ def own_address() -> str:
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"
+=======
+from .connections import Connection, connect_sites
+from .messages import Head, Kind, Message, ProtocolError
+
+_CLOSE = 1.0  # seconds that the last messages get to leave
+_SIGNS = 4  # signs of life in the time after which a silent site counts as lost
+>>>>>>> 387531b (Send the parameter manager's messages over TCP connections of its own)
 
 
 class Network:
@@ -56,108 +64,144 @@ class Network:
         exchange: gathers one object a site, by rank; all sites call it together.
         timeout: seconds after which a connection without a sign of life counts as lost.
         traffic: the meter.
+        widths: the width of each table; more are appended as tables are added.
+        name: how messages call a site.
+
+    Raises:
+        SiteError: if a site does not come.
     """
 
-    def __init__(self, rank: int, exchange: Callable[[Any], list[Any]], timeout: float, traffic: Traffic) -> None:
-        self._zmq = zmq = _zmq()
-        self._rank = rank
+    def __init__(
+        self,
+        rank: int,
+        exchange: Callable[[Any], list[Any]],
+        timeout: float,
+        traffic: Traffic,
+        widths: Sequence[int],
+        name: Callable[[int], str],
+    ) -> None:
+        sockets = connect_sites(rank, exchange, timeout, name)
+        sites = len(sockets) + 1
         self._traffic = traffic
-        self._context = zmq.Context(io_threads=1)
-        self._router = self._socket(zmq.ROUTER)
-        self._router.bind(f"tcp://{own_address()}:*")
-        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        # A stranger who connects does not know the secret, and is not heard.
-        places = exchange((endpoint, secrets.token_bytes(16) if rank == 0 else b""))
-        secret = places[0][1]
-        self._ranks = {secret + struct.pack("<H", peer): peer for peer in range(len(places))}
-        self._peers: dict[int, Any] = {}
-        self._locks = {peer: threading.Lock() for peer in range(len(places))}
-        self._monitors: dict[Any, int] = {}
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
+        self._timeout = timeout
+        self._poll = select.poll()
+        self._watched: dict[int, int] = {}  # events that are polled for, by rank
+        self.connections = {
+            peer: Connection(peer, connected, lambda buffer, offset: Head(buffer, offset, widths, sites))
+            for peer, connected in sorted(sockets.items())
+        }
+        self._peers = {each.socket.fileno(): each for each in self.connections.values()}
         self._ring, self._bell = socket.socketpair()
         for end in (self._ring, self._bell):
             end.setblocking(False)
-        self._poller.register(self._bell, zmq.POLLIN)
-        for peer, (place, _) in enumerate(places):
-            if peer == rank:
-                continue
-            dealer = self._socket(zmq.DEALER)
-            dealer.setsockopt(zmq.ROUTING_ID, secret + struct.pack("<H", rank))
-            dealer.setsockopt(zmq.RECONNECT_IVL, -1)  # who is gone stays gone
-            dealer.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * timeout / 4))
-            dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * timeout))
-            monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
-            self._monitors[monitor] = peer
-            self._poller.register(monitor, zmq.POLLIN)
-            dealer.connect(place)
-            self._peers[peer] = dealer
-
-    def _socket(self, kind: int) -> Any:
-        opened = self._context.socket(kind)
-        opened.setsockopt(self._zmq.SNDHWM, 0)  # two sites that wait for room at each other would wait for ever
-        opened.setsockopt(self._zmq.RCVHWM, 0)
-        opened.setsockopt(self._zmq.LINGER, _CLOSE)
-        for buffer in (self._zmq.SNDBUF, self._zmq.RCVBUF):
-            opened.setsockopt(buffer, _BUFFER)
-        return opened
+        self._poll.register(self._bell, select.POLLIN)
+        self._awake = self._alive = time.monotonic()
+        _open.add(self)
 
     def send(self, peer: int, message: Message) -> None:
-        """Sends a message, and returns at once; its arrays must not change afterwards."""
-        self._traffic.add(message.nbytes)
-        with self._locks[peer], suppress(self._zmq.Again):  # nobody is there any more, as `receive` will tell
-            if not self._peers[peer].closed:
-                self._peers[peer].send_multipart(message.encode(), self._zmq.NOBLOCK, copy=False)
+        """Send a message, and return at once; its arrays must not change afterwards."""
+        buffers = message.encode()
+        self._traffic.add(sum(map(len, buffers)))
+        if not self.connections[peer].send(buffers):
+            self.wake()
 
-    def receive(self, timeout: float) -> tuple[list[tuple[int, list[Any]]], list[int]]:
-        """Waits for messages.
+    def receive(self, timeout: float) -> tuple[list[tuple[int, Message]], dict[int, Exception]]:
+        """Wait for messages.
 
         Args:
             timeout: seconds to wait at most.
 
         Returns:
-            The frames of messages with their senders, and the sites whose connection has been lost.
+            Messages with their senders, and the sites that are lost, with the reason.
         """
-        zmq = self._zmq
-        messages, lost = [], []
-        for source, _ in self._poller.poll(max(0, math.ceil(1000 * timeout))):
-            if source == self._bell.fileno():
-                while self._rung():
-                    pass
-            elif source is self._router:
-                for _ in range(_BATCH):
-                    try:
-                        frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-                    except zmq.Again:
-                        break
-                    sender = self._ranks.get(frames[0].bytes)
-                    if sender is not None:
-                        messages.append((sender, [frame.buffer for frame in frames[1:]]))
-            else:
-                zmq.utils.monitor.recv_monitor_message(source)
-                lost.append(self._monitors[source])
-        return messages, lost
+        messages: list[tuple[int, Message]] = []
+        lost: dict[int, Exception] = {}
+        self._watch()
+        for descriptor, events in self._poll.poll(math.ceil(1000 * min(max(timeout, 0.0), self._timeout / _SIGNS))):
+            if descriptor not in self._peers:
+                with suppress(OSError):
+                    while self._bell.recv(4096):
+                        pass
+                continue
+            connection = self._peers[descriptor]
+            if events & select.POLLOUT:
+                connection.flush()
+            if events & ~select.POLLOUT:
+                try:
+                    connection.read(messages)
+                except (OSError, ProtocolError) as error:
+                    lost[connection.rank] = error
+                    self._forget(connection)
+        self._show_life(lost)
+        return [(sender, message) for sender, message in messages if message.kind is not Kind.ALIVE], lost
+
+    def _watch(self) -> None:
+        """Poll for room on connections that have something left to send."""
+        for connection in self._peers.values():
+            events = select.POLLIN | select.POLLOUT * connection.blocked
+            if self._watched.get(connection.rank) != events:
+                self._poll.register(connection.socket, events)
+                self._watched[connection.rank] = events
+
+    def _forget(self, connection: Connection) -> None:
+        self._poll.unregister(connection.socket)
+        self._peers = {number: each for number, each in self._peers.items() if each is not connection}
+
+    def _show_life(self, lost: dict[int, Exception]) -> None:
+        """Send signs of life, and find the sites from which none come."""
+        now = time.monotonic()
+        step = self._timeout / _SIGNS
+        if now - self._awake > 2 * step:  # it is this process that has slept
+            for connection in self._peers.values():
+                connection.heard = now
+        self._awake = now
+        if now - self._alive < step / 2:
+            return
+        self._alive = now
+        for connection in list(self._peers.values()):
+            if now - connection.sent > step / 2:
+                self.send(connection.rank, Message(Kind.ALIVE))
+            if now - connection.heard > self._timeout:
+                lost[connection.rank] = TimeoutError("timed out")
+                self._forget(connection)
+
+    @property
+    def silent(self) -> int | None:
+        """The site that has missed its signs of life for longest; None if all are on time."""
+        step = self._timeout / _SIGNS
+        heard, peer = min((each.heard, each.rank) for each in self.connections.values())
+        return peer if time.monotonic() - heard > 2 * step else None
 
     def wake(self) -> None:
-        """Ends the wait of `receive`; from any thread."""
-        with suppress(OSError):  # it has been rung often enough
+        """End the wait of `receive`; from any thread."""
+        with suppress(OSError):  # the pipe of wake-ups is full
             self._ring.send(b"!")
 
-    def _rung(self) -> bool:
-        try:
-            return bool(self._bell.recv(4096))
-        except OSError:
-            return False
-
     def close(self) -> None:
-        """Closes all connections once the last messages have left; from the thread that receives."""
-        for peer, dealer in self._peers.items():
-            with self._locks[peer]:
-                dealer.disable_monitor()
-                dealer.close()
-        for monitor in self._monitors:
-            monitor.close(0)
-        self._router.close(0)
+        """Close all connections once the last messages have left; from the thread that receives."""
+        deadline = time.monotonic() + _CLOSE
+        while any(not each.flush() for each in self._peers.values()) and time.monotonic() < deadline:
+            self._watch()
+            self._poll.poll(50)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        _open.discard(self)
+        for connection in self.connections.values():
+            connection.close()
         self._ring.close()
         self._bell.close()
-        self._context.term()
+
+
+_open: weakref.WeakSet[Network] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the connections in a forked child, such as a loader's worker: a dead site would seem to live on in it."""
+    for network in list(_open):
+        for connection in network.connections.values():
+            connection.socket.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .messages import Kind, Message
+from .checks import check_message
+from .messages import Kind, Message, most_keys
 from .requests import Request
 from .rows import Block, Keys
 from .store import Store
@@ -65,17 +66,30 @@ class SiteState:
             for request in self._requests.values():
                 request.done.set()
 
-    def handle(self, sender: int, message: Message) -> None:
-        """Takes in a message from another site, or from this one."""
+    def request(self, number: int) -> Request | None:
+        """Return a request under way by its number."""
+        return self._requests.get(number)
+
+    def receive(self, sender: int, message: Message) -> None:
+        """Take in a message from another site.
+
+        Raises:
+            ProtocolError: if it does not fit what this site has, or has asked for; nothing has been changed.
+        """
+        self._handle(sender, message, check=True)
+
+    def _handle(self, sender: int, message: Message, check: bool) -> None:
         outbox: Outbox = []
         with self._lock:
+            if check:
+                check_message(self, message)
             self._handlers[message.kind](sender, message, outbox)
         self._post(outbox)
 
     def _post(self, outbox: Outbox) -> None:
         for target, message in outbox:
             if target == self.rank:
-                self.handle(self.rank, message)
+                self._handle(self.rank, message, check=False)
             else:
                 self._send(target, message)
 
@@ -94,14 +108,20 @@ class SiteState:
     def _spread(
         self, kind: Kind, table: int, origin: int, request: int, targets: NDArray[np.int8], *arrays: NDArray[Any]
     ) -> Outbox:
-        """Splits arrays over the sites that they go to."""
-        if (targets == targets[0]).all():
-            return [(int(targets[0]), Message(kind, table, origin, request, 0, list(arrays)))]
+        """Split arrays over the sites that they go to, and into messages of at most as many keys as one may have."""
         outbox: Outbox = []
-        for target in np.unique(targets):
-            chosen = targets == target
-            parts = [array[chosen] for array in arrays]
-            outbox.append((int(target), Message(kind, table, origin, request, 0, parts)))
+        most = most_keys(self.stores[table].width)
+        if targets.shape[0] == 1 or (targets == targets[0]).all():
+            parts_of = {int(targets[0]): list(arrays)}
+        else:
+            parts_of = {int(site): [array[targets == site] for array in arrays] for site in np.unique(targets)}
+        for target, parts in parts_of.items():
+            if parts[0].shape[0] <= most:
+                outbox.append((target, Message(kind, table, origin, request, 0, parts)))
+                continue
+            for start in range(0, parts[0].shape[0], most):
+                piece = [part[start : start + most] for part in parts]
+                outbox.append((target, Message(kind, table, origin, request, 0, piece)))
         return outbox
 
     def _serve(self, message: Message, outbox: Outbox) -> tuple[Store, NDArray[np.int32], list[NDArray[Any]]]:
@@ -111,10 +131,10 @@ class SiteState:
             The store, the rows of the keys that are owned here, and that part of the message's arrays.
         """
         store = self.stores[message.table]
-        where, targets = store.locate(self.rank, self.sites, message.arrays[0])
-        here = where >= 0
-        if here.all():
+        where, targets, away_count = store.located(self.rank, self.sites, message.arrays[0])
+        if not away_count:
             return store, where, message.arrays
+        here = where >= 0
         away = ~here
         parts = [array[away] for array in message.arrays]
         outbox.extend(self._spread(message.kind, message.table, message.origin, message.request, targets[away], *parts))

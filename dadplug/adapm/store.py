@@ -144,9 +144,15 @@ class Store:
         Returns:
             For each key its row where it is owned here, or -1; and the site to ask.
         """
+        return self.located(rank, sites, keys)[:2]
+
+    def located(self, rank: int, sites: int, keys: Keys) -> tuple[Numbers, NDArray[np.int8], int]:
+        """Does the same, and returns besides how many keys belong to other sites."""
         where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
-        fresh = kernels.locate(self.rows, rank, sites, keys, where, targets)
-        self.touch(where)
+        r = self.rows
+        fresh, away = kernels.locate(r.finder, r.directory, r.states, r.counts, rank, sites, keys, where, targets)
+        if self.max_rows is not None:
+            self.touch(where)
         if fresh:
             self.make_room(fresh)
             rows = np.empty(fresh, np.int32)
@@ -155,7 +161,7 @@ class Store:
             self.initialiser(self.rows.keys[rows], block)
             self.rows.values[rows] = block
             self.touch(rows)
-        return where, targets
+        return where, targets, away
 
     def read_rows(self, rows: Numbers) -> Block:
         """Copies values."""

@@ -1,0 +1,274 @@
+"""TCP connections between the sites of a parameter manager: set-up, and messages in both directions.
+
+The thread that has a message writes it straight to the kernel, and only what the kernel has no room for is left to the
+manager's background thread: each hand-over from thread to thread takes more time than a small message itself.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import SiteError
+from ..exchange.rendezvous import address_of
+from .messages import HEAD_SIZE, Head, Message
+
+_HELLO = struct.Struct("<32sI")  # the token of the site that listens, the rank of the one that connects
+_BUFFER = 4 << 20  # bytes that the system keeps for a connection each way: a batch of values
+_CHUNK = 1 << 16  # bytes that are read at a time, of which small messages are cut
+_BATCH = 64  # messages read before other connections get their turn
+
+
+class Connection:
+    """A connection to another site. `send` may be called from any thread, the other methods from one.
+
+    Args:
+        rank: the other site.
+        connected: the socket.
+        head: reads the head of a message at an offset of a buffer.
+
+    Attributes:
+        heard: when something came last.
+        sent: when something was sent last.
+    """
+
+    def __init__(self, rank: int, connected: socket.socket, head: Callable[[Any, int], Head]) -> None:
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.rank = rank
+        self.socket = connected
+        self.heard = self.sent = time.monotonic()
+        self._head = head
+        self._lock = threading.Lock()
+        self._outgoing: deque[memoryview] = deque()
+        self._buffer = bytearray(_CHUNK)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._partial: tuple[Head, NDArray[np.uint8]] | None = None  # a message of which a part has come
+        self._missing = memoryview(b"")  # what has not come of it
+
+    @property
+    def blocked(self) -> bool:
+        """Whether there is something to send that the kernel had no room for."""
+        return bool(self._outgoing)
+
+    def send(self, buffers: list[Any]) -> bool:
+        """Send buffers, which must not change afterwards; returns at once, False where `flush` has to go on."""
+        self.sent = time.monotonic()
+        with self._lock:
+            waiting = bool(self._outgoing)
+            self._outgoing.extend(map(memoryview, buffers))
+            return not waiting and self._write()
+
+    def flush(self) -> bool:
+        """Send what the kernel takes by now; return whether that is all."""
+        with self._lock:
+            return self._write()
+
+    def _write(self) -> bool:
+        outgoing = self._outgoing
+        while outgoing:
+            try:
+                count = self.socket.sendmsg(list(outgoing)[:64])
+            except BlockingIOError:
+                return False
+            except OSError:  # whoever reads will find the connection closed, and say so
+                outgoing.clear()
+                return True
+            while outgoing and count >= outgoing[0].nbytes:
+                count -= outgoing.popleft().nbytes
+            if count:
+                outgoing[0] = outgoing[0][count:]
+        return True
+
+    def read(self, messages: list[tuple[int, Message]]) -> None:
+        """Read the messages that have come.
+
+        Args:
+            messages: where they are added, each with the number of the site that it comes from.
+
+        Raises:
+            ConnectionError: if the connection is closed.
+            ProtocolError: if something else than a message has come.
+        """
+        last = len(messages) + _BATCH
+        while len(messages) < last:
+            target = self._missing if self._partial is not None else self._view[self._filled :]
+            try:
+                count = self.socket.recv_into(target)
+            except BlockingIOError:
+                return
+            if not count:
+                raise ConnectionError("connection closed by the other site")
+            self.heard = time.monotonic()
+            if self._partial is None:
+                self._filled += count
+                self._cut(messages)
+            else:
+                self._missing = self._missing[count:]
+                if not self._missing.nbytes:
+                    head, body = self._partial
+                    self._partial = None
+                    messages.append((self.rank, head.message(body)))
+            if count < target.nbytes:
+                return
+
+    def _cut(self, messages: list[tuple[int, Message]]) -> None:
+        """Cut messages from the buffer; the last may be incomplete."""
+        start = 0
+        while self._filled - start >= HEAD_SIZE:
+            head = self._head(self._buffer, start)
+            start += HEAD_SIZE
+            body = np.empty(head.nbytes, np.uint8)
+            here = min(head.nbytes, self._filled - start)
+            body.data[:here] = self._view[start : start + here]
+            start += here
+            if here < head.nbytes:
+                self._partial, self._missing = (head, body), body.data[here:]
+                break
+            messages.append((self.rank, head.message(body)))
+        self._buffer[: self._filled - start] = self._buffer[start : self._filled]
+        self._filled -= start
+
+    def close(self) -> None:
+        """Close the connection; what the kernel has is still delivered."""
+        with self._lock:
+            self._outgoing.clear()
+            self.socket.close()
+
+
+def own_address() -> str:
+    """Find the address under which the other sites reach this one: that of the interface that gloo uses."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface and (address := address_of(probe, interface)):
+            return address
+        try:
+            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+            probe.connect((socket.gethostbyname(host), 9))  # sends nothing; finds the way
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def reachable_address(exchange: Callable[[Any], list[Any]]) -> str:
+    """Find the address to listen on: loopback where all sites are on one machine; all sites must call it together."""
+    return "127.0.0.1" if len(set(exchange(_own_machine()))) == 1 else own_address()
+
+
+def _own_machine() -> str:
+    """Return what processes have in common that reach one another on loopback."""
+    machine = [socket.gethostname()]
+    for path in ("/proc/self/ns/net", "/proc/sys/kernel/random/boot_id"):
+        with suppress(OSError):
+            if os.path.islink(path):
+                machine.append(os.readlink(path))
+            else:
+                with open(path) as file:
+                    machine.append(file.read().strip())
+    return " ".join(machine)
+
+
+def connect_sites(
+    rank: int, exchange: Callable[[Any], list[Any]], timeout: float, name: Callable[[int], str]
+) -> dict[int, socket.socket]:
+    """Connect this site with every other one; all must call it together.
+
+    Each listens on the one address on which the others reach it, on loopback where all are on one machine, and connects
+    to those of lower rank. A stranger does not know the token of the site that listens, and is not heard.
+
+    Args:
+        rank: this site.
+        exchange: gathers one object a site, by rank.
+        timeout: seconds that it may take.
+        name: how messages call a site.
+
+    Returns:
+        The connected sockets by rank.
+
+    Raises:
+        SiteError: if a site does not come.
+    """
+    address = reachable_address(exchange)
+    token = secrets.token_hex(16)
+    with _socket() as listener:
+        listener.bind((address, 0))
+        listener.listen(64)
+        places = exchange([*listener.getsockname()[:2], token])
+        deadline = time.monotonic() + timeout
+        sockets = {peer: _reach(peer, rank, places[peer], deadline, timeout, name) for peer in range(rank)}
+        expected = set(range(rank + 1, len(places)))
+        strangers = 0
+        while expected:
+            arrived = _accept(listener, deadline)
+            if arrived is None:
+                names = ", ".join(map(name, sorted(expected)))
+                raise SiteError(f"waited {timeout:g} s for a connection of the parameter manager from {names}")
+            connected, peer = _welcome(arrived, token, deadline)
+            if connected is not None and peer in expected:
+                sockets[peer] = connected
+                expected.remove(peer)
+            else:
+                arrived.close()
+                strangers += 1
+    if strangers:
+        print(f"site {rank} has refused {strangers} connections that were no site's", file=sys.stderr)
+    return sockets
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_INET)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        with suppress(OSError):
+            made.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+    return made
+
+
+def _left(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
+
+
+def _reach(
+    peer: int, rank: int, place: Sequence[Any], deadline: float, timeout: float, name: Callable[[int], str]
+) -> socket.socket:
+    """Connect to a site of lower rank, which listens already."""
+    host, port, token = place
+    caller = _socket()
+    try:
+        caller.settimeout(_left(deadline))
+        caller.connect((host, port))
+        caller.sendall(_HELLO.pack(token.encode(), rank))
+    except OSError as error:
+        caller.close()
+        raise SiteError(f"{name(peer)} cannot be reached at {host}:{port} within {timeout:g} s: {error}") from error
+    return caller
+
+
+def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
+    listener.settimeout(_left(deadline))
+    with suppress(TimeoutError):
+        return listener.accept()[0]
+    return None
+
+
+def _welcome(arrived: socket.socket, token: str, deadline: float) -> tuple[socket.socket | None, int]:
+    """Read who connects; return no socket where it is a stranger."""
+    arrived.settimeout(min(1.0, _left(deadline)))
+    with suppress(OSError, struct.error):
+        known, peer = _HELLO.unpack(arrived.recv(_HELLO.size, socket.MSG_WAITALL))
+        if hmac.compare_digest(known, token.encode()):
+            return arrived, peer
+    return None, -1
