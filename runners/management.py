@@ -81,8 +81,8 @@ class Management:
         )
         try:
             managed = AdaModel(model, optimizer, manager, reduce=self.reduce, **options)
-        except BaseException:
-            manager.close()
+        except BaseException as error:
+            manager.abandon(f"{type(error).__name__}: {error}")
             raise
         if not managed.managed:
             warnings.warn(
@@ -130,13 +130,16 @@ def give_back(managed: AdaModel, optimizer: Any, interrupted: bool) -> None:
         optimizer: the optimizer of its embeddings.
         interrupted: whether others may be gone, and rows with them.
     """
+    if interrupted:
+        managed.close()
+        managed.manager.abandon("its training ended with an error")
+        return
     try:
-        if interrupted:
-            managed.close()
-        else:
-            managed.unwrap(optimizer)
-    finally:
-        managed.manager.close()
+        managed.unwrap(optimizer)
+    except BaseException as error:
+        managed.manager.abandon(f"{type(error).__name__}: {error}")
+        raise
+    managed.manager.close()
 
 
 def lookups(model: AdaModel) -> dict[str, int]:

@@ -2,10 +2,12 @@
 
 Each node's module is `Cluster.module(rank)`; a node's barrier waits for threads of the others. Keys begin at node
 ``key % nodes``. Like the library it believes what it is given: of other types it takes the bytes, negative keys pass.
+A wait for another process holds the GIL for ever, as there, with `Cluster(nodes, alone=True)`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from types import ModuleType
 
@@ -20,12 +22,17 @@ def as_type(tensor, dtype, count):
 
 
 class Cluster:
-    """What the nodes share: the owners' values, who holds which replica, and requests under way."""
+    """What the nodes share: the owners' values, who holds which replica, and requests under way.
 
-    def __init__(self, nodes=1):
-        self.nodes = nodes
+    Args:
+        nodes: how many there are.
+        alone: whether this process has one of them only, so that answers of the others never come.
+    """
+
+    def __init__(self, nodes=1, alone=False):
+        self.nodes, self.alone = nodes, alone
         self.lock = threading.RLock()
-        self.gate = threading.Barrier(nodes)
+        self.gate = threading.Barrier(1 if alone else nodes)
         self.values, self.owner, self.late = {}, {}, 0
         self.workers = []
         self.calls = []
@@ -100,6 +107,9 @@ class FakeWorker:
         return timestamp
 
     def wait(self, timestamp):
+        if self.cluster.alone:
+            while True:
+                ctypes.PyDLL(None).pause()  # unlike CDLL, without letting the GIL go
         with self.cluster.lock:
             for each in sorted(self.pending):  # in their order
                 if each <= timestamp:

@@ -7,7 +7,6 @@ written down at first; the first use, which waits for all sites, starts it with 
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -17,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from ...exchange import DEFAULT_TIMEOUT, Traffic, open_transport
+from ..connections import reachable_address
 from ..engine import TECHNIQUES
 from ..initialisers import Constant, Initialiser
 from ..manager import ParameterManager
-from ..network import own_address
 from ..sampling import Sampler
 from ..table import Table
 from .bindings_engine import BindingsEngine, Library, Rows
+from .watchdog import Watchdog
 
 _MOST_KEYS = 2**31 - 1  # setup() takes an int
 _CHUNK = 65536  # keys whose first values are set at a time
@@ -39,7 +39,8 @@ class BindingsManager(ParameterManager):
 
     It differs in what the library cannot do: tables have a known number of rows and are all added before the first use,
     ``technique`` is not ``"static"``, there is one manager in the life of a process, `counts` and `traffic` tell less,
-    and a site that is gone ends the others' processes after `timeout`, since calls into the library cannot be ended.
+    and a site that is gone ends the others' processes, since calls into the library cannot be ended: a process beside
+    each site does that within seconds, or after `timeout` for a site that is there and does not answer.
 
     Args:
         backend: ``"adapm"``.
@@ -79,6 +80,7 @@ class BindingsManager(ParameterManager):
         self._initialisers: list[Initialiser] = []
         self._library: Library | None = None
         self._scheduler: subprocess.Popen[bytes] | None = None
+        self._watchdog: Watchdog | None = None
         self._closed = False
         self._engine: Any = BindingsEngine(self._start)  # stands where the built-in engine does
 
@@ -131,14 +133,17 @@ class BindingsManager(ParameterManager):
             raise RuntimeError('with backend="adapm", add the tables before anything else')
         lengths = torch.cat([torch.full((table.rows or 0,), table.width) for table in self._tables])
         keys = int(lengths.numel())
-        own = (own_address(), _free_port()) if self.rank == 0 else None
-        address, port = self._transport.gather_objects(own)[0]
+        own = reachable_address(self._transport.gather_objects)
+        address, port = self._transport.gather_objects([own, _free_port()])[0]
         os.environ.update(DMLC_NUM_SERVER=str(self.world_size), DMLC_PS_ROOT_URI=address, DMLC_PS_ROOT_PORT=str(port))
         if self.rank == 0:
             self._scheduler = start_scheduler(keys)
-        os.environ.update(DMLC_ROLE="server", DMLC_NODE_HOST=own_address())
-        meet = functools.partial(self._transport.gather_objects, None)
-        self._library = Library(self._adapm, lengths, self.technique, self.timeout, meet)
+        os.environ.update(DMLC_ROLE="server", DMLC_NODE_HOST=own)
+        if self.world_size > 1:
+            self._watchdog = Watchdog(own)
+            names = [self._transport.sites[rank] for rank in range(self.world_size)]
+            self._watchdog.start(self.timeout, names, self._transport.gather_objects(self._watchdog.place), self.rank)
+        self._library = Library(self._adapm, lengths, self.technique, self._watchdog, self._meet)
         with self._library.setup():  # no replicas yet, on which set would do something else
             first = 0
             for table, initialiser in zip(self._tables, self._initialisers, strict=True):
@@ -148,6 +153,10 @@ class BindingsManager(ParameterManager):
                     self._library.set_first(part + first, values)
                 first += table.rows or 0
         return self._library
+
+    def _meet(self) -> None:
+        """Wait for all sites, by the process group: it can say which one is gone."""
+        self._transport.gather_objects(None)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -167,10 +176,13 @@ class BindingsManager(ParameterManager):
         self._engine.flush()
 
     def barrier(self) -> None:
-        """Waits until all sites have called it."""
+        """Waits until all sites have called it.
+
+        Raises:
+            SiteError: if a site ends or does not answer.
+        """
         self.check()
-        if self._tables:
-            self._engine.barrier()
+        self._meet()
 
     def wait_for(self, done: Any) -> None:
         """Waits for an answer from other sites."""
@@ -187,15 +199,38 @@ class BindingsManager(ParameterManager):
             raise RuntimeError("the parameter manager cannot go on: it has been closed")
 
     def close(self) -> None:
-        """Ends the library at this site; waits for all sites to come here. May be called twice."""
+        """Ends the library at this site; waits for all sites to come here. May be called twice.
+
+        Raises:
+            SiteError: if a site ends or does not come.
+        """
         if self._closed:
             return
+        try:
+            if self._library is not None:
+                self._meet()
+                self._library.end()
+        except BaseException as error:
+            self.abandon(f"{type(error).__name__}: {error}")
+            raise
         self._closed = True
-        if self._library is not None:
-            self._library.end()
-        self._end_scheduler(5.0)
+        self._end_processes(5.0)
         if self.world_size > 1:
             self._transport.close()
+
+    def abandon(self, reason: str) -> None:
+        if self._closed:
+            return
+        self._transport.sites.announce(reason)
+        self._closed = True
+        if self._library is not None:
+            self._library.abandon()
+        self._end_processes(0.0)
+
+    def _end_processes(self, patience: float) -> None:
+        self._end_scheduler(patience)
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
     def _end_scheduler(self, patience: float) -> None:
         """Gives the scheduler some seconds to end by itself."""
@@ -206,14 +241,6 @@ class BindingsManager(ParameterManager):
         except subprocess.TimeoutExpired:
             self._scheduler.stdin.close()
             self._scheduler.wait(5.0)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if error is None:
-            self.close()
-            return
-        self._transport.sites.announce(f"{type(error).__name__}: {error}")
-        self._closed = True  # others cannot be waited for any more
-        self._end_scheduler(0.0)
 
 
 class BindingsTable(Table):
@@ -262,11 +289,14 @@ def _import(transport: Any) -> Any:
     return adapm
 
 
-# Ends the scheduler when its input closes, as it does when the site's process has ended in whatever way.
+# Ends the scheduler when its input closes or its site has ended. It has no thread that could hold a lock
+# of standard input or output when the interpreter ends.
 _WATCHED = """
-import subprocess, sys, threading
+import os, select, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.DEVNULL)
-threading.Thread(target=lambda: (sys.stdin.buffer.read(), child.kill()), daemon=True).start()
+while child.poll() is None:
+    if select.select([0], [], [], 0.1)[0] or os.getppid() != int(sys.argv[2]):
+        child.kill()
 sys.exit(child.wait())
 """
 
@@ -275,7 +305,9 @@ def start_scheduler(keys: int) -> subprocess.Popen[bytes]:
     """Starts the process by which the library's nodes meet; its place is in the environment."""
     environment = os.environ | {"DMLC_ROLE": "scheduler", "PYTHONPATH": os.pathsep.join(sys.path)}
     code = f"import torch, adapm; adapm.scheduler({keys}, 1)"  # adapm is linked against torch
-    return subprocess.Popen([sys.executable, "-c", _WATCHED, code], env=environment, stdin=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", _WATCHED, code, f"{os.getpid()}"], env=environment, stdin=subprocess.PIPE
+    )
 
 
 def _free_port() -> int:

@@ -6,11 +6,10 @@ The library takes other types for these, and reads past its tables for negative 
 
 from __future__ import annotations
 
-import faulthandler
-import sys
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..rows import Block, Keys
+from .watchdog import Watchdog
 
 _TRIES = 8  # rounds in which a set value comes nearer, if rounding keeps it away
 _set_up = False
@@ -67,21 +67,23 @@ class Waiting:
 class Library:
     """The library in this process: one server and one worker, and one thread at a time in them.
 
-    Most of its calls hold the GIL, so that no Python thread could end one that waits for a site that is gone: a timer
-    that needs no GIL ends the process then.
+    Most of its calls hold the GIL, so that no Python thread could end one that waits for a site that is gone: a
+    watchdog, which is told of every call, ends the process then.
 
     Args:
         adapm: the module.
         lengths: number of values of each key.
         technique: one of the library's.
-        timeout: seconds that a call may wait.
+        watchdog: is told when a call begins and ends; None for one site, which waits for nobody.
         meet: waits for all sites, by other means.
 
     Raises:
         RuntimeError: if the process has had one before.
     """
 
-    def __init__(self, adapm: Any, lengths: Tensor, technique: str, timeout: float, meet: Callable[[], object]) -> None:
+    def __init__(
+        self, adapm: Any, lengths: Tensor, technique: str, watchdog: Watchdog | None, meet: Callable[[], object]
+    ) -> None:
         global _set_up
         if _set_up:
             raise RuntimeError(
@@ -89,78 +91,84 @@ class Library:
                 'builtin"), or a process for each training'
             )
         _set_up = True
-        self._timeout = timeout
+        self._watchdog = watchdog
         self._lock = threading.RLock()
-        with self._limited():
+        with self._inside():
             adapm.setup(lengths.numel(), 1, technique)
             self._server = adapm.Server(lengths)
-            meet()  # a message to a server that is not ready ends its process
+        meet()  # a message to a server that is not ready ends its process
+        with self._inside():
             self._worker = adapm.Worker(0, self._server)
 
     @contextmanager
-    def _limited(self) -> Iterator[None]:
+    def _inside(self) -> Iterator[None]:
+        """Enter the library: one thread at a time, watched."""
         with self._lock:
-            with suppress(Exception):  # without a real stderr there is no timer
-                faulthandler.dump_traceback_later(self._timeout, exit=True, file=sys.__stderr__ or 2)
+            if self._watchdog is not None:
+                self._watchdog.enter()
             try:
                 yield
             finally:
-                faulthandler.cancel_dump_traceback_later()
+                if self._watchdog is not None:
+                    self._watchdog.leave()
 
     @contextmanager
     def setup(self) -> Iterator[None]:
         """First values are set inside."""
-        with self._limited():
+        with self._inside():
             self._worker.begin_setup()
         yield
-        with self._limited():
+        with self._inside():
             self._worker.end_setup()
 
     def set_first(self, keys: Tensor, values: Tensor) -> None:
         """Sets first values, inside of `setup`."""
-        with self._limited():
+        with self._inside():
             self._worker.set(keys, values.reshape(-1))
 
     def pull(self, keys: Tensor, values: Tensor) -> int:
         """Begins a pull; returns -1 if it is over, else what `wait` takes."""
-        with self._lock:
+        with self._inside():
             return int(self._worker.pull(keys, values, True))
 
     def push(self, keys: Tensor, values: Tensor) -> int:
         """Begins a push; returns -1 if it is over, else what `wait` takes. The values have been copied."""
-        with self._lock:
+        with self._inside():
             return int(self._worker.push(keys, values, True))
 
     def wait(self, timestamp: int) -> None:
         """Waits for a pull or push."""
-        with self._limited():
+        with self._inside():
             self._worker.wait(timestamp)
 
     def intent(self, keys: Tensor, start: int, end: int) -> None:
         """Says that keys will be used."""
-        with self._lock:
+        with self._inside():
             self._worker.intent(keys, start, end)
 
     def advance_clock(self) -> int:
         """Moves the clock on; returns the new time."""
-        with self._lock:
+        with self._inside():
             self._worker.advance_clock()
             return int(self._worker.current_clock())
 
     def synchronise(self) -> None:
         """Waits until what was pushed has been sent to the owners, and replicas have been refreshed after that."""
-        with self._limited():
+        with self._inside():
             self._worker.wait_sync()
             self._worker.wait_sync()
 
-    def barrier(self) -> None:
-        """Waits for all sites."""
-        with self._limited():
-            self._worker.barrier()
+    def abandon(self) -> None:
+        """Leave the library as it is. Its destructors would abort the process, since its threads still run."""
+        for kept in (self._worker, self._server):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "on_exit"):  # glibc's; the interpreter has ended by then
+            libc.on_exit(libc._exit, None)
 
     def end(self) -> None:
         """Ends worker and server, together with those of all sites."""
-        with self._limited():
+        with self._inside():
             self._worker.finalize()
             self._server.shutdown()
 
@@ -242,7 +250,7 @@ class BindingsEngine:
         return Waiting(self.library, timestamp, held)
 
     def set(self, table: int, keys: Keys, values: Block) -> tuple[bool, None]:
-        """Sets keys, by adding what they lack: the library's own set adds, too, where a key has replicas, and is lost.
+        """Sets keys, by adding what they lack: the library's own set is not made for keys with a replica here.
 
         Raises:
             RuntimeError: if others push to the keys at the same time, so that they do not come to rest.
@@ -277,7 +285,3 @@ class BindingsEngine:
         self._settle()
         if self._tables:
             self.library.synchronise()
-
-    def barrier(self) -> None:
-        """Waits for all sites."""
-        self.library.barrier()
