@@ -13,45 +13,11 @@ from contextlib import suppress
 from typing import Any
 
 from ..exchange import Traffic
-<<<<<<< HEAD
-from ..exchange.rendezvous import address_of, interface_in_use
-from .messages import Message
-
-_BATCH = 64  # messages taken in between two looks at everything else
-_BUFFER = 4 << 20  # bytes that the system keeps for a connection each way: a batch of values
-_CLOSE = 1000  # ms that the last messages get to leave
-
-
-def _zmq() -> Any:
-    try:
-        import zmq
-        import zmq.utils.monitor
-    except ImportError as error:
-        raise ImportError(
-            "the parameter manager needs pyzmq between sites, which is not installed: pip install 'dadplug[adapm]'"
-        ) from error
-    return zmq
-
-
-def own_address() -> str:
-    """Finds the address under which the other sites reach this one: that of the interface that gloo uses."""
-    interface = interface_in_use()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface and (address := address_of(probe, interface)):
-            return address
-        try:
-            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-            probe.connect((socket.gethostbyname(host), 9))  # sends nothing; finds the way
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
-=======
 from .connections import Connection, connect_sites
 from .messages import Head, Kind, Message, ProtocolError
 
 _CLOSE = 1.0  # seconds that the last messages get to leave
 _SIGNS = 4  # signs of life in the time after which a silent site counts as lost
->>>>>>> 387531b (Send the parameter manager's messages over TCP connections of its own)
 
 
 class Network:
