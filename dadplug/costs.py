@@ -30,7 +30,10 @@ def make_plan(planner: Planner) -> Plan:
             assert issubclass(kind, DenseStage)
             nbytes = kind.payload_bytes(unit, planner.method, options.wire, transport)
         reason = planner.reasons.get(name) or planner.notices.get(name, "")
-        rows.append(PlanRow(name, tuple(parameter.shape), planner.paths[name], nbytes, dense, reason))
+        path = planner.paths.get(name)
+        if path is None:  # the next step plans anew
+            path, reason = "allreduce", "added since the last step"
+        rows.append(PlanRow(name, tuple(parameter.shape), path, nbytes, dense, reason))
     machines = None if transport.machines is None else transport.machines.count
     return Plan(rows, options.mode, transport.world_size, machines)
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from torch import nn
 
+from .gradient_unit import GradientUnit
 from .hooks import Form, LayerCapture, capturable_layers, family_of, refusal_of
 from .methods import Method
-from .units import DenseUnit, FactorUnit, GradientUnit, Unit, matrix_shape
+from .units import DenseUnit, FactorUnit, Unit, matrix_shape
 
 
 class Division(NamedTuple):

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from . import chains
+from . import chains, replicas
 from .agreement import FirstStep, agree
 from .division import find_units
 from .exchange import Transport
+from .lazy_gradient import mark_agreed
 from .link import Link, measure_link
 from .methods import Method
 from .methods.feedback import ErrorFeedback
 from .options import Options
 from .pipeline import Pipeline
+from .structure import ModelStructure
 from .units import DenseUnit, FactorUnit, Unit
 
 _OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
 _SOME_STEPS = 8
+_numbers = itertools.count()  # of reductions
 
 
 class Planner:
@@ -40,6 +44,7 @@ class Planner:
         reasons: why a unit is all-reduced after all; stands in further plans, too.
         notices: why a parameter takes its path, in this plan.
         settled: whether the first step of the plan is over.
+        changing: whether the model has been seen to differ from the plan in this step; then nothing leaves early.
         version: number of the plan.
         pipeline: the pipeline of the plan; None before one is settled.
         rounding: what rounding had taken away when the pipeline was last asked.
@@ -62,7 +67,9 @@ class Planner:
         self.transport = transport
         self._samples = samples
         self._arrived = arrived
-        self._parameters = list(model.parameters())
+        self._structure = ModelStructure(model)
+        self._number = next(_numbers)
+        self.changing = False
         self.reasons: dict[str, str] = {}
         self.version = 0
         self.pipeline: Pipeline | None = None
@@ -70,6 +77,7 @@ class Planner:
         self.reference = 0
         self.link: Link | None = None
         self._off_plan = 0
+        self._added: set[str] = set()  # parameters that have come since the last plan was settled
         self._build()
 
     def _build(self) -> None:
@@ -78,32 +86,53 @@ class Planner:
         found = find_units(self.model, self.method, set(self.reasons), compress_dense)
         self.capture, self.units, self.paths = found.capture, found.units, found.paths
         self.notices = found.reasons
-        self._trained = self._trained_now()
         self._order: list[Unit] = []
         self.settled = False
-        self._formed: list[str] = []  # weights whose factors became gradients when the plan changed under them
         for unit in self.units:
             unit.watch(self._arrived)
-
-    def _trained_now(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
 
     def take_down(self, unit: Unit) -> None:
         """Notes the order in which units arrive, before the plan is settled."""
         if unit not in self._order:
             self._order.append(unit)
 
-    def follow_freezing(self) -> None:
-        """Makes a new plan if parameters have been frozen or freed; gradients that have arrived are kept."""
-        if self._trained == self._trained_now():
-            return
-        formed = []
+    def before_forward(self) -> None:
+        """Follow parameters that have been frozen or freed; watch for other changes of the model.
+
+        Those are followed at the end of the step only, since `torch.func.functional_call` puts other tensors in the
+        place of parameters while it calls the model. Until then nothing is sent.
+        """
+        if self._structure.same_tensors():
+            if not self._structure.same_training():
+                self._plan_anew()
+        else:
+            self.changing = True
+
+    def before_synchronization(self) -> None:
+        """Follow whatever has changed in the model; take what the step has brought out of placeholders."""
+        if not (self._structure.same_tensors() and self._structure.same_training()):
+            self._plan_anew()
+        self.changing = False
         for unit in self.units:
-            if isinstance(unit, FactorUnit) and unit.rows:
-                unit.form_gradients()
-                formed.append(unit.name)
-        self._plan_anew()
-        self._formed = formed
+            if isinstance(unit, FactorUnit):
+                unit.resolve(self._number)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a plan that is not settled yet has gradients that no backward pass has announced to it."""
+        return not self.settled and any(p.grad is not None for unit in self.units for p in unit.parameters.values())
+
+    def mark_agreed(self) -> None:
+        """Remember which gradients of factored parameters all sites have alike, at the end of a step."""
+        for unit in self.units:
+            if isinstance(unit, FactorUnit):
+                for parameter in unit.parameters.values():
+                    mark_agreed(parameter, self._number)
+
+    def end_step(self) -> None:
+        """Forget the step that is over."""
+        for unit in self.units:
+            unit.begin_step()
 
     def follow_sizes(self, samples: Sequence[int]) -> None:
         """Chooses anew, where the method chooses, once batches have had another size for some steps.
@@ -121,12 +150,35 @@ class Planner:
     def _plan_anew(self) -> None:
         self.release()
         self.version += 1
+        known = set(self._structure.parameters)
+        self._structure = ModelStructure(self.model)
+        self._added |= {name for name, each in self.model.named_parameters() if id(each) not in known}
         self._build()
 
-    def release(self) -> None:
-        """Takes hooks and capture off the model."""
-        for unit in self.units:
-            unit.release()
+    def release(self, *, discard: bool = False) -> None:
+        """Take hooks and capture off the model; gradients that have arrived stay in ``.grad`` as autograd's would.
+
+        Args:
+            discard: drop them instead.
+
+        Raises:
+            RuntimeError: if some are on their way to other sites and not here any more; nothing has changed then.
+        """
+        factored = [unit for unit in self.units if isinstance(unit, FactorUnit)]
+        gone = [unit.name for unit in factored if unit.sent and not unit.void]
+        if gone and not discard:
+            raise RuntimeError(
+                f"gradients of this step are on their way to the other sites, that of {gone[0]!r} first: call "
+                "synchronize(), or clear the gradients (zero_grad), before detach() or a change of the model"
+            )
+        for unit in factored:
+            if discard:
+                unit.discard()
+            else:
+                unit.form_gradients()
+            unit.resolve(self._number)
+        for each in self.units:
+            each.release()
         self.capture.detach()
 
     def settle(self, step: int) -> Pipeline:
@@ -142,6 +194,9 @@ class Planner:
         if self.pipeline is not None:
             self.rounding = self.pipeline.rounding()
             self.pipeline.retire(step, self.version)
+        if self._added:
+            replicas.check_values(self.model, self._added, self.transport)
+            self._added.clear()
         if self.method.chooses and self.link is None:
             with self.transport.traffic.apart():
                 self.link = measure_link(self.transport)
@@ -164,8 +219,6 @@ class Planner:
             self.version,
         )
         self.pipeline.add_rounding(self.rounding)
-        for unit in self.units:
-            unit.dense |= unit.name in self._formed
         return self.pipeline
 
     def _find_chains(self) -> bool:

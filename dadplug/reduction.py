@@ -84,7 +84,7 @@ class GradientReduction:
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
         replicas.check_alike(model, settings, self._transport)
         replicas.broadcast_model(model, self._transport)
-        self._counter = SampleCounter(model, lambda: self._planner.follow_freezing())
+        self._counter = SampleCounter(model, lambda: self._planner.before_forward(), self._drop_cleared)
         self._epoch_samples = 0
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
@@ -112,11 +112,19 @@ class GradientReduction:
             self._method.loss_scales.record(unit.name)
         if not self._planner.settled:
             self._planner.take_down(unit)
-        elif self._syncing and not unit.sent and unit.arrivals >= unit.expected > 0:
+        elif self._syncing and not unit.sent and unit.complete and not self._planner.changing:
             assert self._planner.pipeline is not None
             self._planner.pipeline.arrive(unit)
-        if not unit.sent and isinstance(unit, FactorUnit):
-            unit.keep()
+        if isinstance(unit, FactorUnit):
+            unit.show_arrival()
+            unit.keep(self._counter.owned)
+
+    def _drop_cleared(self) -> None:
+        """Discard what has arrived for parameters whose gradients the program has cleared since."""
+        arrived = [unit for unit in self._planner.units if unit.arrivals]
+        if arrived and all([unit.drop_cleared() for unit in arrived]):
+            self._counter.discard()
+            self._pending = False
 
     def _samples(self) -> int:
         """Tells the samples that this site's gradients stand for so far in the step."""
@@ -138,7 +146,10 @@ class GradientReduction:
             MismatchError: if the sites are not at the same step.
         """
         planner = self._planner
-        planner.follow_freezing()
+        self._drop_cleared()
+        planner.before_synchronization()
+        self._pending |= planner.holds_gradients
+        self._counter.follow()
         for table in self._renormalised:
             replicas.renormalise(table)
         if not planner.settled:
@@ -153,14 +164,14 @@ class GradientReduction:
             self.share = notes[self.rank].samples / self._agreed_samples if self._agreed_samples else 0.0
             if not planner.settled:
                 planner.pipeline = None  # no site has had any data yet
+            planner.mark_agreed()
         finally:
             self._epoch_samples += self._counter.count
             self._end_step()
         planner.follow_sizes([note.samples for note in notes])
 
     def _end_step(self) -> None:
-        for unit in self._planner.units:
-            unit.begin_step()
+        self._planner.end_step()
         self._counter.reset()
         self._method.loss_scales.end_step()
         if self._norms is not None:
@@ -287,6 +298,14 @@ class GradientReduction:
         """The sites by name, for messages."""
         return [self._transport.sites[rank] for rank in range(self.world_size)]
 
+    def broadcast_model(self) -> None:
+        """Replace every site's parameters and buffers by those of rank 0; all sites must call it.
+
+        The reduction does so when it is built. Call it again after adding layers whose first values differ.
+        """
+        with self.traffic.apart():
+            replicas.broadcast_model(self.model, self._transport)
+
     def average_buffers(self) -> None:
         """Averages running statistics and other float buffers over sites, so that all evaluate one model.
 
@@ -371,9 +390,21 @@ class GradientReduction:
                 states[0] | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
             )
 
-    def detach(self) -> None:
-        """Takes everything off the model, which then trains alone. May be called twice."""
-        self._planner.release()
+    def detach(self, *, discard: bool = False) -> None:
+        """Take everything off the model, which then trains alone. May be called twice.
+
+        Gradients that have not been synchronized become this site's own in ``.grad``.
+
+        Args:
+            discard: drop gradients that have not been synchronized, whatever has become of them.
+
+        Raises:
+            RuntimeError: if some of them are on their way to the other sites already, so that they are not here any
+                more; nothing has been changed then.
+        """
+        self._drop_cleared()
+        self._planner.release(discard=discard)
+        self._pending = False
         self._counter.detach()
         if self._norms is not None:
             self._norms.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,29 @@ def check_alike(model: nn.Module, settings: dict[str, Any], transport: Transport
                 raise MismatchError(
                     f"the sites do not train the same thing: {what} is {here} at {transport.sites[0]} and {there} at "
                     f"{transport.sites[rank]}"
+                )
+
+
+def check_values(model: nn.Module, names: Collection[str], transport: Transport) -> None:
+    """Compare the values of parameters that have been added to the model.
+
+    Args:
+        model: the model.
+        names: names of the parameters, the same on all sites.
+        transport: the transport.
+
+    Raises:
+        MismatchError: on every site, if names or values differ; nothing has been changed then.
+    """
+    own = {name: _fingerprint(each) for name, each in model.named_parameters() if name in names}
+    every = transport.gather_objects(own)
+    for rank, other in enumerate(every):
+        for name in [*every[0], *other]:
+            if every[0].get(name) != other.get(name):
+                raise MismatchError(
+                    f"parameter {name!r} has been added to the model and is not the same at {transport.sites[0]} and "
+                    f"{transport.sites[rank]}: give it the same values on all sites before training goes on, by the "
+                    "same seed or by reduction.broadcast_model()"
                 )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,27 +18,45 @@ class SampleCounter:
     """Counts the samples of a model's forward passes once backward runs through them.
 
     The batch is taken to be the first dimension of the first tensor among the inputs of the outermost call: of the
-    model, or of one of its direct children where the model itself is never called, as in a Lightning module.
+    model, or of one of its direct children where the model itself is never called, as in a Lightning module. Mappings
+    and plain objects among the inputs are searched too; where no input has a tensor, the outputs are.
 
     Args:
         model: the model.
         on_forward: called before every outermost forward that backward may follow.
+        on_backward: called before a backward pass through such a forward is counted.
 
     Attributes:
-        current: samples of the forward pass that is running; 0 outside of one.
+        current: samples of the forward pass that is running; 0 outside of one, and where they cannot be told.
+        owned: addresses of the memory of the inputs since the last `reset`, which a program may overwrite.
     """
 
-    def __init__(self, model: nn.Module, on_forward: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, on_forward: Callable[[], None], on_backward: Callable[[], None]) -> None:
         self._on_forward = on_forward
+        self._on_backward = on_backward
         self.current = 0
+        self.owned: set[int] = set()
         self._of_model = self._of_parts = 0
+        self._reached = self._unknown = False  # whether backward has, and whether it has reached samples without number
+        self._generation = 0  # times that counting has begun anew
+        self._backward_pass = -1  # the last one that was counted
         self._depth = 0
+        self._told = True
         self._said: _Said | None = None
         self._inside = False
         self._handles: list[Any] = []
-        for module in (model, *model.children()):
-            self._handles.append(module.register_forward_pre_hook(_Before(self), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_After(self, module is model), always_call=True))
+        self._model = model
+        self._watched: list[nn.Module] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Watch modules that have been added to the model since."""
+        for module in (self._model, *self._model.children()):
+            if not any(module is watched for watched in self._watched):
+                self._watched.append(module)
+                self._handles.append(module.register_forward_pre_hook(_Before(self), with_kwargs=True))
+                after = _After(self, module is self._model)
+                self._handles.append(module.register_forward_hook(after, always_call=True))
 
     @property
     def count(self) -> int:
@@ -70,7 +89,7 @@ class SampleCounter:
             alone: whether there is no other site, so that nobody need be told if samples cannot be.
         """
         count = self.count
-        if count == 0 and pending:
+        if (not self._reached or self._unknown) and pending:
             if self.said is not None:
                 count = self.said
             else:
@@ -83,9 +102,16 @@ class SampleCounter:
                     )
         return count if by_samples else int(pending and count > 0)
 
+    def discard(self) -> None:
+        """Forget the backward passes so far, whose gradients have been cleared."""
+        self._of_model = self._of_parts = 0
+        self._reached = self._unknown = False
+        self._generation += 1
+
     def reset(self) -> None:
         """Starts counting anew."""
-        self._of_model = self._of_parts = 0
+        self.discard()
+        self.owned.clear()
         if self._inside and self._said is not None:
             self._said = _Said(self._said.samples)
         else:
@@ -102,9 +128,11 @@ class SampleCounter:
         if self._depth == 1:
             if torch.is_grad_enabled():
                 self._on_forward()
-            self.current = batch_size(inputs) or 1
+                self.owned.update(leaf.untyped_storage().data_ptr() for leaf in tensors_of(inputs) if _is_plain(leaf))
+            size = batch_size(inputs)
+            self.current, self._told = size or 0, size is not None
             if self._inside and self._said is not None:
-                self.current = self._said.samples
+                self.current, self._told = self._said.samples, True
 
     def leave(self, outputs: Any, of_model: bool) -> None:
         self._depth -= 1
@@ -113,12 +141,21 @@ class SampleCounter:
         samples, self.current = self.current, 0
         if not torch.is_grad_enabled():
             return
-        reached = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        known = self._told
+        if not known and (size := batch_size(outputs)) is not None:
+            samples, known = size, True
+        reached = [leaf for leaf in tensors_of(outputs) if leaf.requires_grad]
         said = self._said if self._inside and self._said is not None else _Said(samples)
 
         def count(_: Tensor) -> None:
-            if not said.counted:
-                said.counted = True
+            now = torch._C._current_graph_task_id()
+            if now != self._backward_pass:
+                self._backward_pass = now
+                self._on_backward()
+            if said.counted_in != self._generation:
+                said.counted_in = self._generation
+                self._reached = True
+                self._unknown |= not known
                 if of_model:
                     self._of_model += samples
                 else:
@@ -130,17 +167,39 @@ class SampleCounter:
 
 @dataclass
 class _Said:
-    """A number of samples that is to be counted once."""
+    """A number of samples that is to be counted once between two calls of `SampleCounter.discard`."""
 
     samples: int
-    counted: bool = False
+    counted_in: int = -1
 
 
 def batch_size(batch: Any) -> int | None:
-    """Tells the first dimension of the first tensor in a batch; None where there is none."""
-    sized = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)
-    first = next(sized, None)
+    """Return the first dimension of the first tensor in a batch; None where there is none."""
+    first = next((leaf for leaf in tensors_of(batch) if leaf.dim() > 0), None)
     return None if first is None else first.shape[0]
+
+
+def tensors_of(batch: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Find the tensors in a batch: in containers that pytree knows, in mappings, and in attributes of objects.
+
+    Args:
+        batch: anything.
+        depth: how many objects that pytree does not know may lie within one another.
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and isinstance(leaf, Mapping):
+            yield from tensors_of(list(leaf.values()), depth - 1)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module, ModuleType)):
+            yield from tensors_of(list(vars(leaf).values()), depth - 1)
+        elif depth and (slots := getattr(type(leaf), "__slots__", None)):
+            names = (slots,) if isinstance(slots, str) else slots
+            yield from tensors_of([getattr(leaf, name, None) for name in names], depth - 1)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 class _Before:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from .hooks import LINEAR, CapturedLayer, Factor, Form, stack_by_form
+from .hooks import LINEAR, CapturedLayer, Factor, Form, OwnHook, stack_by_form
+from .lazy_gradient import Placeholders, accumulated, is_agreed
 from .share import Share
 
 
@@ -19,6 +22,9 @@ class Unit:
         expected: the most that ever arrived in one step; with so many it is taken to be complete.
         sent: whether its share has gone to a bucket in this step.
         dense: whether a gradient has arrived that its bucket does not carry, so that it has to be all-reduced.
+        void: whether what has gone to a bucket in this step has been discarded since.
+        discards: times its gradient has been discarded in this step.
+        expected_discards: times it was in the last step; with so many it is taken to be one to keep.
         path: the path that it takes, which says what kind of stage it goes through.
     """
 
@@ -31,6 +37,9 @@ class Unit:
         self.expected = 0
         self.sent = False
         self.dense = False
+        self.void = False
+        self.discards = 0
+        self.expected_discards = 0
         self._hooks: list = []
 
     @property
@@ -43,16 +52,34 @@ class Unit:
         """Height and width of the weight as a matrix: for fully connected layers the widths of output and input."""
         return matrix_shape(self.lead)
 
+    @property
+    def complete(self) -> bool:
+        """Whether its gradient is taken to be complete, by what the last steps were like."""
+        return self.arrivals >= self.expected > 0 and self.discards >= self.expected_discards
+
     def watch(self, on_arrival: Callable[[Unit], None]) -> None:
         """Calls back whenever autograd has delivered all of a backward pass's gradient for the leading parameter."""
-        self._hooks.append(self.lead.register_post_accumulate_grad_hook(lambda _: on_arrival(self)))
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(lambda _: on_arrival(self))))
+
+    def drop_cleared(self) -> bool:
+        """Discard what has arrived if the program has cleared it since; return whether that was all of it."""
+        return False
+
+    def discard(self) -> None:
+        """Forget the backward passes of this step so far, since their gradients have been cleared."""
+        self.void |= self.sent
+        self.arrivals = 0
+        self.discards += 1
+        self.dense = False
 
     def begin_step(self) -> None:
         """Forgets the step that is over."""
         self.expected = max(self.expected, self.arrivals)
+        self.expected_discards, self.discards = self.discards, 0
         self.arrivals = 0
         self.sent = False
         self.dense = False
+        self.void = False
 
     def release(self) -> None:
         """Takes the hooks off."""
@@ -73,6 +100,28 @@ class DenseUnit(Unit):
     def __init__(self, name: str, parameter: nn.Parameter, path: str = "allreduce") -> None:
         super().__init__(name, {name: parameter})
         self.path = path
+        self._version = 0  # of the gradient, when it arrived
+
+    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
+        def arrive(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._version = parameter.grad._version
+                on_arrival(self)
+
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(arrive)))
+
+    def drop_cleared(self) -> bool:
+        if not self.arrivals:
+            return False
+        gradient = self.lead.grad
+        if gradient is None or (gradient._version != self._version and _is_zero(gradient)):
+            self.discard()
+            return True
+        return False
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    return not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 
 class FactorUnit(Unit):
@@ -110,12 +159,93 @@ class FactorUnit(Unit):
         self._held: list[Factor] = []
         self._taken_keys: list[int] = []
         self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
-        for parameter in parameters.values():
-            self._hooks.append(parameter.register_hook(self._on_dense))
+        self._placeholders = Placeholders(parameters, self)
+        for name, parameter in parameters.items():
+            self._hooks.append(parameter.register_hook(OwnHook(partial(self._on_dense, name))))
+            if name != weight:
+                hook = OwnHook(lambda _: self._placeholders.put() if self._placeholders else None)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _on_dense(self, gradient: Tensor | None) -> None:
+    def _on_dense(self, name: str, gradient: Tensor | None) -> None:
+        """Prepare for autograd adding to ``.grad``; called before it does, and before factors arrive."""
+        self.drop_cleared()
         if gradient is not None:
+            self._placeholders.lift(name)
             self.dense = self.outside = True
+
+    def drop_cleared(self) -> bool:
+        gone = self._placeholders.gone()
+        if not gone:
+            return False
+        if len(gone) < len(self.parameters):
+            self._keep_rest(gone)
+            return False
+        self.discard()
+        return True
+
+    def _keep_rest(self, gone: Sequence[str]) -> None:
+        """Form the gradient of the weight or of the bias, where that of the other has been cleared."""
+        kept = next(name for name in self.parameters if name not in gone)
+        self._check_here(kept)
+        self._placeholders.drop(gone, self.read_gradient)
+        for part in self._parts(kept):
+            self._placeholders.add(kept, part)
+        self._forget_factors()
+        self.dense = True
+
+    def discard(self) -> None:
+        read = None if self.sent and not self.void else self.read_gradient
+        self._placeholders.drop(list(self.parameters), read)
+        super().discard()
+        self._forget_factors()
+        self._formed.clear()
+        self._taken_keys.clear()
+
+    def _forget_factors(self) -> None:
+        self._held = []
+        for layer in self.layers:
+            layer.clear()
+
+    def read_gradient(self, name: str) -> Tensor:
+        self._check_here(name)
+        earlier = self._placeholders.earlier(name)
+        gradient = None if earlier is None else earlier.clone()
+        for part in self._parts(name):
+            gradient = accumulated(gradient, part, self.parameters[name])
+        return torch.zeros_like(self.parameters[name]) if gradient is None else gradient
+
+    def _parts(self, name: str) -> list[Tensor]:
+        """Form what the factors that are here add to a parameter's gradient."""
+        factors = stack_by_form([factor.to(self.lead.dtype) for factor in self._peek()])
+        return [factor.gradient() if name == self.name else factor.bias_gradient() for factor in factors]
+
+    def own_gradient(self, name: str) -> Tensor:
+        self._check_here(name)
+        self.form_gradients()
+        self.dense = True
+        own = self._placeholders.earlier(name)
+        return self._placeholders.add(name, torch.zeros_like(self.parameters[name])) if own is None else own
+
+    def _check_here(self, name: str) -> None:
+        if self.sent and not self.void:
+            raise RuntimeError(
+                f"the gradient of {name!r} is on its way to the other sites: call reduction.synchronize() before "
+                "reading, changing or clearing parts of it, or run backward() inside reduction.no_sync()"
+            )
+
+    def show_arrival(self) -> None:
+        """Put placeholders into ``.grad``: clearing, reading and changing it then act on what has arrived."""
+        self._placeholders.put()
+
+    def resolve(self, reduction: int) -> None:
+        """Take the placeholders off as synchronization begins; what a program has put into ``.grad`` is all-reduced.
+
+        Args:
+            reduction: number of the reduction.
+        """
+        self._placeholders.resolve()
+        if not all(is_agreed(parameter, reduction) for parameter in self.parameters.values()):
+            self.dense = True
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -186,13 +316,16 @@ class FactorUnit(Unit):
         shape = self.lead.shape
         return Factor.stack([factor.matrix(shape) for factor in stack_by_form(factors)]).matrix(shape)
 
-    def keep(self) -> None:
+    def keep(self, owned: Container[int] = ()) -> None:
         """Holds factors that cannot leave yet, in no more room than a gradient where they may be one.
 
         Inputs from data are copied, since a loader may reuse its buffers.
+
+        Args:
+            owned: addresses of memory that the user owns.
         """
         for layer in self.layers:
-            layer.keep_inputs()
+            layer.keep_inputs(owned)
         held = self._peek()
         if sum(factor.numel for factor in held if factor.form.may_be_dense) < self.lead.numel():
             return
@@ -209,12 +342,13 @@ class FactorUnit(Unit):
 
     def _form(self, factor: Factor) -> None:
         self._formed[factor.form] = self._formed.get(factor.form, 0) + factor.rows
-        add_gradient(self.lead, factor.gradient())
+        self._placeholders.add(self.name, factor.gradient())
         if self.bias is not None:
-            add_gradient(self.parameters[self.bias], factor.bias_gradient())
+            self._placeholders.add(self.bias, factor.bias_gradient())
 
     def begin_step(self) -> None:
         super().begin_step()
+        self._placeholders.end_step()
         self.outside = False
         self._formed.clear()
         self._taken_keys.clear()
@@ -232,56 +366,4 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Accumulates a gradient as autograd does; it may have the parameter's numbers in another shape."""
-    gradient = gradient if gradient.is_sparse else gradient.reshape(parameter.shape)
-    if parameter.grad is None:
-        parameter.grad = gradient
-    elif gradient.is_sparse or parameter.grad.is_sparse:
-        parameter.grad = parameter.grad + gradient
-    else:
-        parameter.grad.add_(gradient)
-
-
-class GradientUnit(FactorUnit):
-    """A weight that no layer has factors for, whose gradient is compressed once autograd has formed it.
-
-    The gradient of each backward pass is taken away from ``.grad`` as it arrives, since what lies there already has
-    been agreed on in earlier steps.
-
-    Args:
-        name: name of the weight, of two dimensions or more.
-        parameter: the weight.
-    """
-
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        super().__init__(name, None, {name: parameter}, [], "lowrank", LINEAR)
-        self._earlier: Tensor | None = None
-        self._sum: Tensor | None = None
-
-    def _on_dense(self, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self._earlier, self.lead.grad = self.lead.grad, None
-
-    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
-        def arrive(parameter: Tensor) -> None:
-            gradient, parameter.grad, self._earlier = parameter.grad, self._earlier, None
-            if gradient is not None:
-                self._sum = gradient if self._sum is None else self._sum.add_(gradient)
-                on_arrival(self)
-
-        self._hooks.append(self.lead.register_post_accumulate_grad_hook(arrive))
-
-    @property
-    def rows(self) -> int:
-        return 0 if self._sum is None else min(self.shape)
-
-    def take(self) -> Factor | None:
-        gradient, self._sum = self._sum, None
-        return None if gradient is None else Factor.formed(gradient)
-
-    def keep(self) -> None:
-        pass
-
-    def form_gradients(self) -> None:
-        if self._sum is not None:
-            add_gradient(self.lead, self._sum)
-            self._sum = None
+    parameter.grad = accumulated(parameter.grad, gradient, parameter)

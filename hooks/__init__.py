@@ -15,6 +15,7 @@ from .elementwise import Elementwise, register_elementwise
 from .factor import Factor, stack_by_form
 from .form import LINEAR, Form
 from .override import ForwardOverride, overridden
+from .own_hook import OwnHook
 from .registry import LayerFamily, Recorder, capturable_layers, family_of, refusal_of, register_family
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ForwardOverride",
     "LayerCapture",
     "LayerFamily",
+    "OwnHook",
     "Recorder",
     "Trace",
     "capturable_layers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -14,6 +14,7 @@ from .chain import ChainTracer, Trace
 from .factor import Factor, stack_by_form
 from .form import LINEAR, Form
 from .override import ForwardOverride
+from .own_hook import OwnHook, has_user_hooks
 from .registry import LayerFamily, Recorder, capturable_layers, family_of
 
 
@@ -50,22 +51,38 @@ class CapturedLayer:
         self.weight_gradients = weight_gradients
         self.tracer = tracer if family.known_form(module) == LINEAR else None
         self.fed_by_data = False
+        self.weight: nn.Parameter = getattr(module, family.weight)
+        self._bias: nn.Parameter | None = getattr(module, family.bias, None)
         self._pending: list[tuple[int, Factor]] = []
         self._factors: list[Factor] = []
+        self._versions: list[int] = []  # of the factors' activations, when they were committed
         self._kept = 0  # of the factors, those that nobody else can overwrite
-        self._hook = self.weight.register_post_accumulate_grad_hook(lambda _: self.commit())
+        self._hook = self.weight.register_post_accumulate_grad_hook(OwnHook(lambda _: self.commit()))
         self._forward = _CapturedForward(self)
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The parameter whose gradient has factors."""
-        return getattr(self.module, self.family.weight)
 
     @property
     def bias(self) -> nn.Parameter | None:
         """The parameter whose gradient is the sum of the deltas, where there is one that needs a gradient."""
-        bias = getattr(self.module, self.family.bias, None)
-        return bias if bias is not None and bias.requires_grad else None
+        return self._bias if self._bias is not None and self._bias.requires_grad else None
+
+    @property
+    def captures(self) -> bool:
+        """Whether a forward pass now would be captured.
+
+        It is not, and autograd computes the gradients, where `torch.func.functional_call` or a change of the model
+        has put other tensors in the place of weight and bias, where they have hooks of the user's, which have to see
+        a gradient, and inside transforms of `torch.func`.
+        """
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return False
+        parameters = self.module._parameters
+        if parameters.get(self.family.weight) is not self.weight or parameters.get(self.family.bias) is not self._bias:
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        if self.weight_gradients:
+            return True
+        return not (has_user_hooks(self.weight) or (self._bias is not None and has_user_hooks(self._bias)))
 
     def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR, trace: Trace | None = None) -> None:
         """Takes one call's factors; called by the family during backward."""
@@ -77,34 +94,56 @@ class CapturedLayer:
     def commit(self) -> None:
         """Keeps what the running backward pass recorded; called when the weight's gradient is due in it."""
         now = _backward_pass()
-        self._factors += [factor for backward_pass, factor in self._pending if backward_pass == now]
+        factors = [factor for backward_pass, factor in self._pending if backward_pass == now]
+        self._factors += factors
+        self._versions += [factor.activations._version for factor in factors]
         self._drop(now)
 
     def _drop(self, backward_pass: int) -> None:
         self._pending = [entry for entry in self._pending if entry[0] != backward_pass]
 
     def take(self) -> list[Factor]:
-        """Hands over the committed factors, one a call, and forgets them."""
-        factors, self._factors, self._kept = self._factors, [], 0
+        """Hand over the committed factors, one a call, and forget them.
+
+        Raises:
+            RuntimeError: if the layer's input has been overwritten since backward.
+        """
+        factors, versions = self._factors, self._versions
+        self.clear()
+        for factor, version in zip(factors, versions, strict=True):
+            if factor.activations._version != version:
+                raise RuntimeError(
+                    f"the input of layer {self.name!r} was changed in place after backward() and before its gradient "
+                    "was synchronized: change a copy, or call synchronize() first"
+                )
         return factors
+
+    def clear(self) -> None:
+        """Forget the committed factors."""
+        self._factors, self._versions, self._kept = [], [], 0
 
     def peek(self) -> list[Factor]:
         """Shows the committed factors without taking them."""
         return list(self._factors)
 
-    def keep_inputs(self) -> None:
-        """Copies committed inputs that came from data, since a loader may reuse its buffer for the next batch."""
-        if self.fed_by_data:
-            for index in range(self._kept, len(self._factors)):
-                factor = self._factors[index]
+    def keep_inputs(self, owned: Container[int] = ()) -> None:
+        """Copy committed inputs that the user may overwrite, as a loader that fills one buffer with every batch does.
+
+        Args:
+            owned: addresses of memory that the user owns, beside that of inputs without a gradient.
+        """
+        for index in range(self._kept, len(self._factors)):
+            factor = self._factors[index]
+            if self.fed_by_data or factor.activations.untyped_storage().data_ptr() in owned:
                 self._factors[index] = replace(factor, activations=factor.activations.clone())
+                self._versions[index] = 0
         self._kept = len(self._factors)
 
     def release(self) -> None:
         """Gives the layer its own forward back."""
         self._hook.remove()
         self._pending.clear()
-        self._factors.clear()
+        self.clear()
         self._forward.restore()
 
 
@@ -118,7 +157,7 @@ class _CapturedForward(ForwardOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         layer = self._layer
-        if not (torch.is_grad_enabled() and layer.weight.requires_grad):
+        if not layer.captures:
             return self.plain(*args, **kwargs)
         inputs = args[0] if args else kwargs[self._input]
         layer.fed_by_data |= not inputs.requires_grad
@@ -188,7 +227,7 @@ class LayerCapture:
     def clear(self) -> None:
         """Forgets the factors, as ``zero_grad`` does with gradients."""
         for layer in self.layers.values():
-            layer.take()
+            layer.clear()
 
     def release(self, name: str) -> None:
         """Stops capturing one layer."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .form import Form
+from .gradient_use import gradient_use
 from .registry import Recorder
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -177,10 +178,12 @@ class ConvolutionWithFactors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         inputs, weight = ctx.saved_tensors
-        form = ConvolutionForm(ctx.geometry, tuple(weight.shape), tuple(inputs.shape[1:]), tuple(deltas.shape[1:]))
-        ctx.record(inputs.detach().flatten(1), deltas.detach().flatten(1), form)
+        use = gradient_use(ctx, ctx.weight_gradients)
+        if use.record:
+            form = ConvolutionForm(ctx.geometry, tuple(weight.shape), tuple(inputs.shape[1:]), tuple(deltas.shape[1:]))
+            ctx.record(inputs.detach().flatten(1), deltas.detach().flatten(1), form)
         grad_bias = None
-        wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and ctx.weight_gradients
+        wanted = ctx.needs_input_grad[0], use.weight
         grad_inputs = grad_weight = None
         if any(wanted):  # under autocast the deltas come in a narrower type than weight or input
             grad_inputs, grad_weight, _ = ctx.geometry.backward(
@@ -188,7 +191,7 @@ class ConvolutionWithFactors(torch.autograd.Function):
             )
             grad_inputs = grad_inputs.to(inputs.dtype) if wanted[0] else None
             grad_weight = grad_weight.to(weight.dtype) if wanted[1] else None
-        if ctx.needs_input_grad[2] and ctx.weight_gradients:
+        if use.bias:
             grad_bias = deltas.flatten(2).sum((0, 2)).to(weight.dtype)
         return grad_inputs, grad_weight, grad_bias, None, None, None
 

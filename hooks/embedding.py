@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .form import Form
+from .gradient_use import gradient_use
 from .registry import LayerFamily, Recorder, register_family
 from .table import TableForm, factors_of_lookups, form_of, why_dense
 
@@ -36,9 +37,11 @@ class _EmbeddingWithFactors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (numbers,) = ctx.saved_tensors
-        rows, sums, form = factors_of_lookups(ctx.form, numbers, deltas.detach(), ctx.padding_idx)
-        ctx.record(rows, sums, form)
-        grad_weight = form.gradient(sums, rows) if ctx.weight_gradients else None
+        use = gradient_use(ctx, ctx.weight_gradients, weight=0, bias=None)
+        rows, sums, form = factors_of_lookups(ctx.form, numbers, deltas, ctx.padding_idx)
+        if use.record:
+            ctx.record(rows, sums.detach(), form)
+        grad_weight = form.gradient(sums, rows) if use.weight else None
         return grad_weight, None, None, None, None, None
 
 

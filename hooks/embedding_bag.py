@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .form import Form
+from .gradient_use import gradient_use
 from .registry import LayerFamily, Recorder, register_family
 from .table import factors_of_lookups, form_of, why_dense
 
@@ -63,9 +64,11 @@ class _BagsWithFactors(torch.autograd.Function):
             real = torch.ones_like(bags) if ctx.padding_idx is None else (numbers != ctx.padding_idx).long()
             sizes = torch.zeros(deltas.shape[0], dtype=torch.long, device=bags.device).index_add_(0, bags, real)
             of_lookups = of_lookups / sizes.clamp(min=1)[bags, None].to(deltas.dtype)
-        rows, sums, form = factors_of_lookups(ctx.form, numbers, of_lookups.detach(), ctx.padding_idx)
-        ctx.record(rows, sums, form)
-        grad_weight = form.gradient(sums, rows) if ctx.weight_gradients else None
+        use = gradient_use(ctx, ctx.weight_gradients, weight=0, bias=None)
+        rows, sums, form = factors_of_lookups(ctx.form, numbers, of_lookups, ctx.padding_idx)
+        if use.record:
+            ctx.record(rows, sums.detach(), form)
+        grad_weight = form.gradient(sums, rows) if use.weight else None
         return grad_weight, None, None, None, grad_scales, None, None, None
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .form import LINEAR, Form
+from .gradient_use import gradient_use
 from .registry import LayerFamily, Recorder, register_family
 
 
@@ -27,15 +28,17 @@ class _LinearWithFactors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         inputs, weight = ctx.saved_tensors
-        rows_in = inputs.detach().reshape(-1, weight.shape[1])
-        rows_out = deltas.detach().reshape(-1, weight.shape[0])
-        ctx.record(rows_in, rows_out)
+        use = gradient_use(ctx, ctx.weight_gradients)
+        rows_in, rows_out = inputs.reshape(-1, weight.shape[1]), deltas.reshape(-1, weight.shape[0])
+        if use.record:
+            ctx.record(rows_in.detach(), rows_out.detach())
         grad_inputs = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:  # under autocast the deltas come in a narrower type than weight or input
             grad_inputs = (deltas @ weight.to(deltas.dtype)).to(inputs.dtype)
-        if ctx.weight_gradients:
-            grad_weight = (rows_out.to(weight.dtype).T @ rows_in.to(weight.dtype)) if ctx.needs_input_grad[1] else None
-            grad_bias = rows_out.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        if use.weight:
+            grad_weight = rows_out.to(weight.dtype).T @ rows_in.to(weight.dtype)
+        if use.bias:
+            grad_bias = rows_out.sum(0).to(weight.dtype)
         return grad_inputs, grad_weight, grad_bias, None, None
 
 

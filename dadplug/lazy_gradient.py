@@ -1,0 +1,244 @@
+"""Placeholders in ``.grad`` for gradients that are held as factors and not formed.
+
+Autograd leaves ``.grad`` of a captured weight as it was. A placeholder shows what a program does with the gradient
+before it is synchronized: clearing it (``zero_grad``, ``.grad = None``, ``.grad.zero_()``) discards the factors, reading
+it gives the local gradient, and changing it in place turns it into a gradient that autograd might have formed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+_ATEN = torch.ops.aten
+_CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
+
+
+class GradientSource(Protocol):
+    """What holds the factors of a parameter's gradient."""
+
+    def read_gradient(self, name: str) -> Tensor:
+        """Return this site's gradient of a parameter so far, formed anew."""
+
+    def own_gradient(self, name: str) -> Tensor:
+        """Form this site's gradient of a parameter for good, and return the tensor that it stays in."""
+
+
+class LazyGradient(Tensor):
+    """A gradient that is formed when a program looks at it; has the parameter's shape, type and device.
+
+    Args:
+        parameter: the parameter.
+        name: its name.
+        source: what holds its factors.
+
+    Attributes:
+        earlier: the part of the gradient that is formed, or None.
+        value: the gradient, once nothing holds its factors any more; None before that, and where it is not known.
+    """
+
+    earlier: Tensor | None
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, name: str, source: GradientSource) -> LazyGradient:
+        """Make a tensor without memory."""
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+
+    def __init__(self, parameter: nn.Parameter, name: str, source: GradientSource) -> None:
+        self.parameter = parameter
+        self.name_of_parameter = name
+        self.source: GradientSource | None = source
+        self.earlier = None
+        self.value = None
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyGradient({self.name_of_parameter!r}, shape={tuple(self.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.read().clone()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on the gradient that this stands for."""
+        if func in _CLEARING:
+            return func(*tree_map_only(LazyGradient, LazyGradient._clear, args), **(kwargs or {}))
+        keeps = _keeps(func)
+        get = LazyGradient._own if keeps else LazyGradient.read
+        return func(*tree_map_only(LazyGradient, get, args), **tree_map_only(LazyGradient, get, kwargs or {}))
+
+    def _stale(self) -> Tensor:
+        if self.value is None:
+            raise RuntimeError(
+                f"the gradient of {self.name_of_parameter!r} that was read here has been cleared or synchronized: "
+                "read .grad again after reduction.synchronize(), or clone it before"
+            )
+        return self.value
+
+    def read(self) -> Tensor:
+        """Return the gradient, to be read only."""
+        return self._stale() if self.source is None else self.source.read_gradient(self.name_of_parameter)
+
+    def _own(self) -> Tensor:
+        """Return the gradient as a tensor whose changes count."""
+        return self._stale() if self.source is None else self.source.own_gradient(self.name_of_parameter)
+
+    def _clear(self) -> Tensor:
+        """Replace the gradient by zeros, as a program that clears gradients in place wants it."""
+        if self.source is None:
+            return self._stale()
+        zeros = self.earlier
+        if zeros is None:
+            zeros = torch.zeros_like(self.parameter, requires_grad=False)
+        self.parameter.grad = zeros
+        return zeros
+
+    @property
+    def held_elsewhere(self) -> bool:
+        """Whether a program holds this tensor beside ``.grad`` and the unit's own reference."""
+        return sys.getrefcount(self) > _REFERENCES
+
+    def retire(self, value: Tensor | None) -> None:
+        """Let go of the factors; those who still hold this tensor get the value."""
+        self.source, self.earlier, self.value = None, None, value
+
+
+_REFERENCES = 3  # of the dictionary of its unit, `self`, and getrefcount's argument
+
+
+def _keeps(func: Any) -> bool:
+    """Return whether an operation changes an argument or returns a view of it."""
+    return any(argument.alias_info is not None for argument in func._schema.arguments)
+
+
+class Placeholders:
+    """The placeholders of a unit's parameters, in ``.grad`` from a gradient's arrival to its synchronization.
+
+    Args:
+        parameters: the parameters by name.
+        source: what holds their factors.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], source: GradientSource) -> None:
+        self._parameters = parameters
+        self._source = source
+        self._active: dict[str, LazyGradient] = {}
+        self._spare: dict[str, LazyGradient] = {}
+        self._lifted: set[str] = set()  # taken off while autograd adds to the gradient itself
+
+    def __bool__(self) -> bool:
+        """Whether any are in ``.grad``, unless a program has put something else there."""
+        return bool(self._active)
+
+    def put(self) -> None:
+        """Put placeholders into ``.grad``; what is there becomes the part that is formed."""
+        for name, parameter in self._parameters.items():
+            lazy = self._active.get(name)
+            if lazy is None:
+                lazy = self._spare.pop(name, None) or LazyGradient(parameter, name, self._source)
+                lazy.source = self._source
+                self._active[name] = lazy
+            if parameter.grad is not lazy:
+                lazy.earlier, parameter.grad = parameter.grad, lazy
+        self._lifted.clear()
+
+    def lift(self, name: str) -> None:
+        """Put the formed part back into ``.grad``, for autograd to add to it; `put` follows."""
+        lazy, parameter = self._active.get(name), self._parameters[name]
+        if lazy is not None and parameter.grad is lazy:
+            parameter.grad, lazy.earlier = lazy.earlier, None
+            self._lifted.add(name)
+
+    def gone(self) -> list[str]:
+        """Return the names of the parameters whose placeholder a program has taken away or replaced."""
+        return [name for name, lazy in self._active.items() if not self._in_place(name, lazy)]
+
+    def _in_place(self, name: str, lazy: LazyGradient) -> bool:
+        gradient = self._parameters[name].grad
+        return gradient is lazy or (name in self._lifted and gradient is not None)
+
+    def earlier(self, name: str) -> Tensor | None:
+        """Return the formed part of a parameter's gradient."""
+        lazy = self._active.get(name)
+        return self._parameters[name].grad if lazy is None or name in self._lifted else lazy.earlier
+
+    def add(self, name: str, gradient: Tensor) -> Tensor:
+        """Add to the formed part of a parameter's gradient, and return it."""
+        lazy, parameter = self._active.get(name), self._parameters[name]
+        if lazy is None or name in self._lifted:
+            parameter.grad = accumulated(parameter.grad, gradient, parameter)
+            return parameter.grad
+        lazy.earlier = accumulated(lazy.earlier, gradient, parameter)
+        return lazy.earlier
+
+    def drop(self, names: Iterable[str], read: Callable[[str], Tensor] | None) -> None:
+        """Give placeholders up whose gradients have been discarded.
+
+        Args:
+            names: names of the parameters.
+            read: computes the gradient, for programs that have kept the placeholder; None where it is not known.
+        """
+        for name in names:
+            lazy = self._active[name]
+            lazy.retire(read(name) if read is not None and lazy.held_elsewhere else None)
+            del self._active[name]
+            self._lifted.discard(name)
+
+    def resolve(self) -> None:
+        """Put the formed parts back into ``.grad``, as synchronization begins."""
+        for name, lazy in self._active.items():
+            parameter = self._parameters[name]
+            if parameter.grad is lazy:
+                parameter.grad, lazy.earlier = lazy.earlier, None
+            lazy.source = None
+        self._lifted.clear()
+        self._spare |= self._active
+        self._active.clear()
+
+    def end_step(self) -> None:
+        """Give programs that have kept a placeholder the agreed gradient."""
+        for name in list(self._spare):
+            lazy = self._spare[name]
+            if lazy.held_elsewhere:
+                lazy.value = self._parameters[name].grad
+                del self._spare[name]
+
+
+def accumulated(present: Tensor | None, gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient plus another as autograd accumulates them, in place where it can be.
+
+    Args:
+        present: the gradient so far, or None.
+        gradient: what is added; it may have the parameter's numbers in another shape.
+        parameter: the parameter.
+    """
+    gradient = gradient if gradient.is_sparse else gradient.reshape(parameter.shape)
+    if present is None:
+        return gradient
+    return present + gradient if gradient.is_sparse or present.is_sparse else present.add_(gradient)
+
+
+def mark_agreed(parameter: nn.Parameter, reduction: int) -> None:
+    """Mark the tensor in ``.grad`` as one that all sites have alike.
+
+    Args:
+        parameter: the parameter.
+        reduction: number of the reduction that has synchronized it.
+    """
+    if parameter.grad is not None:
+        parameter.grad._dadplug_agreed = reduction  # type: ignore[attr-defined]
+
+
+def is_agreed(parameter: nn.Parameter, reduction: int) -> bool:
+    """Return whether ``.grad`` holds nothing but what a reduction has left there; not what a program has put there."""
+    return parameter.grad is None or getattr(parameter.grad, "_dadplug_agreed", None) == reduction
