@@ -123,6 +123,15 @@ class ChainedUnit(FactorUnit):
             whole.append(Share(deltas.to(mine.right.device), mine.right))
         return whole
 
+    @property
+    def broken(self) -> bool:
+        return self.sent and not self.void and self.follower.void and bool(self._accepted)
+
+    def discard(self) -> None:
+        super().discard()
+        self._accepted.clear()
+        self._refused.clear()
+
     def begin_step(self) -> None:
         super().begin_step()
         self._accepted.clear()

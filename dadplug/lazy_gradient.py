@@ -1,8 +1,8 @@
 """Placeholders in ``.grad`` for gradients that are held as factors and not formed.
 
 Autograd leaves ``.grad`` of a captured weight as it was. A placeholder shows what a program does with the gradient
-before it is synchronized: clearing it (``zero_grad``, ``.grad = None``, ``.grad.zero_()``) discards the factors, reading
-it gives the local gradient, and changing it in place turns it into a gradient that autograd might have formed.
+before it is synchronized: clearing it (``zero_grad``, ``.grad = None``, ``.grad.zero_()``) discards the factors,
+reading it gives the local gradient, and changing it in place turns it into one that autograd might have formed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
 
 
 class GradientSource(Protocol):
-    """What holds the factors of a parameter's gradient."""
+    """What holds the factors of a parameter's gradient.
+
+    Attributes:
+        reduction: number of the reduction that it belongs to.
+    """
+
+    reduction: int
 
     def read_gradient(self, name: str) -> Tensor:
         """Return this site's gradient of a parameter so far, formed anew."""
@@ -46,7 +52,7 @@ class LazyGradient(Tensor):
     value: Tensor | None
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, name: str, source: GradientSource) -> LazyGradient:
+    def __new__(cls: Any, parameter: Tensor, name: str, source: GradientSource) -> LazyGradient:
         """Make a tensor without memory."""
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
@@ -100,6 +106,7 @@ class LazyGradient(Tensor):
         zeros = self.earlier
         if zeros is None:
             zeros = torch.zeros_like(self.parameter, requires_grad=False)
+            zeros._dadplug_agreed = self.source.reduction  # type: ignore[attr-defined]
         self.parameter.grad = zeros
         return zeros
 

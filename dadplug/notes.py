@@ -11,7 +11,8 @@ from .errors import MismatchError, NonFiniteError
 from .exchange import Gather, Sites, Transport
 
 _HEAD = 7  # numbers before the counts
-_PRESENT, _DENSE = 1, 2
+_PRESENT, _DENSE, _VOID = 1, 2, 4
+CHAIN_BROKEN = 4  # a fault
 
 
 @dataclass
@@ -23,12 +24,13 @@ class Note:
         version: version of the plan, which changes when parameters are frozen or freed.
         samples: samples that the site's gradients stand for.
         stop: whether the site asks all to stop after this step.
-        fault: 0 for none; else what is not finite: 1 activations, 2 deltas, 3 a gradient.
+        fault: 0 for none; else what is not finite: 1 activations, 2 deltas, 3 a gradient; or `CHAIN_BROKEN`.
         culprit: index of the unit at fault.
         finite: whether no gradient of the site holds NaN or Inf, as far as that has been looked for.
         present: by unit, whether the site has a gradient for it.
         dense: by unit, whether the site has a gradient for it that its bucket does not carry; of a stage that can
             repeat its exchange, whether the unit's payload is void, since its gradient has changed.
+        void: by unit, whether the rows that its bucket carries have been discarded since.
         extra_rows: by unit, rows that its bucket had no room for, or that came late; 0 for a dense unit.
     """
 
@@ -41,11 +43,15 @@ class Note:
     finite: bool = True
     present: list[bool] = field(default_factory=list)
     dense: list[bool] = field(default_factory=list)
+    void: list[bool] = field(default_factory=list)
     extra_rows: list[int] = field(default_factory=list)
 
     def numbers(self) -> list[int]:
         """Packs the note."""
-        flags = [_PRESENT * here + _DENSE * dense for here, dense in zip(self.present, self.dense, strict=True)]
+        flags = [
+            _PRESENT * here + _DENSE * dense + _VOID * void
+            for here, dense, void in zip(self.present, self.dense, self.void, strict=True)
+        ]
         head = [self.step, self.version, self.samples, int(self.stop), self.fault, self.culprit, int(self.finite)]
         return [*head, *flags, *self.extra_rows]
 
@@ -54,9 +60,9 @@ class Note:
         """Unpacks a note."""
         units = (len(numbers) - _HEAD) // 2
         flags, extra = numbers[_HEAD : _HEAD + units], list(numbers[_HEAD + units :])
-        present, dense = [bool(flag & _PRESENT) for flag in flags], [bool(flag & _DENSE) for flag in flags]
+        by_unit = [[bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID)]
         step, version, samples, stop, fault, culprit, finite = numbers[:_HEAD]
-        return cls(step, version, samples, bool(stop), fault, culprit, bool(finite), present, dense, extra)
+        return cls(step, version, samples, bool(stop), fault, culprit, bool(finite), *by_unit, extra)
 
 
 class NoteExchange:
@@ -111,10 +117,17 @@ def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites) -> No
 
     Raises:
         NonFiniteError: if some site's gradients hold NaN or Inf.
+        RuntimeError: if a site has discarded rows from which those of another layer are recomputed.
     """
     for rank, note in enumerate(notes):
         if note.fault:
             name = units[note.culprit]
+            if note.fault == CHAIN_BROKEN:
+                raise RuntimeError(
+                    f"step {note.step}: at {sites[rank]} the gradient of a layer was cleared after it had left, and "
+                    f"that of {name!r}, which mode 'edad' recomputes from it, was not: clear both, or use mode='dad'. "
+                    "No gradient has been changed by this step"
+                )
             what = {
                 1: f"the input of the layer of {name!r}, the first in the forward pass: look at the data, or at a "
                 "layer before it that has no factors",

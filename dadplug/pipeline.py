@@ -11,7 +11,7 @@ from .exchange import Transport
 from .exchange.buckets import DenseBucket
 from .methods import Method
 from .methods.feedback import ErrorFeedback
-from .notes import Note, NoteExchange, raise_fault
+from .notes import CHAIN_BROKEN, Note, NoteExchange, raise_fault
 from .options import Options
 from .share import Share
 from .stages import DenseStage, Stage, stage_kind, write_gradient
@@ -191,14 +191,16 @@ class Pipeline:
         note = Note(step, self.version, self.samples(), stop)
         activations = [name for kind, name in self.faults if kind == 1]
         note.finite = not self.faults
-        if self.faults and self.options.check_finite:
+        broken = [(CHAIN_BROKEN, unit.name) for unit in self.units if unit.broken]
+        if broken or (self.faults and self.options.check_finite):
             # The forward pass reaches last what backward reaches first.
-            note.fault, name = (1, activations[-1]) if activations else self.faults[0]
+            note.fault, name = (broken or [(1, name) for name in activations[-1:]] or self.faults)[0]
             note.culprit = self.index[name]
         for unit in self.units:
             stage = self._stage_of[unit.name]
             note.present.append(stage.present(unit))
-            note.dense.append(unit.dense)
+            note.dense.append(unit.dense and (stage.repeats or unit.has_gradient))
+            note.void.append(unit.void and not stage.repeats)
             note.extra_rows.append(stage.extra_rows(unit))
         return note
 
@@ -212,8 +214,12 @@ class Pipeline:
     def _reduce_dense(self, notes: Sequence[Note], weights: Sequence[float]) -> None:
         """All-reduces gradients that no bucket carries, on all sites if any has one."""
         for index, unit in enumerate(self.units):
-            if self._stage_of[unit.name].repeats or not any(note.dense[index] for note in notes):
+            stage = self._stage_of[unit.name]
+            void = stage.resends_as_gradients and any(note.void[index] for note in notes)
+            if stage.repeats or not (void or any(note.dense[index] for note in notes)):
                 continue
+            if void:
+                stage.form_sent(unit)
             for parameter in unit.parameters.values():
                 bucket = DenseBucket([parameter.numel()], self.transport, parameter.dtype)
                 bucket.fill(0, parameter.grad, weights[self.transport.rank])

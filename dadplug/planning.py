@@ -12,7 +12,6 @@ from . import chains, replicas
 from .agreement import FirstStep, agree
 from .division import find_units
 from .exchange import Transport
-from .lazy_gradient import mark_agreed
 from .link import Link, measure_link
 from .methods import Method
 from .methods.feedback import ErrorFeedback
@@ -90,6 +89,8 @@ class Planner:
         self.settled = False
         for unit in self.units:
             unit.watch(self._arrived)
+            if isinstance(unit, FactorUnit):
+                unit.reduction = self._number
 
     def take_down(self, unit: Unit) -> None:
         """Notes the order in which units arrive, before the plan is settled."""
@@ -102,20 +103,40 @@ class Planner:
         Those are followed at the end of the step only, since `torch.func.functional_call` puts other tensors in the
         place of parameters while it calls the model. Until then nothing is sent.
         """
-        if self._structure.same_tensors():
-            if not self._structure.same_training():
-                self._plan_anew()
-        else:
+        if not self._structure.same_tensors() or (not self._structure.same_training() and self._has_sent):
             self.changing = True
+        elif not self._structure.same_training():
+            self._plan_anew()
 
     def before_synchronization(self) -> None:
-        """Follow whatever has changed in the model; take what the step has brought out of placeholders."""
+        """Follow whatever has changed in the model; take what the step has brought out of placeholders.
+
+        Where gradients of this step have left by the present plan, the step ends by it, and the next one follows.
+
+        Raises:
+            RuntimeError: if they have, and parameters outside of the plan have gradients; nothing has changed then.
+        """
         if not (self._structure.same_tensors() and self._structure.same_training()):
-            self._plan_anew()
+            if not self._has_sent:
+                self._plan_anew()
+            elif new := self._new_gradients():
+                raise RuntimeError(
+                    f"parameter {new[0]!r} was added or freed, and got a gradient, in a step whose other gradients had "
+                    "left already: call synchronize() before the model changes"
+                )
         self.changing = False
         for unit in self.units:
             if isinstance(unit, FactorUnit):
-                unit.resolve(self._number)
+                unit.resolve()
+
+    @property
+    def _has_sent(self) -> bool:
+        return any(unit.sent and not unit.void for unit in self.units)
+
+    def _new_gradients(self) -> list[str]:
+        planned = {id(parameter) for unit in self.units for parameter in unit.parameters.values()}
+        trained = self.model.named_parameters()
+        return [name for name, each in trained if each.grad is not None and id(each) not in planned]
 
     @property
     def holds_gradients(self) -> bool:
@@ -126,8 +147,7 @@ class Planner:
         """Remember which gradients of factored parameters all sites have alike, at the end of a step."""
         for unit in self.units:
             if isinstance(unit, FactorUnit):
-                for parameter in unit.parameters.values():
-                    mark_agreed(parameter, self._number)
+                unit.mark_agreed()
 
     def end_step(self) -> None:
         """Forget the step that is over."""
@@ -176,7 +196,7 @@ class Planner:
                 unit.discard()
             else:
                 unit.form_gradients()
-            unit.resolve(self._number)
+            unit.resolve()
         for each in self.units:
             each.release()
         self.capture.detach()
@@ -236,6 +256,7 @@ class Planner:
         for unit in self.units:
             if isinstance(unit, chains.ChainedUnit):
                 unit.watch(self._arrived)
+                unit.reduction = self._number
                 self.paths |= dict.fromkeys(unit.parameters, unit.path)
         return found.seen
 

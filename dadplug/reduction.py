@@ -121,8 +121,8 @@ class GradientReduction:
 
     def _drop_cleared(self) -> None:
         """Discard what has arrived for parameters whose gradients the program has cleared since."""
-        arrived = [unit for unit in self._planner.units if unit.arrivals]
-        if arrived and all([unit.drop_cleared() for unit in arrived]):
+        cleared = [unit.drop_cleared() for unit in self._planner.units if unit.arrivals]
+        if cleared and all(cleared):
             self._counter.discard()
             self._pending = False
 

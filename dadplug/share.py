@@ -30,6 +30,10 @@ class Share(NamedTuple):
         """Returns some of the rows."""
         return Share(self.left[start:end], self.right[start:end], self.bias if with_bias else None)
 
+    def without_rows(self) -> Share:
+        """Return the share of a gradient of zeros."""
+        return Share(self.left[:0], self.right[:0], None if self.bias is None else torch.zeros_like(self.bias))
+
     def plus(self, other: Share) -> Share:
         """Adds another share of the same layer: rows stack, bias gradients add up."""
         bias = self.bias

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .hooks import LINEAR, CapturedLayer, Factor, Form, OwnHook, stack_by_form
-from .lazy_gradient import Placeholders, accumulated, is_agreed
+from .lazy_gradient import Placeholders, accumulated, is_agreed, mark_agreed
 from .share import Share
 
 
@@ -51,6 +51,16 @@ class Unit:
     def shape(self) -> tuple[int, int]:
         """Height and width of the weight as a matrix: for fully connected layers the widths of output and input."""
         return matrix_shape(self.lead)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether ``.grad`` holds something."""
+        return any(parameter.grad is not None for parameter in self.parameters.values())
+
+    @property
+    def broken(self) -> bool:
+        """Whether what has gone to a bucket makes no sense any more, since what it goes with has been discarded."""
+        return False
 
     @property
     def complete(self) -> bool:
@@ -139,7 +149,10 @@ class FactorUnit(Unit):
 
     Attributes:
         outside: whether the weight has been used outside of its layer too, or in a second derivative.
+        reduction: number of the reduction that the unit belongs to.
     """
+
+    reduction = -1
 
     def __init__(
         self,
@@ -237,15 +250,16 @@ class FactorUnit(Unit):
         """Put placeholders into ``.grad``: clearing, reading and changing it then act on what has arrived."""
         self._placeholders.put()
 
-    def resolve(self, reduction: int) -> None:
-        """Take the placeholders off as synchronization begins; what a program has put into ``.grad`` is all-reduced.
-
-        Args:
-            reduction: number of the reduction.
-        """
+    def resolve(self) -> None:
+        """Take the placeholders off as synchronization begins; what a program has put into ``.grad`` is all-reduced."""
         self._placeholders.resolve()
-        if not all(is_agreed(parameter, reduction) for parameter in self.parameters.values()):
+        if not all(is_agreed(parameter, self.reduction) for parameter in self.parameters.values()):
             self.dense = True
+
+    def mark_agreed(self) -> None:
+        """Remember that all sites have the same in ``.grad``, at the end of a step."""
+        for parameter in self.parameters.values():
+            mark_agreed(parameter, self.reduction)
 
     @property
     def widths(self) -> tuple[int, int]:

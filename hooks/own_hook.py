@@ -28,7 +28,4 @@ def has_user_hooks(parameter: Tensor) -> bool:
     """Return whether a parameter has hooks on its gradient that are not ours."""
     before: Any = parameter._backward_hooks
     after: Any = parameter._post_accumulate_grad_hooks
-    for hooks in (before, after):
-        if hooks and not all(type(hook) is OwnHook for hook in hooks.values()):
-            return True
-    return False
+    return any(hooks and not all(type(hook) is OwnHook for hook in hooks.values()) for hooks in (before, after))

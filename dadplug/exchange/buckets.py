@@ -180,6 +180,11 @@ class FactorBucket:
         self._late[index] = share
         self.extra_rows[index] = share.rows
 
+    def drop_late(self, index: int) -> None:
+        """Forget a slot's rows for the second round."""
+        self._late.pop(index, None)
+        self.extra_rows[index] = 0
+
     def launch(self, samples: int) -> None:
         """Sends the payload.
 

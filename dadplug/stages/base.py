@@ -98,6 +98,13 @@ class Stage:
         """Tells how many of this site's rows go in a second round."""
         return 0
 
+    resends_as_gradients: ClassVar[bool] = False
+    """Whether all sites send a unit's gradient as it is once one of them has discarded the rows that it sent."""
+
+    def form_sent(self, unit: Unit) -> None:
+        """Add to ``.grad`` what this site has sent of a unit, unless it has been discarded."""
+        raise NotImplementedError
+
     def timing(self, kind: str, unit: Unit | None = None) -> Timing:
         """Counts the time inside on the meter, and gives it a name in a profile; a context manager.
 

@@ -117,12 +117,22 @@ class FactorStage(Stage):
 
     def settle_late(self) -> None:
         for unit in self.units:
+            if unit.void:
+                self._drop_sent(unit)
             share = self._encode(unit)
             if share is not None:
                 self.bucket.add_late(self._slots[unit.name], share)
             gradient = unit.lead.grad if unit.dense and self.pipeline.checks else None
             if gradient is not None and not finite(gradient):
                 self.pipeline.faults.append((3, unit.name))
+
+    def _drop_sent(self, unit: Unit) -> None:
+        """Forget what has been sent of a unit, since its gradient has been discarded."""
+        self.bucket.drop_late(self._slots[unit.name])
+        self._present.discard(unit.name)
+        self.pipeline.method.rollback(unit.name)
+        faults = self.pipeline.faults
+        faults[:] = [fault for fault in faults if fault[1] != unit.name]
 
     def present(self, unit: Unit) -> bool:
         return unit.name in self._present
@@ -165,13 +175,22 @@ class FactorStage(Stage):
         """Tells the samples that each sender's rows stand for."""
         return [note.samples for note in notes]
 
+    def _void(self, notes: Sequence[Note]) -> list[list[bool]]:
+        """Return, by slot and sender, whether what was sent has been discarded since."""
+        return [[notes[rank].void[index] for rank in self.senders] for index in self._indices()]
+
+    def _wanted(self, notes: Sequence[Note]) -> list[bool]:
+        """Return, by slot, whether any site has rows."""
+        return [any(note.present[index] for note in notes) for index in self._indices()]
+
     def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
         samples = self._counts(notes)
         extra = [[notes[rank].extra_rows[index] for rank in self.senders] for index in self._indices()]
-        wanted = [write and any(note.present[index] for note in notes) for index in self._indices()]
+        void = self._void(notes)
+        wanted = [write and want for want in self._wanted(notes)]
         missing = any(want and unit.name not in self._gradients for want, unit in zip(wanted, self.units, strict=True))
-        if any(map(any, extra)) or missing or samples != self._samples:
-            self._finish_late(extra, wanted, samples, write)
+        if any(map(any, extra)) or any(map(any, void)) or missing or samples != self._samples:
+            self._finish_late(extra, void, wanted, samples, write)
         for want, unit in zip(wanted, self.units, strict=True):
             if want:
                 self._write_gradients(unit, *self._gradients[unit.name])
@@ -184,17 +203,26 @@ class FactorStage(Stage):
         self.bucket.end_step(self._rows)
 
     def _finish_late(
-        self, extra: Sequence[Sequence[int]], wanted: Sequence[bool], samples: Sequence[int], write: bool
+        self,
+        extra: Sequence[Sequence[int]],
+        void: Sequence[Sequence[bool]],
+        wanted: Sequence[bool],
+        samples: Sequence[int],
+        write: bool,
     ) -> None:
         """Decodes anew what has changed since the buckets left: rows in a second round, samples of a late backward."""
         _, shares = self.bucket.receive()
         if write and samples != self._samples:
             self._decode(shares, samples)
+        for slot, by_site in enumerate(void):
+            for site in [site for site, discarded in enumerate(by_site) if discarded]:
+                shares[slot][site] = shares[slot][site].without_rows()
+                self._rows[slot][site] = 0
         for (slot, site), share in self.bucket.second_round(extra).items():
             shares[slot][site] = shares[slot][site].plus(share)
             self._rows[slot][site] += share.rows
         for slot, unit in enumerate(self.units):
-            if wanted[slot] and (any(extra[slot]) or unit.name not in self._gradients):
+            if wanted[slot] and (any(extra[slot]) or any(void[slot]) or unit.name not in self._gradients):
                 self._decode_unit(unit, shares[slot], samples)
 
     def _write_gradients(self, unit: Unit, weight: Tensor, bias: Tensor | None) -> None:

@@ -32,6 +32,8 @@ class MachineFactorStage(FactorStage):
     are not known yet.
     """
 
+    resends_as_gradients = True  # what has been discarded is part of a machine's gradient by then
+
     def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
         assert isinstance(pipeline.transport, HierarchicalTransport)
         self._machines = pipeline.transport.machines
@@ -41,6 +43,7 @@ class MachineFactorStage(FactorStage):
         self._own: list[Share | None] = [None] * len(units)
         self._weighed_by = 0
         self._finite = True
+        self._missing = 0.0  # share of this site's gradients that its weight at the time has left out
 
     def _find_senders(self) -> list[int]:
         return [ranks[self._owner] for ranks in self._machines.members]
@@ -141,20 +144,46 @@ class MachineFactorStage(FactorStage):
     def settle_late(self) -> None:
         """Turns what came after the bucket had left, or counts for more than it did then, into dense gradients."""
         samples = self.pipeline.samples()
-        for unit, sent in zip(self.units, self._own, strict=True):
+        self._missing = 0.0 if samples in (0, self._weighed_by) else 1 - self._weighed_by / samples
+        for slot, unit in enumerate(self.units):
             assert isinstance(unit, FactorUnit)
+            if unit.void:
+                self._own[slot] = None
+                self._present.discard(unit.name)
             if unit.rows:
                 unit.form_gradients()
                 unit.dense = True
-            if sent is not None and samples not in (0, self._weighed_by):
-                missing = 1 - self._weighed_by / samples
-                add_gradient(unit.lead, missing * (sent.left.T @ sent.right))
-                if unit.bias is not None and sent.bias is not None:
-                    add_gradient(unit.parameters[unit.bias], missing * sent.bias)
+            if self._missing and self._own[slot] is not None:
+                self._add_sent(unit, self._missing)
                 unit.dense = True
             gradient = unit.lead.grad if unit.dense and self.pipeline.checks else None
             if gradient is not None and not finite(gradient):
                 self.pipeline.faults.append((3, unit.name))
+
+    def _add_sent(self, unit: Unit, factor: float) -> None:
+        sent = self._own[self._slots[unit.name]]
+        assert isinstance(unit, FactorUnit)
+        if sent is None:
+            return
+        add_gradient(unit.lead, factor * (sent.left.T @ sent.right))
+        if unit.bias is not None and sent.bias is not None:
+            add_gradient(unit.parameters[unit.bias], factor * sent.bias)
+
+    def form_sent(self, unit: Unit) -> None:
+        self._add_sent(unit, 1 - self._missing)
+
+    def _void(self, notes: Sequence[Note]) -> list[list[bool]]:
+        return [[False] * len(self.senders) for _ in self.units]
+
+    def _wanted(self, notes: Sequence[Note]) -> list[bool]:
+        wanted = zip(self._indices(), super()._wanted(notes), strict=True)
+        return [want and not any(note.void[index] for note in notes) for index, want in wanted]
+
+    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
+        for unit, index in zip(self.units, self._indices(), strict=True):
+            if any(note.void[index] for note in notes):
+                self.pipeline.method.rollback(unit.name)
+        super().finish(notes, write, keep)
         self._own = [None] * len(self.units)
 
     def receive(self) -> None:
