@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _ATEN = torch.ops.aten
 _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
@@ -30,6 +30,9 @@ class GradientSource(Protocol):
 
     def read_gradient(self, name: str) -> Tensor:
         """Return this site's gradient of a parameter so far, formed anew."""
+
+    def may_change(self) -> bool:
+        """Return whether the gradient can still be changed; not once it is on its way to other sites."""
 
     def own_gradient(self, name: str) -> Tensor:
         """Form this site's gradient of a parameter for good, and return the tensor that it stays in."""
@@ -79,8 +82,9 @@ class LazyGradient(Tensor):
         """Run an operation on the gradient that this stands for."""
         if func in _CLEARING:
             return func(*tree_map_only(LazyGradient, LazyGradient._clear, args), **(kwargs or {}))
-        keeps = _keeps(func)
-        get = LazyGradient._own if keeps else LazyGradient.read
+        get = LazyGradient.read
+        if _keeps(func):
+            get = LazyGradient._own if func._schema.is_mutable else LazyGradient._view
         return func(*tree_map_only(LazyGradient, get, args), **tree_map_only(LazyGradient, get, kwargs or {}))
 
     def _stale(self) -> Tensor:
@@ -98,6 +102,12 @@ class LazyGradient(Tensor):
     def _own(self) -> Tensor:
         """Return the gradient as a tensor whose changes count."""
         return self._stale() if self.source is None else self.source.own_gradient(self.name_of_parameter)
+
+    def _view(self) -> Tensor:
+        """Return the gradient to make a view of: one whose changes count, or that refuses them."""
+        if self.source is None or self.source.may_change():
+            return self._own()
+        return ReadOnlyGradient(self.read(), self)
 
     def _clear(self) -> Tensor:
         """Replace the gradient by zeros, as a program that clears gradients in place wants it."""
@@ -118,6 +128,41 @@ class LazyGradient(Tensor):
     def retire(self, value: Tensor | None) -> None:
         """Let go of the factors; those who still hold this tensor get the value."""
         self.source, self.earlier, self.value = None, None, value
+
+
+class ReadOnlyGradient(Tensor):
+    """A view of a gradient that is on its way to other sites, and cannot be changed any more.
+
+    Args:
+        value: the values.
+        gradient: the gradient.
+    """
+
+    @staticmethod
+    def __new__(cls: Any, value: Tensor, gradient: LazyGradient) -> ReadOnlyGradient:
+        """Make a tensor without memory."""
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
+        )
+
+    def __init__(self, value: Tensor, gradient: LazyGradient) -> None:
+        self._value = value
+        self._gradient = gradient
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on the values; a change raises the error of the gradient that this is a view of."""
+        kwargs = kwargs or {}
+        first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, ReadOnlyGradient))
+        if func._schema.is_mutable:
+            first._gradient._own()
+        result = func(*tree_map_only(ReadOnlyGradient, _value, args), **tree_map_only(ReadOnlyGradient, _value, kwargs))
+        wrap = (lambda each: ReadOnlyGradient(each, first._gradient)) if _keeps(func) else (lambda each: each)
+        return tree_map_only(Tensor, wrap, result)
+
+
+def _value(tensor: ReadOnlyGradient) -> Tensor:
+    return tensor._value
 
 
 _REFERENCES = 3  # of the dictionary of its unit, `self`, and getrefcount's argument

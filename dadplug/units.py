@@ -150,6 +150,7 @@ class FactorUnit(Unit):
     Attributes:
         outside: whether the weight has been used outside of its layer too, or in a second derivative.
         reduction: number of the reduction that the unit belongs to.
+        sent_gradient: computes what has been sent of a parameter's gradient in this step.
     """
 
     reduction = -1
@@ -173,6 +174,7 @@ class FactorUnit(Unit):
         self._taken_keys: list[int] = []
         self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
         self._placeholders = Placeholders(parameters, self)
+        self.sent_gradient: Callable[[str], list[Tensor]] | None = None
         for name, parameter in parameters.items():
             self._hooks.append(parameter.register_hook(OwnHook(partial(self._on_dense, name))))
             if name != weight:
@@ -207,8 +209,7 @@ class FactorUnit(Unit):
         self.dense = True
 
     def discard(self) -> None:
-        read = None if self.sent and not self.void else self.read_gradient
-        self._placeholders.drop(list(self.parameters), read)
+        self._placeholders.drop(list(self.parameters), self.read_gradient)
         super().discard()
         self._forget_factors()
         self._formed.clear()
@@ -220,7 +221,6 @@ class FactorUnit(Unit):
             layer.clear()
 
     def read_gradient(self, name: str) -> Tensor:
-        self._check_here(name)
         earlier = self._placeholders.earlier(name)
         gradient = None if earlier is None else earlier.clone()
         for part in self._parts(name):
@@ -230,7 +230,10 @@ class FactorUnit(Unit):
     def _parts(self, name: str) -> list[Tensor]:
         """Form what the factors that are here add to a parameter's gradient."""
         factors = stack_by_form([factor.to(self.lead.dtype) for factor in self._peek()])
-        return [factor.gradient() if name == self.name else factor.bias_gradient() for factor in factors]
+        parts = [factor.gradient() if name == self.name else factor.bias_gradient() for factor in factors]
+        if self.sent and not self.void and self.sent_gradient is not None:
+            parts += self.sent_gradient(name)
+        return parts
 
     def own_gradient(self, name: str) -> Tensor:
         self._check_here(name)
@@ -239,11 +242,14 @@ class FactorUnit(Unit):
         own = self._placeholders.earlier(name)
         return self._placeholders.add(name, torch.zeros_like(self.parameters[name])) if own is None else own
 
+    def may_change(self) -> bool:
+        return not self.sent or self.void
+
     def _check_here(self, name: str) -> None:
-        if self.sent and not self.void:
+        if not self.may_change():
             raise RuntimeError(
-                f"the gradient of {name!r} is on its way to the other sites: call reduction.synchronize() before "
-                "reading, changing or clearing parts of it, or run backward() inside reduction.no_sync()"
+                f"the gradient of {name!r} is on its way to the other sites: call reduction.synchronize() before you "
+                "change it or clear a part of it, or run backward() inside reduction.no_sync()"
             )
 
     def show_arrival(self) -> None:

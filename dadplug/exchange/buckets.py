@@ -180,6 +180,12 @@ class FactorBucket:
         self._late[index] = share
         self.extra_rows[index] = share.rows
 
+    def own_share(self, index: int) -> Share:
+        """Return what this site sends from a slot in this step, the rows of the second round included."""
+        packed = self._own[index].part(0, self._rows[index])
+        share = self.slots[index].unpack(packed)
+        return share.plus(self._late[index]) if index in self._late else share
+
     def drop_late(self, index: int) -> None:
         """Forget a slot's rows for the second round."""
         self._late.pop(index, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,6 +75,20 @@ class FactorStage(Stage):
             else:
                 self.bucket.fill(slot, share)
         self._meter(unit)
+        assert isinstance(unit, FactorUnit)
+        unit.sent_gradient = partial(self._sent_gradient, unit)
+
+    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
+        """Compute what this site has sent of a parameter's gradient, for programs that read it."""
+        share = self.bucket.own_share(self._slots[unit.name]).to(unit.lead.device, self.dtype)
+        if not unit.widths[0]:
+            raise RuntimeError(
+                f"the gradient of {name!r} is on its way to the other sites, without deltas in mode 'edad': read it "
+                "after reduction.synchronize()"
+            )
+        assert unit.form is not None
+        weight, bias = decode([share], [1.0], unit.bias is not None, site_by_site=True, form=unit.form)
+        return [weight if name == unit.name or bias is None else bias]
 
     def _meter(self, unit: Unit) -> None:
         transport = self.pipeline.transport

@@ -7,9 +7,11 @@ and the link are shared by taking turns, bucket by bucket.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..exchange.collection import Collected, Collection
 from ..exchange.hierarchy import HierarchicalTransport
@@ -60,6 +62,13 @@ class MachineFactorStage(FactorStage):
         with self.timing("encode", unit):
             self._own[self._slots[unit.name]] = self._take(unit)
         self._meter(unit)
+        unit.sent_gradient = partial(self._sent_gradient, unit)
+
+    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
+        sent = self._own[self._slots[unit.name]]
+        if sent is None:
+            return []
+        return [sent.left.T @ sent.right] if name == unit.name or sent.bias is None else [sent.bias]
 
     def _take(self, unit: FactorUnit) -> Share | None:
         """Takes what has arrived as rows, no more of them than the gradient's smaller side has."""
