@@ -40,6 +40,7 @@ class SampleCounter:
         self._reached = self._unknown = False  # whether backward has, and whether it has reached samples without number
         self._generation = 0  # times that counting has begun anew
         self._backward_pass = -1  # the last one that was counted
+        self._part: tuple[int, nn.Module] | None = None  # the part that counts in the last backward pass through any
         self._depth = 0
         self._told = True
         self._said: _Said | None = None
@@ -134,7 +135,7 @@ class SampleCounter:
             if self._inside and self._said is not None:
                 self.current, self._told = self._said.samples, True
 
-    def leave(self, outputs: Any, of_model: bool) -> None:
+    def leave(self, module: nn.Module, outputs: Any, of_model: bool) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
@@ -158,11 +159,20 @@ class SampleCounter:
                 self._unknown |= not known
                 if of_model:
                     self._of_model += samples
-                else:
+                elif self._counts_part(module, now):
                     self._of_parts += samples
 
         for output in reached:
             output.register_hook(count)
+
+    def _counts_part(self, part: nn.Module, backward_pass: int) -> bool:
+        """Return whether a part of the model counts in a backward pass: the first that it reaches does, the rest not.
+
+        The samples of a pass have to be known before gradients leave, and other parts are reached while they do.
+        """
+        if self._part is None or self._part[0] != backward_pass:
+            self._part = backward_pass, part
+        return self._part[1] is part
 
 
 @dataclass
@@ -221,7 +231,7 @@ class _After(_Before):
         self._of_model = of_model
 
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:  # type: ignore[override]
-        self._counter.leave(outputs, self._of_model)
+        self._counter.leave(module, outputs, self._of_model)
 
 
 class _Nothing:
