@@ -120,11 +120,6 @@ class LazyGradient(Tensor):
         self.parameter.grad = zeros
         return zeros
 
-    @property
-    def held_elsewhere(self) -> bool:
-        """Whether a program holds this tensor beside ``.grad`` and the unit's own reference."""
-        return sys.getrefcount(self) > _REFERENCES
-
     def retire(self, value: Tensor | None) -> None:
         """Let go of the factors; those who still hold this tensor get the value."""
         self.source, self.earlier, self.value = None, None, value
@@ -165,9 +160,6 @@ def _value(tensor: ReadOnlyGradient) -> Tensor:
     return tensor._value
 
 
-_REFERENCES = 3  # of the dictionary of its unit, `self`, and getrefcount's argument
-
-
 def _keeps(func: Any) -> bool:
     """Return whether an operation changes an argument or returns a view of it."""
     return any(argument.alias_info is not None for argument in func._schema.arguments)
@@ -197,7 +189,9 @@ class Placeholders:
         for name, parameter in self._parameters.items():
             lazy = self._active.get(name)
             if lazy is None:
-                lazy = self._spare.pop(name, None) or LazyGradient(parameter, name, self._source)
+                lazy = self._spare.pop(name, None)
+                if lazy is None:
+                    lazy = LazyGradient(parameter, name, self._source)
                 lazy.source = self._source
                 self._active[name] = lazy
             if parameter.grad is not lazy:
@@ -233,17 +227,16 @@ class Placeholders:
         lazy.earlier = accumulated(lazy.earlier, gradient, parameter)
         return lazy.earlier
 
-    def drop(self, names: Iterable[str], read: Callable[[str], Tensor] | None) -> None:
+    def drop(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
         """Give placeholders up whose gradients have been discarded.
 
         Args:
             names: names of the parameters.
-            read: computes the gradient, for programs that have kept the placeholder; None where it is not known.
+            read: computes the gradient, for programs that have kept the placeholder.
         """
         for name in names:
-            lazy = self._active[name]
-            lazy.retire(read(name) if read is not None and lazy.held_elsewhere else None)
-            del self._active[name]
+            value = read(name) if _held_elsewhere(self._active, name) else None
+            self._active.pop(name).retire(value)
             self._lifted.discard(name)
 
     def resolve(self) -> None:
@@ -259,11 +252,20 @@ class Placeholders:
 
     def end_step(self) -> None:
         """Give programs that have kept a placeholder the agreed gradient."""
-        for name in list(self._spare):
-            lazy = self._spare[name]
-            if lazy.held_elsewhere:
-                lazy.value = self._parameters[name].grad
-                del self._spare[name]
+        for name in [name for name in self._spare if _held_elsewhere(self._spare, name)]:
+            self._spare.pop(name).retire(self._parameters[name].grad)
+
+
+def _references(table: dict[str, LazyGradient], name: str) -> int:
+    return sys.getrefcount(table[name])
+
+
+_OWN_REFERENCES = _references({"": LazyGradient(nn.Parameter(torch.empty(0)), "", None)}, "")  # type: ignore[arg-type]
+
+
+def _held_elsewhere(table: dict[str, LazyGradient], name: str) -> bool:
+    """Return whether a program holds a placeholder that is not in ``.grad`` any more."""
+    return _references(table, name) > _OWN_REFERENCES
 
 
 def accumulated(present: Tensor | None, gradient: Tensor, parameter: Tensor) -> Tensor:
