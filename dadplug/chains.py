@@ -90,6 +90,7 @@ class ChainedUnit(FactorUnit):
                 continue
             place = len(self._accepted)
             fits = trace.function == self.link.function and theirs[place : place + 1] == [trace.follower_key]
+            fits = fits and not self.follower.weight_changed
             if fits:
                 self._accepted.append(trace.key)
             else:
@@ -100,7 +101,9 @@ class ChainedUnit(FactorUnit):
         accepted = set(self.row_keys)
         fitting: list[Factor] = []
         others: list[Factor] = []
-        for factor in self._collect():
+        factors = self._collect()
+        self._sent_factors = factors if sum(factor.numel for factor in factors) <= self.lead.numel() else []
+        for factor in factors:
             fits = factor.trace is not None and factor.trace.key in accepted
             (fitting if fits else others).append(factor)
         for factor in stack_by_form(others):
@@ -123,9 +126,26 @@ class ChainedUnit(FactorUnit):
             whole.append(Share(deltas.to(mine.right.device), mine.right))
         return whole
 
+    def before_note(self) -> None:
+        if self._stale:
+            self.reclaim()
+
     @property
     def broken(self) -> bool:
-        return self.sent and not self.void and self.follower.void and bool(self._accepted)
+        return self._stale
+
+    @property
+    def _stale(self) -> bool:
+        """Whether the other sites would recompute deltas from others than this one had, or by another weight."""
+        rests = self.follower.void or self.follower.weight_changed
+        return self.sent and not self.void and bool(self._accepted) and rests
+
+    def reclaim(self) -> bool:
+        taken_back = super().reclaim()
+        if taken_back:
+            self._accepted.clear()
+            self._refused.clear()
+        return taken_back
 
     def discard(self) -> None:
         super().discard()

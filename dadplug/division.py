@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .gradient_unit import GradientUnit
 from .hooks import Form, LayerCapture, capturable_layers, family_of, refusal_of
+from .lowrank_unit import LowrankUnit
 from .methods import Method
 from .units import DenseUnit, FactorUnit, Unit, matrix_shape
 
@@ -79,8 +79,11 @@ def find_units(model: nn.Module, method: Method, keep_dense: set[str], compress_
         weight_name, bias_name = names[id(weight)], None if bias is None else names[id(bias)]
         parameters = {weight_name: weight} if bias is None else {weight_name: weight, str(bias_name): bias}
         captured = [capture.layers[name] for name in layers]
-        form = captured[0].family.known_form(captured[0].module)
-        by_lead[weight_name] = FactorUnit(weight_name, bias_name, parameters, captured, paths[weight_name], form)
+        if paths[weight_name] == "lowrank":
+            by_lead[weight_name] = LowrankUnit(weight_name, bias_name, parameters, captured)
+        else:
+            form = captured[0].family.known_form(captured[0].module)
+            by_lead[weight_name] = FactorUnit(weight_name, bias_name, parameters, captured, paths[weight_name], form)
     units: list[Unit] = []
     for name, parameter in model.named_parameters():
         if name in by_lead:
@@ -91,7 +94,7 @@ def find_units(model: nn.Module, method: Method, keep_dense: set[str], compress_
             elif compress_dense and name not in keep_dense and _can_be_compressed(parameter, method):
                 paths[name] = "lowrank"
                 reasons[name] = "dense='lowrank'"
-                units.append(GradientUnit(name, parameter))
+                units.append(LowrankUnit(name, None, {name: parameter}, []))
             else:
                 may = name not in keep_dense and parameter.is_floating_point() and parameter.dim() > 1
                 paths[name] = method.gradient_path(*matrix_shape(parameter)) if may else "allreduce"

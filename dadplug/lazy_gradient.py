@@ -90,8 +90,9 @@ class LazyGradient(Tensor):
     def _stale(self) -> Tensor:
         if self.value is None:
             raise RuntimeError(
-                f"the gradient of {self.name_of_parameter!r} that was read here has been cleared or synchronized: "
-                "read .grad again after reduction.synchronize(), or clone it before"
+                f"the gradient of {self.name_of_parameter!r} is not here: it was cleared, or was on its way to the "
+                "other sites when the reduction was detached or the model changed. Clear gradients (zero_grad), and "
+                "call backward() again"
             )
         return self.value
 
@@ -111,13 +112,13 @@ class LazyGradient(Tensor):
 
     def _clear(self) -> Tensor:
         """Replace the gradient by zeros, as a program that clears gradients in place wants it."""
-        if self.source is None:
-            return self._stale()
         zeros = self.earlier
         if zeros is None:
             zeros = torch.zeros_like(self.parameter, requires_grad=False)
-            zeros._dadplug_agreed = self.source.reduction  # type: ignore[attr-defined]
-        self.parameter.grad = zeros
+            if self.source is not None:
+                zeros._dadplug_agreed = self.source.reduction  # type: ignore[attr-defined]
+        if self.parameter.grad is self:
+            self.parameter.grad = zeros
         return zeros
 
     def retire(self, value: Tensor | None) -> None:
@@ -227,15 +228,20 @@ class Placeholders:
         lazy.earlier = accumulated(lazy.earlier, gradient, parameter)
         return lazy.earlier
 
-    def drop(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
-        """Give placeholders up whose gradients have been discarded.
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters that have one in ``.grad``."""
+        return list(self._active)
+
+    def drop(self, names: Iterable[str], read: Callable[[str], Tensor] | None) -> None:
+        """Give placeholders up whose gradients have been discarded, or are not here any more.
 
         Args:
             names: names of the parameters.
-            read: computes the gradient, for programs that have kept the placeholder.
+            read: computes the gradient, for programs that have kept the placeholder; None where it is not here.
         """
         for name in names:
-            value = read(name) if _held_elsewhere(self._active, name) else None
+            value = read(name) if read is not None and _held_elsewhere(self._active, name) else None
             self._active.pop(name).retire(value)
             self._lifted.discard(name)
 

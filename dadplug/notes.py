@@ -117,16 +117,16 @@ def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites) -> No
 
     Raises:
         NonFiniteError: if some site's gradients hold NaN or Inf.
-        RuntimeError: if a site has discarded rows from which those of another layer are recomputed.
+        RuntimeError: if a layer's deltas cannot be recomputed.
     """
     for rank, note in enumerate(notes):
         if note.fault:
             name = units[note.culprit]
             if note.fault == CHAIN_BROKEN:
                 raise RuntimeError(
-                    f"step {note.step}: at {sites[rank]} the gradient of a layer was cleared after it had left, and "
-                    f"that of {name!r}, which mode 'edad' recomputes from it, was not: clear both, or use mode='dad'. "
-                    "No gradient has been changed by this step"
+                    f"step {note.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
+                    "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
+                    "synchronize(). Use mode='dad'. No gradient has been changed by this step"
                 )
             what = {
                 1: f"the input of the layer of {name!r}, the first in the forward pass: look at the data, or at a "

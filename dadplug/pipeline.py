@@ -126,6 +126,9 @@ class Pipeline:
             self._launch_next()
         for stage in self._stages:
             stage.settle_late()
+        for unit in self.units:
+            if isinstance(unit, FactorUnit):
+                unit.release_sent()
         self._notes.send(self._note(step, stop))
         for stage in self._stages:  # the first are worked on while the last are still on their way
             stage.receive()

@@ -141,7 +141,8 @@ class Planner:
     @property
     def holds_gradients(self) -> bool:
         """Whether a plan that is not settled yet has gradients that no backward pass has announced to it."""
-        return not self.settled and any(p.grad is not None for unit in self.units for p in unit.parameters.values())
+        held = (unit.has_gradient or (isinstance(unit, FactorUnit) and unit.rows > 0) for unit in self.units)
+        return not self.settled and any(held)
 
     def mark_agreed(self) -> None:
         """Remember which gradients of factored parameters all sites have alike, at the end of a step."""
@@ -178,27 +179,21 @@ class Planner:
     def release(self, *, discard: bool = False) -> None:
         """Take hooks and capture off the model; gradients that have arrived stay in ``.grad`` as autograd's would.
 
-        Args:
-            discard: drop them instead.
+        One that is on its way to other sites, and not here any more, raises an error when a program reads it.
 
-        Raises:
-            RuntimeError: if some are on their way to other sites and not here any more; nothing has changed then.
+        Args:
+            discard: drop gradients that have arrived instead.
         """
-        factored = [unit for unit in self.units if isinstance(unit, FactorUnit)]
-        gone = [unit.name for unit in factored if unit.sent and not unit.void]
-        if gone and not discard:
-            raise RuntimeError(
-                f"gradients of this step are on their way to the other sites, that of {gone[0]!r} first: call "
-                "synchronize(), or clear the gradients (zero_grad), before detach() or a change of the model"
-            )
-        for unit in factored:
-            if discard:
-                unit.discard()
-            else:
+        for unit in self.units:
+            if isinstance(unit, FactorUnit):
+                unit.drop_cleared()
+                if discard:
+                    unit.discard()
+                elif unit.sent and not unit.void and not unit.reclaim():
+                    unit.abandon()
                 unit.form_gradients()
-            unit.resolve()
-        for each in self.units:
-            each.release()
+                unit.resolve_alone()
+            unit.release()
         self.capture.detach()
 
     def settle(self, step: int) -> Pipeline:

@@ -110,6 +110,8 @@ class GradientReduction:
         self._pending = True
         if self._remembers:
             self._method.loss_scales.record(unit.name)
+        if isinstance(unit, FactorUnit):
+            unit.prepare(self._counter.owned, exact=self._method.exact)
         if not self._planner.settled:
             self._planner.take_down(unit)
         elif self._syncing and not unit.sent and unit.complete and not self._planner.changing:
@@ -393,14 +395,11 @@ class GradientReduction:
     def detach(self, *, discard: bool = False) -> None:
         """Take everything off the model, which then trains alone. May be called twice.
 
-        Gradients that have not been synchronized become this site's own in ``.grad``.
+        Gradients that have not been synchronized become this site's own in ``.grad``. One that is on its way to the
+        other sites already, and not here any more, raises an error when it is read.
 
         Args:
-            discard: drop gradients that have not been synchronized, whatever has become of them.
-
-        Raises:
-            RuntimeError: if some of them are on their way to the other sites already, so that they are not here any
-                more; nothing has been changed then.
+            discard: drop gradients that have not been synchronized instead.
         """
         self._drop_cleared()
         self._planner.release(discard=discard)

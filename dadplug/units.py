@@ -144,7 +144,7 @@ class FactorUnit(Unit):
         bias: name of the bias, or None.
         parameters: both, by name.
         layers: the captured layers that use them.
-        path: ``"factors"``: rows are sent; ``"lowrank"``: matrices are compressed, whatever form the rows have.
+        path: ``"factors"``: rows are sent; ``"lowrank"``: matrices are compressed, see `dadplug.lowrank_unit`.
         form: the form in which the factors are sent, or None if it depends on the layers' inputs.
 
     Attributes:
@@ -173,20 +173,26 @@ class FactorUnit(Unit):
         self._held: list[Factor] = []
         self._taken_keys: list[int] = []
         self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
+        self._sent_factors: list[Factor] = []  # what has gone to a bucket, where it is small
+        self._weights_then: set[tuple[int, int]] = set()  # what the weight was when gradients arrived
         self._placeholders = Placeholders(parameters, self)
         self.sent_gradient: Callable[[str], list[Tensor]] | None = None
         for name, parameter in parameters.items():
-            self._hooks.append(parameter.register_hook(OwnHook(partial(self._on_dense, name))))
-            if name != weight:
-                hook = OwnHook(lambda _: self._placeholders.put() if self._placeholders else None)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._hooks.append(parameter.register_hook(OwnHook(partial(self._before_dense, name))))
+            hook = OwnHook(partial(self._after_dense, name))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _on_dense(self, name: str, gradient: Tensor | None) -> None:
+    def _before_dense(self, name: str, gradient: Tensor | None) -> None:
         """Prepare for autograd adding to ``.grad``; called before it does, and before factors arrive."""
         self.drop_cleared()
         if gradient is not None:
             self._placeholders.lift(name)
             self.dense = self.outside = True
+
+    def _after_dense(self, name: str, parameter: Tensor) -> None:
+        """Put the placeholder of a bias back; that of the weight comes back with its arrival."""
+        if name != self.name and self._placeholders:
+            self._placeholders.put()
 
     def drop_cleared(self) -> bool:
         gone = self._placeholders.gone()
@@ -209,7 +215,7 @@ class FactorUnit(Unit):
         self.dense = True
 
     def discard(self) -> None:
-        self._placeholders.drop(list(self.parameters), self.read_gradient)
+        self._placeholders.drop(self._placeholders.names, self.read_gradient)
         super().discard()
         self._forget_factors()
         self._formed.clear()
@@ -217,6 +223,7 @@ class FactorUnit(Unit):
 
     def _forget_factors(self) -> None:
         self._held = []
+        self._sent_factors = []
         for layer in self.layers:
             layer.clear()
 
@@ -229,9 +236,11 @@ class FactorUnit(Unit):
 
     def _parts(self, name: str) -> list[Tensor]:
         """Form what the factors that are here add to a parameter's gradient."""
-        factors = stack_by_form([factor.to(self.lead.dtype) for factor in self._peek()])
+        left = self.sent and not self.void
+        here = self._peek() + (self._sent_factors if left else [])
+        factors = stack_by_form([factor.to(self.lead.dtype) for factor in here])
         parts = [factor.gradient() if name == self.name else factor.bias_gradient() for factor in factors]
-        if self.sent and not self.void and self.sent_gradient is not None:
+        if left and not self._sent_factors and self.sent_gradient is not None:
             parts += self.sent_gradient(name)
         return parts
 
@@ -243,10 +252,35 @@ class FactorUnit(Unit):
         return self._placeholders.add(name, torch.zeros_like(self.parameters[name])) if own is None else own
 
     def may_change(self) -> bool:
-        return not self.sent or self.void
+        return not self.sent or self.void or bool(self._sent_factors)
+
+    def reclaim(self) -> bool:
+        """Take back what has gone to a bucket, where its factors are still here; return whether they are.
+
+        The other sites drop what they have got of it, and get what is here by the end of the step.
+        """
+        if not self._sent_factors:
+            return False
+        self._held = self._sent_factors + self._held
+        self._sent_factors = []
+        self._taken_keys.clear()
+        self.void = True
+        return True
+
+    def release_sent(self) -> None:
+        """Let go of what has gone to a bucket; no more of it can arrive in this step."""
+        self._sent_factors = []
+
+    def before_note(self) -> None:
+        """Take back what makes no sense any more, before the other sites are told of this one's step."""
+
+    @property
+    def weight_changed(self) -> bool:
+        """Whether the weight is another than when a gradient arrived."""
+        return not self._weights_then <= {(self.lead._version, self.lead.data_ptr())}
 
     def _check_here(self, name: str) -> None:
-        if not self.may_change():
+        if self.sent and not self.void and not self.reclaim():
             raise RuntimeError(
                 f"the gradient of {name!r} is on its way to the other sites: call reduction.synchronize() before you "
                 "change it or clear a part of it, or run backward() inside reduction.no_sync()"
@@ -254,13 +288,22 @@ class FactorUnit(Unit):
 
     def show_arrival(self) -> None:
         """Put placeholders into ``.grad``: clearing, reading and changing it then act on what has arrived."""
+        self._weights_then.add((self.lead._version, self.lead.data_ptr()))
         self._placeholders.put()
+
+    def abandon(self) -> None:
+        """Leave placeholders in ``.grad`` that raise an error when read, since what they stand for is not here."""
+        self._placeholders.drop(self._placeholders.names, None)
 
     def resolve(self) -> None:
         """Take the placeholders off as synchronization begins; what a program has put into ``.grad`` is all-reduced."""
         self._placeholders.resolve()
         if not all(is_agreed(parameter, self.reduction) for parameter in self.parameters.values()):
             self.dense = True
+
+    def resolve_alone(self) -> None:
+        """Take the placeholders off where nothing is to be synchronized; what is formed stays in ``.grad``."""
+        self._placeholders.resolve()
 
     def mark_agreed(self) -> None:
         """Remember that all sites have the same in ``.grad``, at the end of a step."""
@@ -283,8 +326,6 @@ class FactorUnit(Unit):
     @property
     def rows(self) -> int:
         """Number of rows that have arrived; of matrices where those are compressed."""
-        if self.path == "lowrank":
-            return sum(factor.rows * factor.form.positions for factor in self._peek())
         return sum(factor.rows for factor in self._peek()) + sum(self._formed.values())
 
     @property
@@ -315,8 +356,7 @@ class FactorUnit(Unit):
         Rows in another form than the agreed one, as of images of another size, become a dense gradient.
         """
         factors = self._collect()
-        if self.path == "lowrank":
-            return self._matrix(factors) if factors else None
+        self._sent_factors = factors if sum(factor.numel for factor in factors) <= self.lead.numel() else []
         fitting = None
         for factor in stack_by_form(factors):
             if factor.form == self.form:
@@ -332,28 +372,38 @@ class FactorUnit(Unit):
         self._taken_keys += _keys(factors)
         return [factor.to(self.lead.dtype) for factor in factors]
 
-    def _matrix(self, factors: list[Factor]) -> Factor:
-        shape = self.lead.shape
-        return Factor.stack([factor.matrix(shape) for factor in stack_by_form(factors)]).matrix(shape)
+    def prepare(self, owned: Container[int], *, exact: bool) -> None:
+        """Prepare for sending or holding factors that have arrived.
+
+        Inputs from data are copied where they are held, since a loader may reuse its buffers. If factors have left
+        already, a method that compresses takes them back, to compress the whole.
+
+        Args:
+            owned: addresses of memory that the user owns.
+            exact: whether the method is exact.
+        """
+        if self.sent and not self.void and not exact:
+            self.reclaim()
+        arrived = [factor for layer in self.layers for factor in layer.peek()]
+        if self.sent or sum(factor.numel for factor in arrived) <= self.lead.numel():
+            for layer in self.layers:
+                layer.keep_inputs(owned)
 
     def keep(self, owned: Container[int] = ()) -> None:
-        """Holds factors that cannot leave yet, in no more room than a gradient where they may be one.
-
-        Inputs from data are copied, since a loader may reuse its buffers.
+        """Hold factors that cannot leave yet, in no more room than a gradient where they may be one.
 
         Args:
             owned: addresses of memory that the user owns.
         """
         for layer in self.layers:
             layer.keep_inputs(owned)
-        held = self._peek()
-        if sum(factor.numel for factor in held if factor.form.may_be_dense) < self.lead.numel():
-            return
-        if self.path == "lowrank":
-            self._held = [self._matrix(self._collect())]
-        else:
-            self.form_gradients()
-            self.dense = True
+        if sum(factor.numel for factor in self._peek() if factor.form.may_be_dense) >= self.lead.numel():
+            self._condense()
+
+    def _condense(self) -> None:
+        """Turn the factors into what takes no more room than a gradient."""
+        self.form_gradients()
+        self.dense = True
 
     def form_gradients(self) -> None:
         """Adds the gradients of what has arrived to ``.grad``, as autograd would have."""
@@ -369,6 +419,9 @@ class FactorUnit(Unit):
     def begin_step(self) -> None:
         super().begin_step()
         self._placeholders.end_step()
+        self._sent_factors = []
+        self._weights_then.clear()
+        self.sent_gradient = None
         self.outside = False
         self._formed.clear()
         self._taken_keys.clear()

@@ -101,6 +101,8 @@ class FactorStage(Stage):
         if factor is None:
             return None
         self._present.add(unit.name)
+        if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
+            return None
         try:
             method = self.pipeline.method
             if factor.form.encoded:
@@ -132,6 +134,8 @@ class FactorStage(Stage):
 
     def settle_late(self) -> None:
         for unit in self.units:
+            assert isinstance(unit, FactorUnit)
+            unit.before_note()
             if unit.void:
                 self._drop_sent(unit)
             share = self._encode(unit)
