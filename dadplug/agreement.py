@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .factor_unit import FactorUnit
 from .hooks import Form
 from .link import Link
 from .methods import Method
-from .units import FactorUnit, Unit
+from .units import Unit
 
 
 @dataclass(frozen=True)

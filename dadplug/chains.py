@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .factor_unit import FactorUnit
 from .hooks import LINEAR, Elementwise, Factor, LayerCapture, Trace, stack_by_form
 from .share import Share
-from .units import FactorUnit, Unit
+from .units import Unit
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class ChainedUnit(FactorUnit):
         fitting: list[Factor] = []
         others: list[Factor] = []
         factors = self._collect()
-        self._sent_factors = factors if sum(factor.numel for factor in factors) <= self.lead.numel() else []
+        self._sent_factors = factors if self._is_small(factors) else []
         for factor in factors:
             fits = factor.trace is not None and factor.trace.key in accepted
             (fitting if fits else others).append(factor)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from .exchange import Transport
+from .factor_unit import FactorUnit
 from .plan import Plan, PlanRow
 from .planning import Planner
 from .stages import DenseStage, stage_kind
-from .units import FactorUnit
 
 
 def make_plan(planner: Planner) -> Plan:

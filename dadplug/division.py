@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from torch import nn
 
+from .factor_unit import FactorUnit
 from .hooks import Form, LayerCapture, capturable_layers, family_of, refusal_of
 from .lowrank_unit import LowrankUnit
 from .methods import Method
-from .units import DenseUnit, FactorUnit, Unit, matrix_shape
+from .units import DenseUnit, Unit, matrix_shape
 
 
 class Division(NamedTuple):

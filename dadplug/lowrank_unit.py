@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from .factor_unit import FactorUnit
 from .hooks import LINEAR, CapturedLayer, Factor, stack_by_form
 from .lazy_gradient import is_agreed
-from .units import FactorUnit
 
 
 class LowrankUnit(FactorUnit):
@@ -77,7 +77,7 @@ class LowrankUnit(FactorUnit):
 
     def take(self) -> Factor | None:
         factors = self._collect()
-        self._sent_factors = factors if sum(factor.numel for factor in factors) <= self.lead.numel() else []
+        self._sent_factors = factors if self._is_small(factors) else []
         return self._matrix(factors) if factors else None
 
     def _matrix(self, factors: list[Factor]) -> Factor:

@@ -60,9 +60,9 @@ class Note:
         """Unpacks a note."""
         units = (len(numbers) - _HEAD) // 2
         flags, extra = numbers[_HEAD : _HEAD + units], list(numbers[_HEAD + units :])
-        by_unit = [[bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID)]
+        present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
         step, version, samples, stop, fault, culprit, finite = numbers[:_HEAD]
-        return cls(step, version, samples, bool(stop), fault, culprit, bool(finite), *by_unit, extra)
+        return cls(step, version, samples, bool(stop), fault, culprit, bool(finite), present, dense, void, extra)
 
 
 class NoteExchange:

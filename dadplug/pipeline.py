@@ -9,13 +9,14 @@ import torch
 
 from .exchange import Transport
 from .exchange.buckets import DenseBucket
+from .factor_unit import FactorUnit
 from .methods import Method
 from .methods.feedback import ErrorFeedback
 from .notes import CHAIN_BROKEN, Note, NoteExchange, raise_fault
 from .options import Options
 from .share import Share
 from .stages import DenseStage, Stage, stage_kind, write_gradient
-from .units import FactorUnit, Unit
+from .units import Unit
 
 _WIRES = {"bf16": torch.bfloat16, "int8": torch.int8}
 

@@ -12,13 +12,14 @@ from . import chains, replicas
 from .agreement import FirstStep, agree
 from .division import find_units
 from .exchange import Transport
+from .factor_unit import FactorUnit
 from .link import Link, measure_link
 from .methods import Method
 from .methods.feedback import ErrorFeedback
 from .options import Options
 from .pipeline import Pipeline
 from .structure import ModelStructure
-from .units import DenseUnit, FactorUnit, Unit
+from .units import DenseUnit, Unit
 
 _OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
 _SOME_STEPS = 8

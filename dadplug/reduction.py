@@ -16,6 +16,7 @@ from . import loss_scale, replicas
 from .batchnorm import SyncedBatchNorms
 from .costs import dense_bytes, make_plan
 from .exchange import Traffic, open_transport
+from .factor_unit import FactorUnit
 from .guards import check_model, refuse_unsynchronised
 from .methods import Quality, make_method
 from .methods.feedback import ErrorFeedback
@@ -23,7 +24,7 @@ from .options import Options
 from .plan import Plan
 from .planning import Planner
 from .samples import SampleCounter
-from .units import FactorUnit, Unit
+from .units import Unit
 
 
 class GradientReduction:
@@ -114,7 +115,7 @@ class GradientReduction:
             unit.prepare(self._counter.owned, exact=self._method.exact)
         if not self._planner.settled:
             self._planner.take_down(unit)
-        elif self._syncing and not unit.sent and unit.complete and not self._planner.changing:
+        elif self._syncing and not unit.sent and unit.gradient_is_due and not self._planner.changing:
             assert self._planner.pipeline is not None
             self._planner.pipeline.arrive(unit)
         if isinstance(unit, FactorUnit):

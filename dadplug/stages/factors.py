@@ -13,10 +13,11 @@ from torch import Tensor
 from ..exchange.buckets import FactorBucket, Slot
 from ..exchange.codes import CodedSlot
 from ..exchange.indices import IndexSlot
+from ..factor_unit import FactorUnit
 from ..methods import Method, decode
 from ..notes import Note
 from ..share import Share, finite
-from ..units import FactorUnit, Unit, add_gradient
+from ..units import Unit, add_gradient
 from .base import Stage, register_stage
 
 if TYPE_CHECKING:

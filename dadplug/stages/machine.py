@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..exchange.collection import Collected, Collection
 from ..exchange.hierarchy import HierarchicalTransport
+from ..factor_unit import FactorUnit
 from ..hooks import Factor
 from ..notes import Note
 from ..share import Share, finite
-from ..units import FactorUnit, Unit, add_gradient
+from ..units import Unit, add_gradient
 from .base import register_stage
 from .factors import FactorStage
 
