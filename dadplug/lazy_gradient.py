@@ -78,7 +78,9 @@ class LazyGradient(Tensor):
         return self.read().clone()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operation on the gradient that this stands for."""
         if func in _CLEARING:
             return func(*tree_map_only(LazyGradient, LazyGradient._clear, args), **(kwargs or {}))
@@ -146,7 +148,9 @@ class ReadOnlyGradient(Tensor):
         self._gradient = gradient
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operation on the values; a change raises the error of the gradient that this is a view of."""
         kwargs = kwargs or {}
         first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, ReadOnlyGradient))
