@@ -252,6 +252,21 @@ def loss_times_zero(site: Site) -> None:
         optimizer.step()
 
 
+@loop()
+def single_rows(site: Site) -> None:
+    """One row at each site, and one at one site alone: gradients of rank 2 and 1, before those of full rank."""
+    model = site.model()
+    reduction = site.reduce(model)
+    optimizer = sgd(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        rows = site.rows(step) if step > 2 else int(step != 1 or site.rank == 0)
+        if rows:
+            loss(model, site.batch(step, rows)).backward()
+        site.agree(reduction, rows)
+        optimizer.step()
+
+
 @loop(late=KEPT)
 def gradients_kept_over_steps(site: Site) -> None:
     """Cleared every second step alone: what has been agreed on stays, and new gradients add to it."""

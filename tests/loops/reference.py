@@ -39,6 +39,7 @@ class Agreement:
         self._method = make_method(self.options)
         self._errors: list[dict[str, Tensor]] = [defaultdict(lambda: torch.zeros(())) for _ in range(world_size)]
         self._bases: dict[str, Tensor] = {}
+        self._first_bases: dict[str, Tensor] = {}
 
     def agree(self, sites: Sequence[Gradients], rows: Sequence[int], paths: dict[str, str]) -> Gradients:
         """Returns the agreed gradients; None where no site has one.
@@ -84,12 +85,12 @@ class Agreement:
         like = next(gradient for gradient in found if gradient is not None)
         matrices = self._with_errors(found, rows, name, like.flatten(1))
         if name not in self._bases:
-            self._bases[name] = self._method.basis(name, tuple(matrices[0].shape), like).clone().T  # type: ignore
+            self._first_bases[name] = self._bases[name] = self._method.basis(name, tuple(matrices[0].shape), like).clone().T  # type: ignore
         left = torch.linalg.qr(sum(matrix @ self._bases[name] for matrix in matrices)).Q
         right = sum(matrix.T @ left for matrix in matrices)
         self._keep(name, [matrix - left @ right.T / len(matrices) for matrix in matrices])
-        if right.norm() > 0:
-            self._bases[name] = right
+        lengths = right.norm(dim=0)  # where the sum has a lower rank, directions are drawn anew
+        self._bases[name] = torch.where(lengths > 1e-12 * lengths.max(), right, self._first_bases[name])
         return (left @ right.T).view_as(like) / sum(rows)
 
     def _topk(self, found: Sequence[Tensor | None], rows: Sequence[int], name: str) -> Tensor:
