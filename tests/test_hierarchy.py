@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from test_reduction import off_by
-from test_zoo import trains
+from test_zoo import notices, trains
 from torch import nn
 
 import dadplug
@@ -29,14 +29,20 @@ CUTS = (0, 2, 5, 9, 12)
 def test_every_mode_agrees_with_one_process(sites, mode):
     names = ("mixed", "partly", "images") if _METHODS[mode].chains else ("mixed", "partly", "bags", "conv1d")
     for name in names:
-        sites(4).run(trains, name, mode, 6, {"hierarchy": 2})
+        sites(4).run(trains, name, mode, 6, {"hierarchy": 2}, [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize("mode", method_names())
+def test_a_wrong_gradient_would_fail(sites, mode):
+    for factor in (0.0, 2.0):
+        sites(4).run(notices, mode, factor, {"hierarchy": 2}, [[0, 1], [2, 3]])
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_machines_may_have_different_numbers_of_processes(sites, mode, layout):
-    sites(4).run(trains, "partly", mode, 6, {"hierarchy": layout})
-    sites(4).run(trains, "words", mode, 4, {"hierarchy": layout, "weighting": "samples"})
+    sites(4).run(trains, "partly", mode, 6, {"hierarchy": layout}, layout)
+    sites(4).run(trains, "words", mode, 4, {"hierarchy": layout, "weighting": "samples"}, layout)
 
 
 def sums_and_gathers(layout) -> None:

@@ -31,38 +31,7 @@ def outcome(name: str) -> dict[str, list[str]]:
     return found
 
 
-KNOWN: dict[str, str] = {
-    **dict.fromkeys([name for name in LOOPS if name.startswith("discarded")], "a discarded backward is trained on"),
-    **dict.fromkeys(
-        ["gan_with_two_reductions", "dcgan", "wgan_with_gradient_penalty", "fgsm", "pgd", "exception_in_backward"],
-        "a discarded backward is trained on",
-    ),
-    **dict.fromkeys(["batch_of_no_rows", "batch_object"], "sample counts"),
-    **dict.fromkeys(
-        ["layers_added", "module_replaced", "state_assigned", "pruned_before", "pruned_in_mid_run"],
-        "parameters that change are not followed",
-    ),
-    **dict.fromkeys(["maml", "hypernetwork", "functional_masks"], "derived weights lose their gradient"),
-    **dict.fromkeys(
-        ["autograd_grad_written_by_hand", "weight_hooks", "post_accumulate_hooks", "clipping_before_synchronize"],
-        "gradients are not there before synchronize",
-    ),
-    "sam_with_local_ascent": "gradients are not there before synchronize",
-    "gradient_from_before": "a gradient from before the reduction",
-    "static_input_buffer": "a reused buffer",
-    **dict.fromkeys(
-        ["grad_scaler_with_overflow", "grad_scaler_of_pytorch", "refused_steps"], "error memories and the loss's scale"
-    ),
-    "loss_times_zero": "a basis of zeros stays one",
-}
-
-
-def case(name: str, mode: str) -> object:
-    marks = [pytest.mark.xfail(reason=KNOWN[name])] if name in KNOWN else []
-    return pytest.param(name, mode, marks=marks)
-
-
-CASES = [case(name, mode) for name, each in LOOPS.items() for mode in each.modes]
+CASES = [(name, mode) for name, each in LOOPS.items() for mode in each.modes]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

@@ -13,8 +13,6 @@ from torch import nn
 
 import dadplug
 
-pytestmark = pytest.mark.xfail(run=False, reason="sites wait for each other, or a gradient is silently dropped")
-
 
 def start(mode: str) -> tuple[Site, nn.Module, dadplug.GradientReduction]:
     """Two steps of a plain loop."""
@@ -77,7 +75,10 @@ def test_detach_after_backward_keeps_the_gradient(sites, mode):
 
 
 def reads(mode: str) -> None:
-    """A gradient that is read before it has been agreed on is the site's own, or an error."""
+    """A gradient that is read before it has been agreed on is the site's own, or an error.
+
+    One that a lossy mode has compressed and sent already is what this site has sent.
+    """
     site, model, reduction = start(mode)
     apart = net()
     apart.load_state_dict(model.state_dict())
@@ -90,7 +91,8 @@ def reads(mode: str) -> None:
         except RuntimeError as error:
             assert "synchronize" in str(error)  # noqa: PT017
         else:
-            torch.testing.assert_close(found, theirs.grad)
+            compressed = mode.startswith("rankdad") and ours.dim() > 1
+            assert (found - theirs.grad).norm() < (0.8 if compressed else 1e-5) * theirs.grad.norm()
     reduction.synchronize()
     assert all(p.grad is not None and type(p.grad) is torch.Tensor for p in model.parameters())
     assert reduction.first_difference() is None

@@ -92,7 +92,7 @@ def gan_with_one_reduction(site: Site) -> None:
         real, noise = site.inputs(step), torch.randn(site.rows(step), LATENT)
         model.zero_grad()
         (_real(model.critic, real) + _fake(model.critic, model.generator(noise).detach())).backward()
-        site.agree(reduction, len(real))
+        site.agree(reduction, 2 * len(real))
         optimizers[1].step()
         model.zero_grad()
         _real(model.critic, model.generator(noise)).backward()
@@ -109,10 +109,10 @@ def wgan_with_gradient_penalty(site: Site) -> None:
     for step in range(6):
         real, noise = site.inputs(step), torch.randn(site.rows(step), LATENT)
         if step % 3 < 2:
+            optimizers[1].zero_grad()
             fake = generator(noise).detach()
             mixed = torch.lerp(real, fake, torch.rand(len(real), 1)).requires_grad_()
             (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-            optimizers[1].zero_grad()
             (critic(fake).mean() - critic(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()).backward()
             site.agree(of_critic, len(real))
             optimizers[1].step()

@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 _EXACT = ("dsgd", "dad", "edad", "auto")
 _ROUNDING = 0.15  # what int8 takes away, relative to a gradient's norm, with what the last step lost added
-_BOUND, _AT_MOST = 1.5, 0.9  # times the largest error by hand; a gradient of zeros is off by 1
+_BOUND = 1.5  # times the largest error by hand
 _TIMEOUT = 20.0  # seconds
 _LEAST = 32  # elements from which top-k compresses a gradient here
 
@@ -134,11 +134,16 @@ def _largest_errors(records: Sequence[Record]) -> dict[str, float]:
         for name, mean in record.means.items():
             found = record.gradients.get(name)
             if mean is not None and found is not None:
-                largest[name] = max(largest.get(name, 0.0), min(_BOUND * _off(found, mean), _AT_MOST))
+                largest[name] = max(largest.get(name, 0.0), _BOUND * _off(found, mean))
     return largest
 
 
 def _different(ours: Record, theirs: Record, where: str, tolerance: float, allowed: dict[str, float]) -> Iterator[str]:
+    overflown = [_overflown(record) for record in (ours, theirs)]
+    if any(overflown):
+        if not all(overflown):
+            yield f"{where}: NaN or Inf {'in this run' if overflown[0] else 'by hand'} alone"
+        return  # where they are depends on what was compressed
     for name, expected in theirs.gradients.items():
         found = ours.gradients.get(name)
         if (found is None) != (expected is None):
@@ -155,13 +160,12 @@ def _different(ours: Record, theirs: Record, where: str, tolerance: float, allow
                 yield f"{where}: {name} is off by {error:.1e} (along the expected one: {ratio:.6g})"
 
 
+def _overflown(record: Record) -> bool:
+    return any(gradient is not None and not gradient.isfinite().all() for gradient in record.gradients.values())
+
+
 def _off(found: Tensor, expected: Tensor) -> float:
-    """The error relative to the expected norm, of tiny gradients to a small number; numbers not finite are equal."""
-    finite = found.isfinite(), expected.isfinite()
-    if not torch.equal(*finite):
-        return float("inf")
-    if not finite[0].all():
-        return 0.0
+    """The error relative to the expected norm, of tiny gradients to a small number."""
     return float((found - expected).norm() / (expected.norm() + 1e-5))
 
 

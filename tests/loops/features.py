@@ -148,7 +148,7 @@ def weight_hooks(site: Site) -> None:
         optimizer.step()
 
 
-@loop(late=CHANGED)
+@loop(chains=False, late=CHANGED)
 def post_accumulate_hooks(site: Site) -> None:
     """A hook that looks at a gradient once it has been accumulated, and one that scales it."""
     model = site.model()
@@ -171,7 +171,7 @@ def post_accumulate_hooks(site: Site) -> None:
     assert all(norm > 0 for norm in seen)
 
 
-@loop(late=CHANGED)
+@loop(chains=False, late=CHANGED)
 def clipping_before_synchronize(site: Site) -> None:
     """Each site clips its own gradient, of a backward pass under `no_sync`."""
     model = site.model()

@@ -170,7 +170,8 @@ def grad_scaler_with_overflow(site: Site) -> None:
         value = loss(model, site.batch(step))
         if step in (0, 3) and site.rank == step // 3:
             value = value * torch.inf
-        (value * scale).backward()
+        with reduction.loss_scale(scale):
+            (value * scale).backward()
         site.agree(reduction, site.rows(step), scale)
         found = all(p.grad.isfinite().all() for p in model.parameters())
         if found:

@@ -47,10 +47,12 @@ class ByHand:
         self.model = model
         self.agreement = Agreement(options, site.world_size)
         self._site = site
+        self._first_names: dict[nn.Parameter, str] = {}  # a parameter that gets another name keeps its memories
 
     def agree(self, rows: int, scale: float = 1.0) -> Gradients:
         """Writes the agreed gradients; returns the exact means."""
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        now = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {self._first_names.setdefault(p, name): p for name, p in now.items()}
         sites, counts = gather(trained, rows)
         means = Agreement({"mode": "dsgd"}, len(counts)).agree(sites, counts, {}) if any(counts) else {}
         if any(gradient is not None and not gradient.isfinite().all() for gradient in means.values()):
@@ -61,17 +63,24 @@ class ByHand:
             return {}
         else:
             unscaled = [{name: None if g is None else g / scale for name, g in each.items()} for each in sites]
-            agreed = self.agreement.agree(unscaled, counts, self._site.next_paths())
+            paths = self._site.next_paths()
+            paths = {
+                self._first_names[p]: paths.get(name, paths.get(self._first_names[p], "")) for name, p in now.items()
+            }
+            agreed = self.agreement.agree(unscaled, counts, paths)
             agreed = {name: None if g is None else g * scale for name, g in agreed.items()}
         for name, parameter in trained.items():
             gradient = agreed[name]
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-        return means
+        return {name: means[self._first_names[p]] for name, p in now.items()}
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def samples(self, count: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def loss_scale(self, scale: float) -> AbstractContextManager[None]:
         return nullcontext()
 
     def detach(self) -> None:
@@ -205,6 +214,7 @@ class Site:
     def close(self) -> None:
         """Takes the reductions off their models."""
         for reduction in self.reductions:
+            reduction.model.zero_grad()  # a backward pass whose gradients nobody asked for may be on its way
             reduction.detach()
 
 

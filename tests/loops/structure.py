@@ -12,6 +12,7 @@ from .compare import loop
 from .site import WIDTH, Site, loss, net, sgd
 
 STEPS = 4
+CHANGED = "the first gradient of a changed model may be sent as it is"
 
 
 @loop()
@@ -41,7 +42,7 @@ def frozen_backbone(site: Site) -> None:
         optimizer.step()
 
 
-@loop()
+@loop(late=CHANGED)
 def layers_added(site: Site) -> None:
     """A head appended after two steps, on all sites."""
     model = site.model()
@@ -58,7 +59,7 @@ def layers_added(site: Site) -> None:
         optimizer.step()
 
 
-@loop()
+@loop(late=CHANGED)
 def module_replaced(site: Site) -> None:
     """A new head in the place of the old one, as for fine-tuning."""
     model = site.model()
@@ -90,7 +91,7 @@ def state_loaded(site: Site) -> None:
         optimizer.step()
 
 
-@loop()
+@loop(late=CHANGED)
 def state_assigned(site: Site) -> None:
     """The same with assign=True: all parameters are other objects from then on."""
     model = site.model()
@@ -106,9 +107,9 @@ def state_assigned(site: Site) -> None:
         optimizer.step()
 
 
-@loop()
+@loop(chains=False, late=CHANGED)
 def pruned_before(site: Site) -> None:
-    """Masks from the start, removed after three steps."""
+    """Masks from the start, removed after three steps; masked layers are in no chain."""
     model = site.model()
     prune.l1_unstructured(model[0], "weight", amount=0.4)
     prune.ln_structured(model[2], "weight", amount=2, n=2, dim=0)
@@ -124,7 +125,7 @@ def pruned_before(site: Site) -> None:
         optimizer.step()
 
 
-@loop()
+@loop(late=CHANGED)
 def pruned_in_mid_run(site: Site) -> None:
     model = site.model()
     reduction = site.reduce(model)
@@ -239,7 +240,7 @@ def hypernetwork(site: Site) -> None:
     _trains(site, site.model(_Hypernetwork))
 
 
-@loop()
+@loop(late=CHANGED)
 def functional_masks(site: Site) -> None:
     """Every layer's weight masked through `functional_call`, in a model that is also called plainly."""
     model = site.model()
