@@ -19,7 +19,7 @@ def runs(name: str, modes: list[str], factor: float = 1.0) -> tuple[dict[str, li
 
 @functools.cache
 def outcome(name: str) -> dict[str, list[str]]:
-    """Runs a loop in all its modes; returns by mode what is wrong."""
+    """Run a loop in all its modes; return by mode what is wrong."""
     found: dict[str, list[str]] = {}
     while left := [mode for mode in LOOPS[name].modes if mode not in found]:
         results, lost = zip(*support.sites(2).run(runs, name, left), strict=True)

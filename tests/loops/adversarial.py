@@ -195,7 +195,7 @@ def free_adversarial_training(site: Site) -> None:
 
 
 def _ascend(model: nn.Module) -> list[Tensor]:
-    """Perturbs the weights along their gradients; returns what they were."""
+    """Perturb the weights along their gradients; return what they were."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()

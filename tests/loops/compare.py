@@ -1,4 +1,4 @@
-"""Runs a loop with `GradientReduction` and by hand, and says where the two differ."""
+"""Comparison of a loop run with `GradientReduction` and by hand."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ LOOPS: dict[str, Loop] = {}
 
 
 def loop(**options: Any) -> Callable[[Callable[[Site], None]], Callable[[Site], None]]:
-    """Registers a loop under its name; a function decorator."""
+    """Register a loop under its name; a function decorator."""
 
     def decorate(function: Callable[[Site], None]) -> Callable[[Site], None]:
         LOOPS[function.__name__] = Loop(function, **options)
@@ -76,7 +76,7 @@ def loop(**options: Any) -> Callable[[Callable[[Site], None]], Callable[[Site], 
 
 
 def differences(name: str, mode: str) -> list[str]:
-    """Runs a loop in a mode both ways; returns where they differ, in words."""
+    """Run a loop in a mode both ways; return where they differ, in words."""
     tried, options = LOOPS[name], MODES[mode]
     found = _run(tried.function, Site(options))
     paths = [record.paths for record in found.records]
@@ -115,7 +115,7 @@ def _run(function: Callable[[Site], None], site: Site) -> Site:
 
 @contextmanager
 def small_gradients_compressed() -> Iterator[None]:
-    """Has top-k compress matrices as small as those of the loops, too."""
+    """Make top-k compress matrices as small as those of the loops, too."""
     before, topk._WHOLE = topk._WHOLE, _LEAST
     try:
         yield
@@ -171,7 +171,7 @@ def _off(found: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def scaled(factor: float) -> Iterator[None]:
-    """Multiplies every agreed gradient by a factor: what a wrong exchange would do."""
+    """Multiply every agreed gradient by a factor: what a wrong exchange would do."""
     synchronize = dadplug.GradientReduction.synchronize
 
     def injected(self: dadplug.GradientReduction, **options: Any) -> None:
@@ -188,7 +188,7 @@ def scaled(factor: float) -> Iterator[None]:
 
 
 def problems(name: str, modes: Sequence[str], factor: float = 1.0) -> tuple[dict[str, list[str]], bool]:
-    """Runs a loop in modes.
+    """Run a loop in modes.
 
     Returns:
         By mode, where both runs differ; and whether the sites are no longer at the same place, after a mode in which

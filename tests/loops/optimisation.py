@@ -251,7 +251,7 @@ def exceptions_in_forward_and_loader(site: Site) -> None:
 
 
 class _Fuse(nn.Module):
-    """Raises in backward where it is armed."""
+    """A layer that raises in backward where it is armed."""
 
     armed = False
 

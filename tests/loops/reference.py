@@ -42,7 +42,7 @@ class Agreement:
         self._first_bases: dict[str, Tensor] = {}
 
     def agree(self, sites: Sequence[Gradients], rows: Sequence[int], paths: dict[str, str]) -> Gradients:
-        """Returns the agreed gradients; None where no site has one.
+        """Return the agreed gradients; None where no site has one.
 
         Args:
             sites: each site's gradients by name, in the shapes of the parameters.

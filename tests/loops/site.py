@@ -1,4 +1,4 @@
-"""The stage of a loop: hands it models, rows and reductions, and records every gradient that was agreed on."""
+"""What a loop works with: models, rows and reductions, and a record of every gradient that was agreed on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ByHand:
         self._first_names: dict[nn.Parameter, str] = {}  # a parameter that gets another name keeps its memories
 
     def agree(self, rows: int, scale: float = 1.0) -> Gradients:
-        """Writes the agreed gradients; returns the exact means."""
+        """Write the agreed gradients; return the exact means."""
         now = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         trained = {self._first_names.setdefault(p, name): p for name, p in now.items()}
         sites, counts = gather(trained, rows)
@@ -88,7 +88,7 @@ class ByHand:
 
 
 def gather(trained: dict[str, nn.Parameter], rows: int) -> tuple[list[Gradients], list[int]]:
-    """Gathers all sites' gradients and rows."""
+    """Gather all sites' gradients and rows."""
     dense = {name: p.grad.to_dense() if p.grad is not None else None for name, p in trained.items()}
     present = torch.tensor([rows, *(gradient is not None for gradient in dense.values())], dtype=torch.float64)
     numbers = [
@@ -143,14 +143,14 @@ class Site:
         return self.options["mode"]
 
     def model(self, build: Callable[[], nn.Module] | None = None) -> Any:
-        """Builds a model, the same at all sites; `Net` by default. Its parameters are compared at the end."""
+        """Build a model, the same at all sites; `Net` by default. Its parameters are compared at the end."""
         with torch.random.fork_rng([]):
             torch.manual_seed(5 + len(self._models))
             self._models.append(net() if build is None else build())
         return self._models[-1]
 
     def reduce(self, model: nn.Module, **options: Any) -> Any:
-        """Builds the reduction of a model."""
+        """Build the reduction of a model."""
         options = self.options | options
         reduction = ByHand(model, options, self) if self.by_hand else dadplug.GradientReduction(model, **options)
         self.reductions.append(reduction)
@@ -172,7 +172,7 @@ class Site:
         return inputs, torch.randint(0, CLASSES, (len(inputs),), generator=generator)
 
     def agree(self, reduction: Any, rows: int, scale: float = 1.0) -> None:
-        """Calls ``reduction.synchronize()``, and records what it leaves.
+        """Call ``reduction.synchronize()``, and record what it leaves.
 
         Args:
             reduction: the reduction.
@@ -186,7 +186,7 @@ class Site:
             self._record(reduction, {})
 
     def idle(self, reduction: Any) -> None:
-        """Calls ``reduction.idle()``, and records what it leaves."""
+        """Call ``reduction.idle()``, and record what it leaves."""
         if self.by_hand:
             self._record(reduction, reduction.agree(0))
         else:
@@ -212,7 +212,7 @@ class Site:
         return [p.detach().clone() for model in self._models for p in model.parameters()]
 
     def close(self) -> None:
-        """Takes the reductions off their models."""
+        """Take the reductions off their models."""
         for reduction in self.reductions:
             reduction.model.zero_grad()  # a backward pass whose gradients nobody asked for may be on its way
             reduction.detach()
