@@ -85,7 +85,8 @@ class Agreement:
         like = next(gradient for gradient in found if gradient is not None)
         matrices = self._with_errors(found, rows, name, like.flatten(1))
         if name not in self._bases:
-            self._first_bases[name] = self._bases[name] = self._method.basis(name, tuple(matrices[0].shape), like).clone().T  # type: ignore
+            basis = self._method.basis(name, tuple(matrices[0].shape), like)  # type: ignore[attr-defined]
+            self._first_bases[name] = self._bases[name] = basis.clone().T
         left = torch.linalg.qr(sum(matrix @ self._bases[name] for matrix in matrices)).Q
         right = sum(matrix.T @ left for matrix in matrices)
         self._keep(name, [matrix - left @ right.T / len(matrices) for matrix in matrices])
