@@ -48,6 +48,7 @@ class ByHand:
         self.agreement = Agreement(options, site.world_size)
         self._site = site
         self._first_names: dict[nn.Parameter, str] = {}  # a parameter that gets another name keeps its memories
+        self._paths: dict[str, str] = {}  # and its path
 
     def agree(self, rows: int, scale: float = 1.0) -> Gradients:
         """Write the agreed gradients; return the exact means."""
