@@ -64,11 +64,11 @@ class ByHand:
             return {}
         else:
             unscaled = [{name: None if g is None else g / scale for name, g in each.items()} for each in sites]
-            paths = self._site.next_paths()
-            paths = {
-                self._first_names[p]: paths.get(name, paths.get(self._first_names[p], "")) for name, p in now.items()
-            }
-            agreed = self.agreement.agree(unscaled, counts, paths)
+            planned = self._site.next_paths()
+            for name, first in zip(now, trained, strict=True):
+                if name == first or first not in self._paths:
+                    self._paths[first] = planned.get(name, "")
+            agreed = self.agreement.agree(unscaled, counts, self._paths)
             agreed = {name: None if g is None else g * scale for name, g in agreed.items()}
         for name, parameter in trained.items():
             gradient = agreed[name]
