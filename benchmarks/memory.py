@@ -32,6 +32,7 @@ from attach import Attached
 from workloads import WORKLOADS, loss
 
 import dadplug
+from dadplug.exchange import gather_objects
 from dadplug.launch import launch_sites
 from dadplug.lowrank.scratch import scratch
 
@@ -93,8 +94,7 @@ def run_site(arguments: argparse.Namespace) -> None:
     settle()
     before = resident("VmRSS")
     first, later, payload = train(arguments, STEPS)
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (first - before, later - before, payload))
+    every = gather_objects((first - before, later - before, payload))
     if dist.get_rank() == 0:
         firsts, laters, payloads = zip(*every, strict=True)
         row = {"first": max(firsts), "later": max(laters), "payloads": sum(payloads) / 1e6}

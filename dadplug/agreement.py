@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .exchange.codec import register, register_family
 from .factor_unit import FactorUnit
 from .hooks import Form
+from .hooks.convolution import Geometry
 from .link import Link
 from .methods import Method
 from .units import Unit
 
+register_family(Form)
+register(Geometry)  # which forms of convolutions hold
 
+
+@register
 @dataclass(frozen=True)
 class FirstStep:
     """What a site saw in its first step.

@@ -14,12 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .exchange.codec import register
 from .factor_unit import FactorUnit
 from .hooks import LINEAR, Elementwise, Factor, LayerCapture, Trace, stack_by_form
 from .share import Share
 from .units import Unit
 
+register(Elementwise)
 
+
+@register
 @dataclass(frozen=True)
 class Link:
     """What follows a layer.
@@ -33,6 +37,7 @@ class Link:
     function: Elementwise
 
 
+@register
 @dataclass(frozen=True)
 class Sight:
     """What one site saw of a layer in the first step.
@@ -46,6 +51,7 @@ class Sight:
     breach: str = ""
 
 
+@register
 class Looks(NamedTuple):
     """What one site saw in the first step.
 

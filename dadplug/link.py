@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from .exchange import Transport
+from .exchange.codec import register
 
 _SIZES = (4_096, 65_536, 1_048_576)  # numbers; the next larger one is tried while the last was fast
 _FAST = 0.02  # seconds
 _ROUNDS = 3
 
 
+@register
 @dataclass(frozen=True)
 class Link:
     """What things cost at a site, the exchange with all others included.

@@ -329,7 +329,15 @@ class GradientReduction:
             return replicas.first_difference(self.model, self._transport)
 
     def gather_objects(self, item: Any) -> list[Any]:
-        """Gathers a picklable object from every site, by rank; all sites must call it."""
+        """Gathers an object from every site, by rank; all sites must call it.
+
+        Args:
+            item: plain data, tensors, arrays, or registered classes, see `dadplug.exchange.codec.encode`. Tensors come
+                back on the CPU.
+
+        Raises:
+            TypeError: on all sites, if the object of one cannot be sent.
+        """
         with self.traffic.apart():
             return self._transport.gather_objects(item)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dadplug.adapm import AdaDataLoader, AdaModel, Constant, Normal, ParameterManager, Timeline
 from dadplug.adapm.timeline import SiteHistory, frequent_keys
 from dadplug.data import Clicks, DataPair, renumbered
+from dadplug.exchange import gather_objects
 from dadplug.models import WideDeep
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -200,11 +201,6 @@ def by_ddp(run: Run) -> Outcome:
     optimizer = torch.optim.Adagrad(model.parameters(), lr=run.lr)
     outcome = Outcome(table_bytes=2 * 4 * (plain.wide.weight.numel() + plain.deep.weight.numel()))
 
-    def gather(total: float) -> list[float]:
-        totals: list[Any] = [None] * run.sites
-        dist.all_gather_object(totals, total)
-        return totals
-
     for _ in range(run.epochs):
         dist.barrier()
         with epoch(outcome, sent_by_interface):
@@ -213,7 +209,7 @@ def by_ddp(run: Run) -> Outcome:
                 loss_of(model, batch).backward()
                 optimizer.step()
             dist.barrier()
-        outcome.log_losses.append(test_loss(plain, data.test, run.rank, run.sites, gather))
+        outcome.log_losses.append(test_loss(plain, data.test, run.rank, run.sites, gather_objects))
         outcome.local_share.append(None)
     return outcome
 

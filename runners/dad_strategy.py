@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dadplug import GradientReduction
 from dadplug.exchange import Traffic, Transport, open_transport
-from dadplug.exchange.rendezvous import choose_interface, gloo_interface
+from dadplug.exchange.addresses import choose_interface, gloo_interface
 from dadplug.exchange.sites import describe
 from dadplug.options import Options
 from dadplug.samples import batch_size

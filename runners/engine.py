@@ -14,7 +14,7 @@ from catalyst.core.engine import Engine
 
 from dadplug import GradientReduction
 from dadplug.exchange import Traffic, Transport, open_transport
-from dadplug.exchange.rendezvous import gloo_interface
+from dadplug.exchange.addresses import gloo_interface
 from dadplug.exchange.sites import describe
 
 from .leaving import detach

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SiteError
-from ..exchange.rendezvous import address_of, interface_in_use
+from ..exchange.addresses import own_addresses
 from .messages import HEAD_SIZE, Head, Message
 
 _HELLO = struct.Struct("<32sI")  # the token of the site that listens, the rank of the one that connects
@@ -152,16 +152,7 @@ class Connection:
 
 def own_address() -> str:
     """Find the address under which the other sites reach this one: that of the interface that gloo uses."""
-    interface = interface_in_use()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface and (address := address_of(probe, interface)):
-            return address
-        try:
-            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-            probe.connect((socket.gethostbyname(host), 9))  # sends nothing; finds the way
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
+    return next(iter(own_addresses()), "127.0.0.1")
 
 
 def reachable_address(exchange: Callable[[Any], list[Any]]) -> str:

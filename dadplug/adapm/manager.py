@@ -146,7 +146,7 @@ class ParameterManager:
                 raise MismatchError(f"{what} of the manager is {item} at {sites[self.rank]}, {other} at {sites[rank]}")
 
     def gather_objects(self, item: Any) -> list[Any]:
-        """Gathers one small picklable object a site, by site; all sites must call it."""
+        """Gathers one small object a site, by site; all sites must call it. See `dadplug.exchange.codec.encode`."""
         return self._transport.gather_objects(item)
 
     def broadcast_bytes(self, content: bytes) -> bytes:

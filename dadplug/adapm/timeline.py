@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..exchange.codec import register
 from .rows import OWNED, REPLICA
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 COUNTS = ("pulled", "pulled_remotely", "pushed", "pushed_remotely", "moved", "replicated", "rows", "replicas")
 
 
+@register
 @dataclass
 class SiteHistory:
     """What one site noted, an entry a moment.

@@ -1,6 +1,7 @@
 """What crosses the network between sites."""
 
 from .machines import Hierarchy
+from .objects import gather_objects
 from .opening import open_transport
 from .rendezvous import DEFAULT_TIMEOUT, connect
 from .sites import Sites
@@ -16,5 +17,6 @@ __all__ = [
     "Traffic",
     "Transport",
     "connect",
+    "gather_objects",
     "open_transport",
 ]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from .rendezvous import address_of, interface_in_use
+from .addresses import own_addresses
 from .streams import ENOUGH, Streams
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def open_streams(transport: Transport) -> Streams | None:
 
 def _listen() -> socket.socket | None:
     """Opens a socket on the address under which other sites are to find this one."""
-    for address in _addresses():
+    for address in own_addresses():
         try:
             listener = _sized(socket.AF_INET)
             listener.bind((address, 0))
@@ -64,22 +65,6 @@ def _listen() -> socket.socket | None:
             continue
         return listener
     return None
-
-
-def _addresses() -> list[str]:
-    """Own addresses that others may reach, the likeliest first: those that gloo would take."""
-    found = []
-    interface = interface_in_use()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            address = address_of(probe, interface)
-            return [address] if address else []
-        with suppress(OSError, KeyError):
-            probe.connect((socket.gethostbyname(os.environ["MASTER_ADDR"]), 9))
-            found.append(probe.getsockname()[0])
-    with suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return [*found, "127.0.0.1"]
 
 
 def _sized(family: socket.AddressFamily) -> socket.socket:
@@ -107,17 +92,50 @@ def _meet(
         caller.connect((host, port))
         caller.sendall(_HELLO.pack(token, transport.rank))
     expected = set(range(transport.rank + 1, transport.world_size))
-    while expected and time.monotonic() < deadline:
-        listener.settimeout(max(0.1, deadline - time.monotonic()))
-        caller, _ = listener.accept()
-        caller.settimeout(1.0)
-        try:
-            token, rank = _HELLO.unpack(caller.recv(_HELLO.size, socket.MSG_WAITALL))
-        except (OSError, struct.error):
-            token, rank = b"", -1
-        if rank in expected and secrets.compare_digest(token, places[transport.rank][2]):
-            sockets[rank] = caller
-            expected.remove(rank)
-        else:  # a stranger
-            caller.close()
+    for rank, caller in _callers(listener, places[transport.rank][2], expected, deadline):
+        sockets[rank] = caller
     return sockets
+
+
+def _callers(
+    listener: socket.socket, token: bytes, expected: set[int], deadline: float
+) -> Iterator[tuple[int, socket.socket]]:
+    """Wait for the calls of sites; those of strangers, who say something else or nothing, hold nobody up."""
+    unknown: dict[socket.socket, bytearray] = {}
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while expected and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.fileobj is listener:
+                    with suppress(OSError):
+                        caller, _ = listener.accept()
+                        caller.setblocking(False)
+                        unknown[caller] = bytearray()
+                        selector.register(caller, selectors.EVENT_READ)
+                    continue
+                caller = cast(socket.socket, key.fileobj)
+                if not _hear(caller, unknown[caller]):
+                    continue
+                selector.unregister(caller)
+                hello = unknown.pop(caller)
+                said, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
+                if rank in expected and secrets.compare_digest(said, token):
+                    expected.remove(rank)
+                    yield rank, caller
+                else:
+                    caller.close()
+    for caller in unknown:
+        caller.close()
+
+
+def _hear(caller: socket.socket, hello: bytearray) -> bool:
+    """Read what a caller says; return whether it has said enough, or will say no more."""
+    try:
+        received = caller.recv(_HELLO.size - len(hello))
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    hello += received
+    return not received or len(hello) == _HELLO.size

@@ -8,10 +8,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .addresses import gloo_interface
+from .deadline import within
 from .hierarchy import HierarchicalTransport
 from .machines import Hierarchy, Machines, members_of, own_place
-from .rendezvous import gloo_interface
-from .sites import introduce
+from .objects import gather_objects
+from .sites import Sites, introduce
 from .traffic import Traffic
 from .transport import SingleSite, Transport
 
@@ -49,20 +51,30 @@ def open_transport(
     sites = introduce(parent, timeout)
     local = group is not None
     if hierarchy is not None:
-        places: list = [None] * len(ranks)
         try:
-            dist.all_gather_object(places, own_place(), group=parent)
+            places = gather_objects(own_place(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
         except RuntimeError as error:
             raise sites.lost(error, timeout) from error
         machines = Machines.of(members_of(hierarchy, places), dist.get_rank(parent))
         if 1 < machines.count < len(ranks):
             # Messages between pairs are gloo's; from a GPU they go by way of the CPU.
-            with gloo_interface():
-                own = dist.new_group(ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=local)
+            own = _new_group(sites, ranks, timeout, "gloo", local)
             return HierarchicalTransport(own, sites, traffic, timeout, machines)
-    with gloo_interface():
-        own = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=local)
-    return Transport(own, sites, traffic, device, timeout)
+    return Transport(_new_group(sites, ranks, timeout, None, local), sites, traffic, device, timeout)
+
+
+def _new_group(sites: Sites, ranks: list[int], timeout: float, backend: str | None, local: bool) -> dist.ProcessGroup:
+    """Make a process group; the store that it needs may be at a site that is stopped."""
+    limit = timedelta(seconds=timeout)
+
+    def make() -> dist.ProcessGroup:
+        with gloo_interface():
+            return dist.new_group(ranks, limit, backend, use_local_synchronization=local)
+
+    try:
+        return within(timeout, make)
+    except (RuntimeError, TimeoutError) as error:
+        raise sites.lost(error, timeout) from error
 
 
 def _refuse_to_train_alone() -> None:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-import struct
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import SiteError
-from .sites import Sites, introduce
+from .addresses import choose_interface, gloo_interface
+from .deadline import within
+from .roll_call import RollCall
+from .sites import Sites, introduce_default
 
 DEFAULT_TIMEOUT = 300.0  # seconds
-_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SLACK = 1.0  # seconds for a call to raise its own error
 
 
 def connect(
@@ -48,12 +50,9 @@ def connect(
     """
     if dist.is_initialized():
         return
+    deadline = time.monotonic() + timeout
     if num_nodes is None and rank is None and dist_url is None:
         if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-            return
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun hosts the store itself
-            dist.init_process_group(_backend(backend), timeout=timedelta(seconds=timeout))
-            introduce(_world(), timeout)
             return
         rank, num_nodes = _from_environment("RANK"), _from_environment("WORLD_SIZE")
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _from_environment("MASTER_PORT")
@@ -65,25 +64,35 @@ def connect(
         raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
     if not 0 <= rank < num_nodes:
         raise ValueError(f"rank must lie in 0 to {num_nodes - 1} for {num_nodes} sites, got {rank}")
-    deadline = time.monotonic() + timeout
-    store = _open_store(host, port, rank, timeout)
-    _roll_call(store, rank, num_nodes, timeout, deadline)
+    backend = _backend(backend)
     choose_interface(host, port)
-    with gloo_interface():
-        dist.init_process_group(
-            _backend(backend),
-            store=dist.PrefixStore("dadplug/group", store),
-            rank=rank,
-            world_size=num_nodes,
-            timeout=timedelta(seconds=timeout),
-        )
-    introduce(_world(), timeout)
+    if "TORCHELASTIC_RUN_ID" in os.environ and dist_url is None:  # torchrun hosts the store itself
+        owner = "the meeting point of torchrun"
+        store = _within(timeout, owner, lambda: next(rendezvous("env://", timeout=timedelta(seconds=timeout)))[0])
+    else:
+        owner = "site 0, which hosts the meeting point,"
+        store = _within(timeout, owner, lambda: _open_store(host, port, rank, timeout))
+    members = RollCall(store, rank, num_nodes, timeout, deadline, owner).run()
+    sites = Sites(rank, members)
+    limit = timedelta(seconds=timeout)
+    prefixed = dist.PrefixStore("dadplug/group", store)
+
+    def start() -> None:
+        with gloo_interface():
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=num_nodes, timeout=limit)
+
+    try:
+        within(timeout, start)
+    except (RuntimeError, TimeoutError) as error:
+        raise sites.lost(error, timeout) from error
+    introduce_default(sites)
 
 
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+def _within(timeout: float, owner: str, call: Callable[[], dist.Store]) -> dist.Store:
+    try:
+        return within(timeout + _SLACK, call)
+    except TimeoutError as error:
+        raise SiteError(f"{owner} has not answered for {timeout:g} s") from error
 
 
 def _backend(backend: str | None) -> str:
@@ -117,9 +126,15 @@ def _parse(url: str) -> tuple[str, int]:
 def _open_store(host: str, port: int, rank: int, timeout: float) -> dist.Store:
     limit = timedelta(seconds=timeout)
     try:
-        return dist.TCPStore(host, port, None, rank == 0, limit, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:  # DistNetworkError and kin derive from RuntimeError
-        if rank == 0 and "EADDRINUSE" in str(error):
+        if rank != 0:
+            _wait_for_host(host, port, timeout)
+            return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+        listener = _listen(host, port)  # torch's own listens on all interfaces
+        store = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.fileno())
+        listener.detach()  # it is the store's now
+        return store
+    except (RuntimeError, ValueError, OSError) as error:  # DistNetworkError and kin derive from RuntimeError
+        if rank == 0 and getattr(error, "errno", None) == errno.EADDRINUSE:
             raise SiteError(
                 f"port {port} is in use on this machine: another run may still be going on; end it, or choose another "
                 "port for all sites"
@@ -139,82 +154,32 @@ def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _roll_call(store: dist.Store, rank: int, num_nodes: int, timeout: float, deadline: float) -> None:
-    """Waits until every site has come, and says who has not."""
-    if store.add(f"dadplug/claims/{rank}", 1) > 1:
-        raise SiteError(f"another process already claims rank {rank}: every site needs a rank of its own")
-    store.set(f"dadplug/here/{rank}", Sites.own_name())
-    said_so = False
-    start = time.monotonic()
-    while True:
-        missing = [site for site in range(num_nodes) if not _is_here(store, site)]
-        if not missing:
-            return
-        names = ", ".join(map(str, missing))
-        if time.monotonic() > deadline:
-            raise SiteError(
-                f"waited {timeout:g} s for {num_nodes} sites: {'sites' if len(missing) > 1 else 'site'} {names} did "
-                "not come. Start every site with the same meeting point, or give a larger timeout"
-            )
-        if not said_so and time.monotonic() - start > 5:
-            said_so = True
-            print(f"site {rank} waits for {'sites' if len(missing) > 1 else 'site'} {names} …", file=sys.stderr)
-        time.sleep(0.02)
+def _wait_for_host(host: str, port: int, timeout: float) -> None:
+    """Wait until the meeting point can be reached.
 
-
-def _is_here(store: dist.Store, site: int) -> bool:
-    try:
-        return store.check([f"dadplug/here/{site}"])
-    except RuntimeError as error:
-        raise SiteError("site 0, which hosts the meeting point, ended before all sites had come") from error
-
-
-_interface: str | None = None  # the one that leads to the other sites, where it has been looked up
-
-
-def choose_interface(host: str, port: int) -> None:
-    """Look up which network interface leads to the other sites, for `gloo_interface`.
-
-    Left alone gloo takes the one that the machine's own name resolves to, often loopback, and the sites never meet.
+    Raises:
+        OSError: if that takes too long.
     """
-    global _interface
-    if not sys.platform.startswith("linux"):
-        return
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Open the meeting point on the one address that it names."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family)
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((socket.gethostbyname(host), port))
-            address = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                if address_of(probe, name) == address:
-                    _interface = name
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
     except OSError:
-        pass
-
-
-def interface_in_use() -> str | None:
-    """Return the network interface that the user has named for gloo, or else the one that has been looked up."""
-    return os.environ.get(_INTERFACE, "").split(",")[0] or _interface
-
-
-@contextmanager
-def gloo_interface() -> Iterator[None]:
-    """Set the environment variable that gloo reads when a process group is created; remove it afterwards."""
-    if _INTERFACE in os.environ or _interface is None:
-        yield
-        return
-    os.environ[_INTERFACE] = _interface
-    try:
-        yield
-    finally:
-        os.environ.pop(_INTERFACE, None)
-
-
-def address_of(probe: socket.socket, interface: str) -> str | None:
-    """Looks up the IPv4 address of a network interface; None where it has none."""
-    import fcntl
-
-    request = struct.pack("256s", interface[:15].encode())
-    try:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
-    except OSError:
-        return None
+        listener.close()
+        raise
+    return listener

@@ -1,4 +1,4 @@
-"""Who takes part, and why somebody left: errors between sites that name the site."""
+"""The sites of a process group, and errors between them that name the site at fault."""
 
 from __future__ import annotations
 
@@ -9,178 +9,222 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import SiteError
+from .objects import gather_objects
+from .status import Member, Report, Silence, Status, ask, status_server, tell
 
-_GRACE = 1.5  # seconds that a site waits for the others' last words before it says who is gone
-_LOST = "lost:"
+_ASKING = 1.0  # seconds for answers to a status request
+_TELLING = 0.4  # seconds for receipts of a report
+_GRACE = 1.5  # seconds for reports of other sites to arrive where no site seems to be lost
+
+
+def own_name() -> str:
+    """Return the name of this process for other sites: host and process id."""
+    return f"{socket.gethostname()}, pid {os.getpid()}"
+
+
+def own_member() -> Member:
+    """Return this process as other sites have to know it; it answers status requests from now on."""
+    return status_server(own_name()).member
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether a transport's error says that nothing came in time."""
+    return any(words in str(error).lower() for words in ("timed out", "timeout"))
 
 
 class Sites:
-    """The sites of a process group, by name, with a board on the group's store for their last words.
+    """The sites of a process group by name, with their reasons for leaving.
 
     A connection that closes tells neither which site is at fault (another may have left because of it) nor why. So a
-    site that ends writes why before its connections close, and a site that finds a connection closed reads it.
+    site that leaves reports its reason to all others, and a site that finds a connection closed, or waits in vain, asks
+    all others for their status.
 
     Args:
         rank: this site.
-        names: one name a site, by rank.
-        store: where the board is; None keeps none.
+        members: the sites, by rank.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], store: dist.Store | None) -> None:
+    def __init__(self, rank: int, members: Sequence[Member]) -> None:
         self.rank = rank
-        self.names = list(names)
-        self._store = store
-        self._announced = self._found_lost = False
+        self.members = list(members)
+        self._others = [other for other in range(len(members)) if other != rank]
+        self._rank_of = {member.token: other for other, member in enumerate(members) if member.token}
         self._transports: weakref.WeakSet[Any] = weakref.WeakSet()
-        if store is not None:
+        self._reached: set[int] = set()
+        if self._others:
             _watch_exit(self)
-
-    @staticmethod
-    def own_name() -> str:
-        """Names this process for the other sites: host and process id."""
-        return f"{socket.gethostname()}, pid {os.getpid()}"
+            answers = self._ask()
+            self._reached = {other for other in self._others if isinstance(answers[other], Status)}
 
     def __getitem__(self, rank: int) -> str:
-        return f"site {rank} ({self.names[rank]})"
+        return f"site {rank} ({self.members[rank].name})"
 
-    def announce(self, words: str, *, unless_announced: bool = False) -> None:
-        """Writes this site's last words.
+    def of(self, ranks: Sequence[int]) -> Sites:
+        """Return the sites of a part of the group.
 
         Args:
-            words: why this site ends.
-            unless_announced: keep what has been announced before.
+            ranks: their ranks in this group.
         """
-        # The error that a survivor raises says less than whom it has lost.
-        keep = unless_announced or words.startswith(SiteError.__name__)
-        if self._store is None or (keep and self._announced):
-            return
-        self._announced = True
-        with suppress(Exception):  # the store's host may be the one that is gone
-            self._store.set(str(self.rank), words)
+        return Sites(ranks.index(self.rank), [self.members[rank] for rank in ranks])
 
-    def found_lost(self) -> SiteError | None:
-        """Tells of a site that another one has found lost, without waiting."""
-        try:
-            spoken = [rank for rank in range(len(self.names)) if rank != self.rank and self._has_spoken(rank)]
-            words = {rank: self._store.get(str(rank)).decode() for rank in spoken} if self._store is not None else {}
-        except Exception:  # the store's host may be the one that is gone
-            return None
-        for found in words.values():
-            culprit = int(found.removeprefix(_LOST)) if found.startswith(_LOST) else -1
-            if culprit not in (-1, self.rank):
-                reason = words.get(culprit, _LOST)
-                told = "another site has lost the connection to it, or has waited for it in vain"
-                return self._blame(culprit, told if reason.startswith(_LOST) else reason)
-        return None
+    def announce(self, reason: str) -> None:
+        """Report to all other sites why this one leaves."""
+        announce(reason)
 
-    def _has_spoken(self, rank: int) -> bool:
-        return self._store is not None and self._store.check([str(rank)])
-
-    def linger(self) -> None:
-        """Keeps the board up for a short while if a site has been lost, so that all can read which."""
-        deadline = time.monotonic() + _GRACE
-        with suppress(Exception):
-            while self._found_lost and self.rank == 0 and time.monotonic() < deadline:
-                if all(self._has_spoken(rank) for rank in range(len(self.names))):
-                    break
-                time.sleep(0.05)
+    def withdraw(self) -> None:
+        """Take a report back: this site begins something new."""
+        if status_server().report is not None:
+            _tell_all(status_server().make_report(None))
 
     def watch(self, transport: Any) -> None:
-        """Has a transport closed when the process ends: its threads abort an interpreter that ends before them."""
+        """Have a transport closed when the process ends: its threads abort an interpreter that ends before them."""
         self._transports.add(transport)
 
     def close_transports(self) -> None:
-        """Closes what is still open."""
+        """Close what is still open."""
         for transport in list(self._transports):
             transport.close()
 
-    def withdraw(self) -> None:
-        """Takes words back that were not the last: this site begins something new."""
-        if self._store is not None and self._announced:
-            self._announced = False
-            with suppress(Exception):
-                self._store.delete_key(str(self.rank))
+    def found_lost(self) -> SiteError | None:
+        """Return an error if another site has reported that a site is lost; asks nobody."""
+        for report in self._reports().values():
+            culprit = self._rank_of.get(report.lost, self.rank)
+            if culprit != self.rank:
+                reason = self._reports().get(culprit)
+                return self._blame(
+                    [culprit],
+                    reason.reason
+                    if reason is not None and reason.reason
+                    else "another site has lost the connection to it, or has waited for it in vain",
+                )
+        return None
 
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
-        """Turns a transport's error into one that names the site that is gone, and says why if it said so.
+        """Turn a transport's error into one that names the site that is lost, with its reason if it has given one.
 
         Args:
             error: what the transport raised.
             timeout: seconds after which a silent site counts as lost.
             peer: the site on the other end of the connection, where it is known.
         """
-        self._found_lost = True
-        others = [rank for rank in range(len(self.names)) if rank != self.rank]
-        if "imed out" in str(error):
-            self.announce(f"{_LOST}{-1 if peer is None else peer}", unless_announced=True)
-            who = self[peer] if peer is not None else self[others[0]] if len(others) == 1 else "one of the other sites"
-            return SiteError(
-                f"{who} has not answered for {timeout:g} s. Is it stuck, or is the network between the sites down? "
-                "A site that may be this slow needs a larger timeout=."
-            )
-        words = self._last_words(others, peer)
-        for rank, reason in words.items():
-            if not reason.startswith(_LOST):
-                return self._blame(rank, reason)
-        for reason in words.values():  # what another survivor found out
-            culprit = int(reason.removeprefix(_LOST))
-            if culprit not in (-1, self.rank):
-                return self._blame(culprit, None)
-        silent = [rank for rank in others if rank not in words]
-        suspect = peer if peer in silent else silent[0] if len(silent) == 1 else None
-        if suspect is None:
-            self.announce(f"{_LOST}-1", unless_announced=True)
-            names = ", ".join(self[rank] for rank in silent or others)
-            return SiteError(f"the connection to another site is gone; one of these ended: {names}")
-        return self._blame(suspect, None)
-
-    def _blame(self, rank: int, reason: str | None) -> SiteError:
-        self._found_lost = True
-        self.announce(f"{_LOST}{rank}", unless_announced=True)
-        if reason is None:
-            reason = "the connection closed without a word: it was killed, or its machine or link went down"
-        return SiteError(f"{self[rank]} is gone: {reason}")
-
-    def _last_words(self, others: list[int], peer: int | None) -> dict[int, str]:
-        """Reads the board until the site in question, or all but one, have spoken, for a short while at most."""
+        in_time = not is_timeout(error)
         deadline = time.monotonic() + _GRACE
-        words: dict[int, str] = {}
-        while self._store is not None:
-            try:
-                for rank in others:
-                    if rank not in words and self._has_spoken(rank):
-                        words[rank] = self._store.get(str(rank)).decode()
-            except Exception:
-                return words
-            if len(words) == len(others) or peer in words or len(others) == 1 or time.monotonic() > deadline:
-                return words
+        while True:
+            if (found := self._from_reports(peer)) is not None:
+                return found
+            answers = self._ask()
+            if (found := self._from_reports(peer)) is not None:
+                return found
+            missing = {other: answer for other, answer in answers.items() if isinstance(answer, Silence)}
+            if missing:
+                return self._blame_missing(missing, timeout, peer, in_time)
+            if not in_time:
+                return self._blame_alive(answers, timeout, peer)
+            if time.monotonic() > deadline:  # all are alive, and none has lost anybody
+                suspects = [peer] if peer is not None else self._others
+                return self._blame(suspects, "the connection has closed, but the process is alive: a fault of the link")
             time.sleep(0.05)
-        return words
+
+    def _reports(self) -> dict[int, Report]:
+        reports = status_server().reports
+        known = {other: reports.get(self.members[other].token) for other in self._others}
+        return {other: report for other, report in known.items() if report is not None and report.reason is not None}
+
+    def _from_reports(self, peer: int | None) -> SiteError | None:
+        """Name a site that has given its reason, or that others have found lost."""
+        reasons = {other: report.reason for other, report in self._reports().items() if report.reason}
+        for other in sorted(reasons, key=lambda other: other != peer):
+            return self._blame([other], reasons[other])
+        return self.found_lost()
+
+    def _ask(self) -> dict[int, Status | Silence]:
+        """Ask all other sites for their status; keeps the reports that come with it."""
+        asked = {other: self.members[other] for other in self._others if self.members[other].port}
+        answers = dict.fromkeys(self._others, Silence.UNANSWERED) | ask(asked, _ASKING)
+        for answer in answers.values():
+            if isinstance(answer, Status) and answer.report is not None:
+                status_server().take_report(answer.report)
+        return answers
+
+    def _blame_missing(self, missing: dict[int, Silence], timeout: float, peer: int | None, in_time: bool) -> SiteError:
+        """Name the sites that do not answer: those that have ended first, then those that are silent."""
+        left = self._reports()  # because of others
+        known = [other for other in missing if other in self._reached and other not in left]
+        ended = [other for other in known if missing[other] is Silence.REFUSED]
+        if ended:
+            return self._blame(ended, "its process has ended without a reason: it was killed, or its machine went down")
+        suspects = known or [other for other in missing if other not in left] or self._others
+        if peer in suspects and not known:  # it could never be asked
+            suspects = [peer]
+        why = "a status request has no answer either: its process is stopped, or its machine or link is down"
+        return self._blame(suspects, why) if in_time else self._blame(suspects, why, timeout)
+
+    def _blame_alive(self, answers: dict[int, Status | Silence], timeout: float, peer: int | None) -> SiteError:
+        """Name the sites that are busy with something else, while this one has waited in vain."""
+        places = {other: answer.place for other, answer in answers.items() if isinstance(answer, Status)}
+        idle = [other for other, answer in answers.items() if isinstance(answer, Status) and not answer.exchanging]
+        suspects = [peer] if peer is not None and (peer in idle or not idle) else idle or self._others
+        where = "; ".join(f"site {other} is at {places[other]}" for other in suspects if places.get(other))
+        stuck = f"it is running ({where}). A site that may be this slow needs a larger timeout="
+        return self._blame(suspects, stuck, timeout)
+
+    def _blame(self, suspects: Sequence[int], reason: str, timeout: float | None = None) -> SiteError:
+        """Make the error, and report to the others who is lost."""
+        lost = self.members[suspects[0]].token if len(suspects) == 1 else b""
+        if status_server().report is None:
+            _tell_all(status_server().make_report("", lost), but=lost)
+        names = ", ".join(self[other] for other in suspects)
+        several = len(suspects) > 1
+        if timeout is not None:
+            who = f"one of {names}" if several else names
+            return SiteError(f"{who} has not answered for {timeout:g} s: {reason}")
+        return SiteError(f"{names} {'are' if several else 'is'} gone: {reason}")
 
 
 _watched: weakref.WeakSet[Sites] = weakref.WeakSet()
+_of_default_group: tuple[object, Sites] | None = None
+
+
+def announce(reason: str, unless_announced: bool = False) -> None:
+    """Report to all sites that this process knows why it leaves.
+
+    Args:
+        reason: the reason.
+        unless_announced: keep what has been reported before.
+    """
+    # The error that a survivor raises says less than whom it has lost.
+    keep = unless_announced or reason.startswith(SiteError.__name__)
+    if _watched and not (keep and status_server().report is not None):
+        _tell_all(status_server().make_report(reason))
+
+
+def _tell_all(report: Report, but: bytes = b"") -> None:
+    own = status_server().member.token
+    members = {member.token: member for sites in list(_watched) for member in sites.members}
+    others = [member for token, member in members.items() if token not in (own, but) and member.port]
+    tell(dict(enumerate(others)), report, _TELLING)
 
 
 def _watch_exit(sites: Sites) -> None:
-    """Has this process say why it ends: an uncaught exception, or the end of its program."""
+    """Have this process report why it ends: an uncaught exception, or the end of its program."""
     if not _watched:
+        atexit.unregister(_at_exit)
         atexit.register(_at_exit)
     _watched.add(sites)
 
 
 def _at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # what the interpreter has reported as uncaught
+    error = getattr(sys, "last_value", None)  # what has ended the program, if anything has
     if error is not None:
         announce(describe(error))
     announce("its program ended, while others were still at work", unless_announced=True)
     for sites in list(_watched):
-        sites.linger()
         sites.close_transports()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -191,17 +235,14 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def announce(words: str, unless_announced: bool = False) -> None:
-    """Writes this process's last words to all sites that it knows."""
-    for sites in list(_watched):
-        sites.announce(words, unless_announced=unless_announced)
-
-
-_of_default_group: tuple[object, Sites] | None = None
+def introduce_default(sites: Sites) -> None:
+    """Keep the sites of the default group, for `introduce`."""
+    global _of_default_group
+    _of_default_group = dist.group.WORLD, sites
 
 
 def introduce(group: dist.ProcessGroup, timeout: float) -> Sites:
-    """Learns the names of the sites of a process group; all of them must call it together.
+    """Return the sites of a process group; all of them must call it together.
 
     Args:
         group: the process group.
@@ -210,21 +251,19 @@ def introduce(group: dist.ProcessGroup, timeout: float) -> Sites:
     Raises:
         SiteError: if a site ends or does not answer.
     """
-    global _of_default_group
-    is_default = group is dist.group.WORLD
-    if is_default and _of_default_group is not None and _of_default_group[0] is group:
-        _of_default_group[1].withdraw()
-        return _of_default_group[1]
-    ranks = dist.get_process_group_ranks(group)
-    store = dist.distributed_c10d._get_default_store()
-    board = dist.PrefixStore(f"dadplug/last-words/{'-'.join(map(str, ranks))}", store)
-    unknown = [f"rank {rank} of the process group" for rank in ranks]
-    names: list[Any] = [None] * len(ranks)
+    if _of_default_group is not None and _of_default_group[0] is dist.group.WORLD:
+        sites = _of_default_group[1]
+        sites.withdraw()
+        return sites if group is dist.group.WORLD else sites.of(dist.get_process_group_ranks(group))
+    rank = dist.get_rank(group)
+    unknown = [
+        Member(f"rank {other} of the process group", "", 0, b"") for other in dist.get_process_group_ranks(group)
+    ]
     try:
-        dist.all_gather_object(names, Sites.own_name(), group=group)
+        members = gather_objects(own_member(), group, lambda work: work.wait(timedelta(seconds=timeout)))
     except RuntimeError as error:
-        raise Sites(dist.get_rank(group), unknown, board).lost(error, timeout) from error
-    sites = Sites(dist.get_rank(group), names, board)
-    if is_default:
-        _of_default_group = group, sites
+        raise Sites(rank, unknown).lost(error, timeout) from error
+    sites = Sites(rank, members)
+    if group is dist.group.WORLD:
+        introduce_default(sites)
     return sites

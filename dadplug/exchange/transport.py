@@ -12,7 +12,9 @@ from torch import Tensor
 from ..errors import SiteError
 from .calls import open_streams
 from .machines import Machines
-from .sites import Sites
+from .objects import gather_objects
+from .sites import Sites, own_name
+from .status import Member
 from .streams import StreamGather, Streams
 from .traffic import Traffic
 
@@ -149,14 +151,8 @@ class Transport:
         return data.cpu().numpy().tobytes()
 
     def gather_objects(self, item: Any) -> list[Any]:
-        """Gathers one picklable object a site, by rank; for set-up and checkpoints."""
-        items: list[Any] = [None] * self.world_size
-        try:
-            with self.traffic.waiting():
-                dist.all_gather_object(items, item, group=self.group)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-        return items
+        """Gathers one object a site, by rank, for set-up and checkpoints; see `dadplug.exchange.codec.encode`."""
+        return gather_objects(item, self.group, self.wait)
 
     def lost(self, error: BaseException, peer: int | None = None) -> SiteError:
         """Turns an error of the process group into one that names the site that is gone."""
@@ -291,7 +287,7 @@ class SingleSite(Transport):
     """The transport of a site that trains alone: every exchange returns what it was given."""
 
     def __init__(self, traffic: Traffic, device: torch.device) -> None:
-        self.sites = Sites(0, [Sites.own_name()], None)
+        self.sites = Sites(0, [Member(own_name(), "", 0, b"")])
         self.traffic = traffic
         self.rank, self.world_size = 0, 1
         self.copies, self.ring = 0, 0.0

@@ -1,0 +1,48 @@
+"""Deadlines for calls that have none: torch's store waits for ever for a server that is stopped."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+_AT_EXIT = 1.0  # seconds
+
+Result = TypeVar("Result")
+_given_up: list[threading.Thread] = []
+
+
+def within(seconds: float, call: Callable[[], Result]) -> Result:
+    """Run a call in a thread of its own, and give it up when the time is over; the thread may go on.
+
+    Raises:
+        TimeoutError: if it has not ended in time.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="dadplug-deadline", daemon=True)
+    thread.start()
+    thread.join(max(0.0, seconds))
+    if errors:
+        raise errors[0]
+    if not results:
+        _given_up.append(thread)
+        raise TimeoutError("timed out")
+    return results[0]
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Give such threads a moment to end: one that comes back from torch while the interpreter ends aborts it."""
+    deadline = time.monotonic() + _AT_EXIT
+    for thread in _given_up:
+        thread.join(max(0.0, deadline - time.monotonic()))

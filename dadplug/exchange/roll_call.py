@@ -1,0 +1,177 @@
+"""The roll call at the meeting point: every rank is claimed by one process, and site 0 says when all are there.
+
+A claim holds the address under which its process answers status requests. So a claim of a process that is gone can be
+told from one of a process that waits, and goes to the next one that asks for the rank. Site 0 lists the members once
+all claims are of processes that answer; that list is what the group is made of.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ..errors import SiteError
+from . import codec
+from .deadline import within
+from .sites import own_member
+from .status import Member, Silence, Status, ask
+
+_ASKING = 1.0  # seconds for answers to a status request
+_PAUSE = 0.02  # seconds between two looks at the store
+_NOTICE = 5.0  # seconds after which a site says for whom it waits
+_LINGER = 0.5  # seconds that site 0 keeps the store after a failure, for the others to read it
+_MEMBERS = "dadplug/members"
+
+Result = TypeVar("Result")
+
+
+class RollCall:
+    """One site's part in the roll call.
+
+    Args:
+        store: the store at the meeting point.
+        rank: this site.
+        num_nodes: number of sites.
+        timeout: seconds to wait for all sites.
+        deadline: end of that time, by `time.monotonic`.
+        host: what hosts the store, for messages.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, num_nodes: int, timeout: float, deadline: float, host: str
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._num_nodes = num_nodes
+        self._timeout = timeout
+        self._deadline = deadline
+        self._host = host
+        self._own = own_member()
+
+    def run(self) -> list[Member]:
+        """Wait until every site has come.
+
+        Returns:
+            The sites, by rank.
+
+        Raises:
+            SiteError: if a site does not come in time, or another process has this rank.
+        """
+        self._claim()
+        members = self._lead() if self._rank == 0 else self._follow()
+        if members[self._rank] != self._own:
+            raise SiteError(
+                f"{members[self._rank].name} has taken rank {self._rank}, since this process did not answer"
+            )
+        return members
+
+    def _claim(self) -> None:
+        key, own = _claim_of(self._rank), codec.encode(self._own).hex()
+        current = self._call(lambda: self._store.compare_set(key, "", own)).decode()
+        while current != own:
+            holder = _member(current)
+            if isinstance(ask({0: holder}, _ASKING)[0], Status):
+                raise SiteError(
+                    f"another process already claims rank {self._rank} ({holder.name}): every site needs one of its own"
+                )
+            before = current
+            current = self._call(lambda: self._store.compare_set(key, before, own)).decode()  # noqa: B023
+
+    def _lead(self) -> list[Member]:
+        """Wait for all claims, and list the members for the others."""
+        notice = time.monotonic() + _NOTICE
+        while True:
+            claims = self._claims()
+            answers = {}
+            if len(claims) == self._num_nodes:
+                answers = ask({site: member for site, member in claims.items() if site != self._rank}, _ASKING)
+                if not any(isinstance(answer, Silence) for answer in answers.values()):
+                    members = [claims[site] for site in range(self._num_nodes)]
+                    self._post(codec.encode(members))
+                    return members
+            if time.monotonic() > self._deadline:
+                message = self._failure(claims, answers)
+                self._post(codec.encode(message))
+                time.sleep(_LINGER)
+                raise SiteError(message)
+            notice = self._notice(notice, claims)
+            time.sleep(_PAUSE)
+
+    def _follow(self) -> list[Member]:
+        """Wait for the list of members, which site 0 makes."""
+        notice = time.monotonic() + _NOTICE
+        while not self._call(lambda: self._store.check([_MEMBERS])):
+            if time.monotonic() > self._deadline:
+                claims = self._claims()
+                others = {site: member for site, member in claims.items() if site != self._rank}
+                raise SiteError(self._failure(claims, ask(others, _ASKING)))
+            if time.monotonic() > notice:
+                notice = self._notice(notice, self._claims())
+            time.sleep(_PAUSE)
+        posted = codec.decode(bytes.fromhex(self._call(lambda: self._store.get(_MEMBERS)).decode()))
+        if isinstance(posted, str):
+            raise SiteError(posted)
+        return list(posted)
+
+    def _claims(self) -> dict[int, Member]:
+        def read() -> dict[int, Member]:
+            there = [site for site in range(self._num_nodes) if self._store.check([_claim_of(site)])]
+            return {site: _member(self._store.get(_claim_of(site)).decode()) for site in there}
+
+        return self._call(read)
+
+    def _post(self, content: bytes) -> None:
+        self._call(lambda: self._store.set(_MEMBERS, content.hex()))
+
+    def _failure(self, claims: dict[int, Member], answers: dict[int, Status | Silence]) -> str:
+        missing = [site for site in range(self._num_nodes) if site not in claims]
+        silent = [site for site, answer in answers.items() if isinstance(answer, Silence)]
+        waited = f"waited {self._timeout:g} s for {self._num_nodes} sites"
+        if silent:
+            names = ", ".join(f"site {site} ({claims[site].name})" for site in silent)
+            return f"{waited}: {names} came, and does not answer any more: it was killed or stopped"
+        if not missing:
+            return f"{waited}: {self._host} has not listed them, though all have come"
+        return (
+            f"{waited}: {_names(missing)} did not come. Start every site with the same meeting point, or give a larger "
+            "timeout"
+        )
+
+    def _notice(self, when: float, claims: dict[int, Member]) -> float:
+        missing = [site for site in range(self._num_nodes) if site not in claims]
+        if time.monotonic() < when or not missing:
+            return when
+        print(f"site {self._rank} waits for {_names(missing)} …", file=sys.stderr)
+        return float("inf")
+
+    def _call(self, call: Callable[[], Result]) -> Result:
+        """Call the store, within the time that is left."""
+        try:
+            return within(max(self._deadline - time.monotonic(), _ASKING), call)
+        except TimeoutError as error:
+            raise SiteError(
+                f"{self._host} has not answered for {self._timeout:g} s: its process is stopped, or its machine or "
+                "link is down"
+            ) from error
+        except RuntimeError as error:
+            raise SiteError(f"{self._host} ended before all sites had come") from error
+
+
+def _claim_of(site: int) -> str:
+    return f"dadplug/claims/{site}"
+
+
+def _member(content: str) -> Member:
+    try:
+        member = codec.decode(bytes.fromhex(content))
+    except ValueError:
+        member = None
+    return member if isinstance(member, Member) else Member("an unknown process", "", 0, b"\0" * 16)
+
+
+def _names(sites: list[int]) -> str:
+    return f"{'sites' if len(sites) > 1 else 'site'} {', '.join(map(str, sites))}"

@@ -1,0 +1,295 @@
+"""Status requests between processes: is a site alive, what does it do, and why did it leave.
+
+Every process answers on a port of its own, in a thread that sleeps in between. So a site that waits in vain can tell a
+killed process (the connection is refused) from a stopped one (no answer) and from one that is busy with something
+else, without the help of site 0, which may be the one that is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import codec
+from .addresses import listen
+
+_REQUEST = struct.Struct("<16scI")  # the token of the process that is asked, the kind, the length of what follows
+_REPLY = struct.Struct("<I")
+_ASK, _TELL = b"?", b"!"
+_MOST = 1 << 14  # bytes of a request or a reply
+_LONGEST = 1000  # characters of a reason
+_PATIENCE = 2.0  # seconds that a caller has for its request
+_CALLERS = 256
+_CLOSED = (errno.ECONNREFUSED, errno.ECONNRESET)
+_WAITING_IN = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("exchange", "adapm"))
+
+
+@codec.register
+class Member(NamedTuple):
+    """A process of a group, and where it answers status requests.
+
+    Attributes:
+        name: its name for messages.
+        host: its address.
+        port: its port; 0 where it cannot be asked.
+        token: what a request to it must begin with; known to the group only.
+    """
+
+    name: str
+    host: str
+    port: int
+    token: bytes
+
+
+@codec.register
+class Report(NamedTuple):
+    """The reason why a process leaves.
+
+    Attributes:
+        sender: its token.
+        number: number of the report; a later one replaces an earlier one.
+        reason: the reason; empty where it leaves because of another process, None where a report is taken back.
+        lost: token of the process that it has lost; empty if it does not know which.
+    """
+
+    sender: bytes
+    number: int
+    reason: str | None
+    lost: bytes = b""
+
+
+@codec.register
+class Status(NamedTuple):
+    """The state of a process.
+
+    Attributes:
+        exchanging: whether its main thread takes part in an exchange.
+        place: file, line and function that its main thread executes.
+        report: its report, if it is leaving.
+    """
+
+    exchanging: bool
+    place: str
+    report: Report | None
+
+
+class Silence(Enum):
+    """Reasons for a request without an answer."""
+
+    REFUSED = "nobody listens there any more"
+    UNANSWERED = "nothing came in time"
+
+
+class StatusServer:
+    """The part of this process that answers status requests.
+
+    Attributes:
+        member: this process, as others have to know it.
+        reports: by token, the reports of other processes.
+        report: this process's own report.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._listener = listen()
+        host, port = ("", 0) if self._listener is None else self._listener.getsockname()[:2]
+        self.member = Member(name, host, port, secrets.token_bytes(16))
+        self.reports: dict[bytes, Report] = {}
+        self.report: Report | None = None
+        self._number = 0
+        if self._listener is not None:
+            threading.Thread(target=self._serve, args=(self._listener,), name="dadplug-status", daemon=True).start()
+
+    def make_report(self, reason: str | None, lost: bytes = b"") -> Report:
+        """Set this process's own report; None for the reason takes it back."""
+        self._number += 1
+        report = Report(self.member.token, self._number, reason and reason[:_LONGEST], lost)
+        self.report = None if reason is None else report
+        return report
+
+    def take_report(self, report: Report) -> None:
+        """Keep another process's report, unless it is older than what is known."""
+        before = self.reports.get(report.sender)
+        if before is None or before.number < report.number:
+            self.reports[report.sender] = report
+
+    def close(self) -> None:
+        """Close the port, in a forked child."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def _serve(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        selector = selectors.DefaultSelector()
+        selector.register(listener, selectors.EVENT_READ)
+        callers: dict[socket.socket, tuple[float, bytearray]] = {}
+        while True:
+            ready = selector.select(0.5 if callers else None)
+            for key, _ in ready:
+                if key.fileobj is listener:
+                    with suppress(OSError):
+                        caller, _ = listener.accept()
+                        caller.setblocking(False)
+                        selector.register(caller, selectors.EVENT_READ)
+                        callers[caller] = time.monotonic() + _PATIENCE, bytearray()
+                elif self._read(key.fileobj, callers[key.fileobj][1]):  # type: ignore[arg-type, index]
+                    callers[key.fileobj] = 0.0, bytearray()  # type: ignore[index]
+            late = [each for each, (deadline, _) in callers.items() if deadline < time.monotonic()]
+            for caller in late or list(callers)[: max(0, len(callers) - _CALLERS)]:
+                selector.unregister(caller)
+                caller.close()
+                del callers[caller]
+
+    def _read(self, caller: socket.socket, request: bytearray) -> bool:
+        """Read from a caller, and answer once the request is complete; return whether that is over."""
+        try:
+            received = caller.recv(_MOST)
+            request += received
+            if len(request) < _REQUEST.size:
+                return not received
+            token, kind, length = _REQUEST.unpack_from(request)
+            if not secrets.compare_digest(token, self.member.token) or length > _MOST:
+                return True
+            if len(request) < _REQUEST.size + length:
+                return not received
+            reply = self._reply(kind, bytes(request[_REQUEST.size : _REQUEST.size + length]))
+            caller.send(_REPLY.pack(len(reply)) + reply)
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError):
+            pass
+        return True
+
+    def _reply(self, kind: bytes, content: bytes) -> bytes:
+        if kind == _TELL and isinstance(report := codec.decode(content), Report):
+            self.take_report(report)
+        exchanging, place = _occupation()
+        return codec.encode(Status(exchanging, place, self.report))
+
+
+def _occupation() -> tuple[bool, str]:
+    """Look at what the main thread does."""
+    frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_WAITING_IN):
+            return True, place
+        frame = frame.f_back
+    return False, place
+
+
+def ask(members: Mapping[int, Member], seconds: float) -> dict[int, Status | Silence]:
+    """Ask processes for their states, all at the same time.
+
+    Args:
+        members: the processes, by any number.
+        seconds: time for all answers.
+    """
+    return _send({rank: (member, _ASK, b"") for rank, member in members.items()}, seconds)
+
+
+def tell(members: Mapping[int, Member], report: Report, seconds: float) -> None:
+    """Send a report to processes, all at the same time, and wait for their receipts."""
+    content = codec.encode(report)
+    _send({rank: (member, _TELL, content) for rank, member in members.items()}, seconds)
+
+
+def _send(requests: Mapping[int, tuple[Member, bytes, bytes]], seconds: float) -> dict[int, Status | Silence]:
+    deadline = time.monotonic() + seconds
+    answers: dict[int, Status | Silence] = dict.fromkeys(requests, Silence.UNANSWERED)
+    calls: dict[int, _Call] = {}
+    with selectors.DefaultSelector() as selector:
+        for rank, (member, kind, content) in requests.items():
+            with suppress(OSError):
+                calls[rank] = call = _Call(member, _REQUEST.pack(member.token, kind, len(content)) + content)
+                selector.register(call.socket, selectors.EVENT_WRITE, rank)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, events in selector.select(left):
+                answer = calls[key.data].go_on(events)
+                if answer is not None:
+                    answers[key.data] = answer
+                    selector.unregister(key.fileobj)
+                elif events & selectors.EVENT_WRITE:
+                    selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
+    for call in calls.values():
+        call.socket.close()
+    return answers
+
+
+class _Call:
+    """A request that is under way."""
+
+    def __init__(self, member: Member, request: bytes) -> None:
+        self.socket = socket.socket(socket.AF_INET)
+        self.socket.setblocking(False)
+        self._request = request
+        self._reply = bytearray()
+        self._error = self.socket.connect_ex((member.host, member.port))
+
+    def go_on(self, events: int) -> Status | Silence | None:
+        """Send or receive; return the answer once there is one."""
+        try:
+            if events & selectors.EVENT_WRITE:
+                error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._error
+                if error not in (0, errno.EINPROGRESS):
+                    return Silence.REFUSED if error in _CLOSED else Silence.UNANSWERED
+                self.socket.send(self._request)
+                return None
+            received = self.socket.recv(_MOST)
+            self._reply += received
+            if not received:  # another process has the port now, and does not know the token
+                return Silence.REFUSED
+            return self._answer()
+        except BlockingIOError:
+            return None
+        except (ConnectionError, ValueError):
+            return Silence.REFUSED
+        except OSError:  # no way there
+            return Silence.UNANSWERED
+
+    def _answer(self) -> Status | None:
+        if len(self._reply) < _REPLY.size:
+            return None
+        (length,) = _REPLY.unpack_from(self._reply)
+        if length > _MOST:
+            raise ValueError(f"a reply of {length} bytes")
+        if len(self._reply) < _REPLY.size + length:
+            return None
+        status = codec.decode(self._reply[_REPLY.size : _REPLY.size + length])
+        if not isinstance(status, Status):
+            raise ValueError("no status")
+        return status
+
+
+_server: StatusServer | None = None
+
+
+def status_server(name: str = "") -> StatusServer:
+    """Return this process's server, started when first asked for."""
+    global _server
+    if _server is None:
+        _server = StatusServer(name)
+    return _server
+
+
+def _close_in_child() -> None:
+    """Let a forked child, such as a loader's worker, let go: else a site that dies would seem to live on in it."""
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
