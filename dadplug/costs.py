@@ -9,6 +9,7 @@ from .factor_unit import FactorUnit
 from .plan import Plan, PlanRow
 from .planning import Planner
 from .stages import DenseStage, stage_kind
+from .structure import is_managed
 
 
 def make_plan(planner: Planner) -> Plan:
@@ -17,6 +18,8 @@ def make_plan(planner: Planner) -> Plan:
     transport, options = planner.transport, planner.options
     by_name = {name: unit for unit in planner.units for name in unit.parameters}
     for name, parameter in planner.model.named_parameters():
+        if is_managed(parameter):
+            continue
         unit, nbytes = by_name.get(name), dense_bytes(parameter, transport)
         dense = nbytes
         if unit is None:

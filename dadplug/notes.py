@@ -13,6 +13,7 @@ from .exchange import Gather, Sites, Transport
 _HEAD = 7  # numbers before the counts
 _PRESENT, _DENSE, _VOID = 1, 2, 4
 CHAIN_BROKEN = 4  # a fault
+ATTACHED = 5  # a fault, of gradients that the reduction does not send
 
 
 @dataclass
@@ -24,7 +25,8 @@ class Note:
         version: version of the plan, which changes when parameters are frozen or freed.
         samples: samples that the site's gradients stand for.
         stop: whether the site asks all to stop after this step.
-        fault: 0 for none; else what is not finite: 1 activations, 2 deltas, 3 a gradient; or `CHAIN_BROKEN`.
+        fault: 0 for none; else what is not finite: 1 activations, 2 deltas, 3 a gradient, `ATTACHED`;
+            or `CHAIN_BROKEN`.
         culprit: index of the unit at fault.
         finite: whether no gradient of the site holds NaN or Inf, as far as that has been looked for.
         present: by unit, whether the site has a gradient for it.
@@ -112,8 +114,14 @@ class NoteExchange:
         return notes
 
 
-def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites) -> None:
-    """Raises the error that a note reports, the same on every site.
+def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites, others: Sequence[str] = ()) -> None:
+    """Raise the error that a note reports, the same on every site.
+
+    Args:
+        notes: the notes of all sites.
+        units: names of the units.
+        sites: the sites by name.
+        others: names of parameters that no unit sends.
 
     Raises:
         NonFiniteError: if some site's gradients hold NaN or Inf.
@@ -121,7 +129,7 @@ def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites) -> No
     """
     for rank, note in enumerate(notes):
         if note.fault:
-            name = units[note.culprit]
+            name = (others if note.fault == ATTACHED else units)[note.culprit]
             if note.fault == CHAIN_BROKEN:
                 raise RuntimeError(
                     f"step {note.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
@@ -134,6 +142,7 @@ def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites) -> No
                 2: f"the loss's gradient at the output of the layer of {name!r}, the first that backward reached: "
                 "the loss itself is probably not finite",
                 3: f"the gradient of {name!r}, the first that backward reached",
+                ATTACHED: f"the gradient of rows of {name!r}",
             }[note.fault]
             raise NonFiniteError(
                 f"step {note.step}: NaN or Inf at {sites[rank]}, in {what}. No parameter has been changed by this "

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .attached import AttachedGradients
 from .exchange import Transport
 from .exchange.buckets import DenseBucket
 from .factor_unit import FactorUnit
 from .methods import Method
 from .methods.feedback import ErrorFeedback
-from .notes import CHAIN_BROKEN, Note, NoteExchange, raise_fault
+from .notes import ATTACHED, CHAIN_BROKEN, Note, NoteExchange, raise_fault
 from .options import Options
 from .share import Share
 from .stages import DenseStage, Stage, stage_kind, write_gradient
@@ -106,12 +107,13 @@ class Pipeline:
         self._stages[self._launched].launch()
         self._launched += 1
 
-    def finish(self, step: int, stop: bool) -> list[Note]:
+    def finish(self, step: int, stop: bool, attached: AttachedGradients | None = None) -> list[Note]:
         """Sends what is left, waits for the others, and writes ``.grad``.
 
         Args:
             step: number of the step.
             stop: whether to ask all sites to stop after this step.
+            attached: gradients that it does not send, and that are checked with those it sends.
 
         Returns:
             The notes of all sites.
@@ -130,7 +132,7 @@ class Pipeline:
         for unit in self.units:
             if isinstance(unit, FactorUnit):
                 unit.release_sent()
-        self._notes.send(self._note(step, stop))
+        self._notes.send(self._note(step, stop, attached))
         for stage in self._stages:  # the first are worked on while the last are still on their way
             stage.receive()
         notes = self._notes.receive()
@@ -146,7 +148,8 @@ class Pipeline:
         self._launched = 0
         self.known.clear()
         self.faults.clear()
-        raise_fault(notes, [unit.name for unit in self.units], self.transport.sites)
+        others = [] if attached is None else attached.names
+        raise_fault(notes, [unit.name for unit in self.units], self.transport.sites, others)
         return notes
 
     def room(self, unit: FactorUnit) -> int:
@@ -191,7 +194,7 @@ class Pipeline:
         self.samples = lambda: 0
         self.finish(step, False)
 
-    def _note(self, step: int, stop: bool) -> Note:
+    def _note(self, step: int, stop: bool, attached: AttachedGradients | None) -> Note:
         note = Note(step, self.version, self.samples(), stop)
         activations = [name for kind, name in self.faults if kind == 1]
         note.finite = not self.faults
@@ -200,6 +203,10 @@ class Pipeline:
             # The forward pass reaches last what backward reaches first.
             note.fault, name = (broken or [(1, name) for name in activations[-1:]] or self.faults)[0]
             note.culprit = self.index[name]
+        elif attached is not None and (culprit := attached.first_not_finite()) is not None:
+            note.finite = False
+            if self.options.check_finite:
+                note.fault, note.culprit = ATTACHED, culprit
         for unit in self.units:
             stage = self._stage_of[unit.name]
             note.present.append(stage.present(unit))

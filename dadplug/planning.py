@@ -18,7 +18,7 @@ from .methods import Method
 from .methods.feedback import ErrorFeedback
 from .options import Options
 from .pipeline import Pipeline
-from .structure import ModelStructure
+from .structure import ModelStructure, is_managed, without_managed
 from .units import DenseUnit, Unit
 
 _OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
@@ -136,6 +136,7 @@ class Planner:
 
     def _new_gradients(self) -> list[str]:
         planned = {id(parameter) for unit in self.units for parameter in unit.parameters.values()}
+        planned |= {id(each) for each in self.model.parameters() if is_managed(each)}
         trained = self.model.named_parameters()
         return [name for name, each in trained if each.grad is not None and id(each) not in planned]
 
@@ -173,9 +174,10 @@ class Planner:
         self.release()
         self.version += 1
         known = set(self._structure.parameters)
-        self._structure = ModelStructure(self.model)
-        self._added |= {name for name, each in self.model.named_parameters() if id(each) not in known}
-        self._build()
+        with without_managed(self.model):
+            self._structure = ModelStructure(self.model)
+            self._added |= {name for name, each in self.model.named_parameters() if id(each) not in known}
+            self._build()
 
     def release(self, *, discard: bool = False) -> None:
         """Take hooks and capture off the model; gradients that have arrived stay in ``.grad`` as autograd's would.

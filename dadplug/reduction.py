@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import loss_scale, replicas
+from .attached import AttachedGradients
 from .batchnorm import SyncedBatchNorms
 from .costs import dense_bytes, make_plan
 from .exchange import Traffic, open_transport
@@ -24,6 +25,7 @@ from .options import Options
 from .plan import Plan
 from .planning import Planner
 from .samples import SampleCounter
+from .structure import without_managed
 from .units import Unit
 
 
@@ -98,6 +100,7 @@ class GradientReduction:
         self._agreed_samples = 0
         self.share: float | None = None
         self._planner = Planner(model, self._method, self.options, self._transport, self._samples, self._arrived)
+        self._attached: AttachedGradients | None = None
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = self._method.errors.enabled or self.options.wire == "int8"
         if self._remembers:
@@ -125,6 +128,8 @@ class GradientReduction:
     def _drop_cleared(self) -> None:
         """Discard what has arrived for parameters whose gradients the program has cleared since."""
         cleared = [unit.drop_cleared() for unit in self._planner.units if unit.arrivals]
+        if self._attached is not None and self._attached.arrived:
+            cleared.append(self._attached.cleared)
         if cleared and all(cleared):
             self._counter.discard()
             self._pending = False
@@ -151,7 +156,7 @@ class GradientReduction:
         planner = self._planner
         self._drop_cleared()
         planner.before_synchronization()
-        self._pending |= planner.holds_gradients
+        self._pending |= planner.holds_gradients or self._has_attached
         self._counter.follow()
         for table in self._renormalised:
             replicas.renormalise(table)
@@ -161,17 +166,29 @@ class GradientReduction:
             self.traffic.dense_bytes = sum(dense_bytes(parameter, self._transport) for parameter in trained)
         assert planner.pipeline is not None
         try:
-            notes = planner.pipeline.finish(self._step, stop)
+            notes = planner.pipeline.finish(self._step, stop, self._attached)
             self.stopped = any(note.stop for note in notes)
             self._agreed_samples = sum(note.samples for note in notes)
             self.share = notes[self.rank].samples / self._agreed_samples if self._agreed_samples else 0.0
             if not planner.settled:
                 planner.pipeline = None  # no site has had any data yet
             planner.mark_agreed()
+            if self._attached is not None and all(note.finite for note in notes):
+                self._attached.settle(self.share)
+            elif self._attached is not None:
+                self._attached.spoil()
         finally:
             self._epoch_samples += self._counter.count
             self._end_step()
         planner.follow_sizes([note.samples for note in notes])
+
+    def attach(self, gradients: AttachedGradients) -> None:
+        """Weight, check and drop gradients that this reduction does not send along with those it sends."""
+        self._attached = gradients
+
+    @property
+    def _has_attached(self) -> bool:
+        return self._attached is not None and self._attached.arrived and not self._attached.cleared
 
     def _end_step(self) -> None:
         self._planner.end_step()
@@ -306,7 +323,7 @@ class GradientReduction:
 
         The reduction does so when it is built. Call it again after adding layers whose first values differ.
         """
-        with self.traffic.apart():
+        with self.traffic.apart(), without_managed(self.model):
             replicas.broadcast_model(self.model, self._transport)
 
     def average_buffers(self) -> None:
@@ -325,7 +342,7 @@ class GradientReduction:
         Returns:
             The name of the first parameter that differs, or None if the replicas are equal.
         """
-        with self.traffic.apart():
+        with self.traffic.apart(), without_managed(self.model):
             return replicas.first_difference(self.model, self._transport)
 
     def gather_objects(self, item: Any) -> list[Any]:

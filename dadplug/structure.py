@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 
 class ModelStructure:
-    """The modules and parameters of a model at one time.
+    """The modules and parameters of a model at one time, without those that are managed elsewhere.
 
     Args:
         model: the model.
@@ -22,11 +24,11 @@ class ModelStructure:
         self._tables: list[dict[str, Any]] = [module._modules for module in modules]
         self._tables += [module._parameters for module in modules]
         self._content = self._contents()
-        self.parameters = {id(parameter): parameter for parameter in model.parameters()}
+        self.parameters = {id(each): each for each in model.parameters() if not is_managed(each)}
         self._training = self._trainings()
 
     def _contents(self) -> list[int]:
-        return [id(value) for table in self._tables for value in table.values()]
+        return [id(value) for table in self._tables for value in table.values() if not is_managed(value)]
 
     def _trainings(self) -> list[Any]:
         return [(each.requires_grad, each.dtype, each.shape) for each in self.parameters.values()]
@@ -38,3 +40,28 @@ class ModelStructure:
     def same_training(self) -> bool:
         """Return whether the parameters are trained or frozen, typed and shaped as they were."""
         return self._trainings() == self._training
+
+
+def mark_managed(parameter: nn.Parameter, managed: bool) -> None:
+    """Mark a parameter as one whose gradients a `GradientReduction` of its model leaves to somebody else."""
+    parameter._dadplug_managed = managed  # type: ignore[attr-defined]
+
+
+def is_managed(parameter: Any) -> bool:
+    """Return whether somebody else exchanges a parameter's gradients."""
+    return getattr(parameter, "_dadplug_managed", False) is True
+
+
+@contextmanager
+def without_managed(model: nn.Module) -> Iterator[None]:
+    """Take the parameters that are managed elsewhere out of a model for a while."""
+    hidden = []
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if is_managed(parameter):
+                hidden.append((module, name, module._parameters.pop(name)))
+    try:
+        yield
+    finally:
+        for module, name, parameter in hidden:
+            module._parameters[name] = parameter

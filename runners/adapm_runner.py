@@ -15,7 +15,7 @@ from dadplug.options import Options
 
 from .distributed_runner import DistributedRunner
 from .lookahead_loader import LookaheadLoader
-from .management import Idle, Management, check_names, embeddings_of, give_back, lookups
+from .management import Idle, Management, check_names, embeddings_of, give_back
 
 _KEYS = ("input_key", "output_key", "target_key", "loss_key", "split_data", "process_group")
 
@@ -123,9 +123,8 @@ class AdaPMRunner(DistributedRunner):
         if self.managed is None or not isinstance(self.loader, _Lookahead):
             super()._train_batch()
             return
-        before = lookups(self.managed)
-        super()._train_batch()
-        self.loader.compare(before)
+        with self.loader.watch():
+            super()._train_batch()
 
     # Checkpoints
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dadplug.errors import SiteError
 
 from . import dad_strategy
-from .management import Management, check_names, embeddings_of, give_back, lookups
+from .management import Management, check_names, embeddings_of, give_back
 from .registration import needs_lightning
 
 if TYPE_CHECKING:
@@ -57,6 +56,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
 
     optimizers: Any  # DDPStrategy has them
     checkpoint_io: Any
+    precision_plugin: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         wanted = needs_lightning("AdaPMStrategy", __package__).AdaPMStrategy if cls is AdaPMStrategy else cls
@@ -122,20 +122,27 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         super().setup_optimizers(trainer)  # type: ignore[misc]
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("managed rows have no part in a GradScaler: use precision='bf16-mixed' or '32-true'")
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            raise ValueError("managed rows cannot be clipped by value: use gradient_clip_algorithm='norm'")
         self._optimizer = embeddings_of("AdaPMStrategy", self.lightning_module, self.optimizers)
         options = dataclasses.asdict(self.options)
         self.managed = self._management.manage("AdaPMStrategy", self.lightning_module, self._optimizer, options)
         self.reduction = self.managed.reduction
         self._load_states()
-        if self.managed.managed and trainer.gradient_clip_val:
-            warnings.warn("gradient_clip_val does not clip the gradients of managed rows", stacklevel=2)
+        if self.managed.managed:  # the norm is that of all sites' rows
+            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
 
     def _load_states(self) -> None:
         if self._states is not None and self.reduction is not None:
             self.reduction.load_states(self._states)
         self._states = None
 
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        assert self.managed is not None
+        self.managed.clip_grad_norm_(clip_val, parameters=self.precision_plugin.main_params(optimizer))
+
     def teardown(self) -> None:
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         managed, self.managed = self.managed, None
         if managed is not None:
             give_back(managed, self._optimizer, self._interrupted)  # others may be gone after an error
@@ -172,10 +179,8 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._loader is None or self.managed is None:
             return super().training_step(*args, **kwargs)
-        before = {} if not self.lightning_module.automatic_optimization else lookups(self.managed)
-        output = super().training_step(*args, **kwargs)
-        self._loader.compare(before)
-        return output
+        with self._loader.watch():
+            return super().training_step(*args, **kwargs)
 
     def _average_buffers(self) -> None:
         super()._average_buffers()

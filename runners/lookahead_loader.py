@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,12 +62,20 @@ class LookaheadLoader(AdaDataLoader):
         self._told[clock] = ids
         self.model.intent(ids, clock, clock + 1 + self._held)
 
-    def compare(self, skip: dict[str, int]) -> None:
-        """Looks whether what a training step has looked up was announced; says so once where it was not.
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look whether what the training step inside looks up was announced; say so once where it was not."""
+        weights = self.model.managed.values()
+        for weight in weights:
+            weight.recorded = []
+        try:
+            yield
+            self._compare()
+        finally:
+            for weight in weights:
+                weight.recorded = None
 
-        Args:
-            skip: number of lookups by weight that are of steps before.
-        """
+    def _compare(self) -> None:
         clock = self.model.manager.current_clock
         now = [self._told[at] for at in range(clock - self._held, clock + 1) if at in self._told]
         for old in [at for at in self._told if at < clock - self._held]:
@@ -76,7 +85,7 @@ class LookaheadLoader(AdaDataLoader):
         for name, weight in self.model.managed.items():
             told = [ids[name].reshape(-1).long().cpu() for ids in now if name in ids]
             announced = torch.cat(told) if told else torch.empty(0, dtype=torch.long)
-            for keys in weight.lookups[skip.get(name, 0) :]:
+            for keys in weight.recorded or ():
                 if missed := count_missing(keys, announced):
                     whose = "the function intent" if callable(self._intent) else "automatic intent"
                     self._warn(

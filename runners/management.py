@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -142,9 +143,19 @@ def give_back(managed: AdaModel, optimizer: Any, interrupted: bool) -> None:
     managed.manager.close()
 
 
-def lookups(model: AdaModel) -> dict[str, int]:
-    """Counts the lookups since the last step by weight."""
-    return {name: len(weight.lookups) for name, weight in model.managed.items()}
+def clip(model: AdaModel, function: Callable[..., Any]) -> Any:
+    """Clip a managed model's gradients by a function of parameters, such as a partial of `clip_grad_norm_`.
+
+    Raises:
+        RuntimeError: if it is another function than `torch.nn.utils.clip_grad_norm_`, and needs rows of other sites.
+    """
+    options: dict[str, Any] = {}
+    called = function
+    while isinstance(called, functools.partial):
+        options, called = {**called.keywords, **options}, called.func
+    if called is not nn.utils.clip_grad_norm_:
+        return function(model.parameters())
+    return model.clip_grad_norm_(options["max_norm"], options.get("norm_type", 2.0))
 
 
 class Idle:

@@ -13,6 +13,7 @@ from catalyst.core.callback import Callback, CallbackWrapper
 from catalyst.utils.torch import pack_checkpoint, unpack_checkpoint
 
 from .engine import save_whole
+from .management import clip as clip_managed
 
 if TYPE_CHECKING:
     from .distributed_runner import DistributedRunner
@@ -78,7 +79,8 @@ def _clip(clip: Any, runner: DistributedRunner) -> Any:
     if clip is None:
         return None
     runner.engine.unscale_gradients()
-    return clip(runner.reduction.model.parameters())
+    managed = getattr(runner, "managed", None)  # of AdaPMRunner
+    return clip(runner.reduction.model.parameters()) if managed is None else clip_managed(managed, clip)
 
 
 class MendedCheckpoint(CheckpointCallback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.optim.optimizer import Optimizer
 
 from ..hooks.override import ForwardOverride
 from ..lowrank import sparse
+from ..structure import mark_managed
 from .initialisers import Columns, Initialiser
+from .row_gradient import Lookup, PulledRows, RowGradient
 from .rules import Rule
 from .table import Table
 
@@ -23,7 +26,11 @@ _FEW = 1024  # rows to make room for at first, where they come to be when they a
 
 
 class ManagedWeight:
-    """An embedding's weight whose rows live in a table, and the gradients of a step.
+    """An embedding's weight whose rows live in a table.
+
+    Its parameter stands for the rows in autograd: backward accumulates a sparse gradient in ``.grad``, which programs
+    clear, keep and scale like any other. `settle` turns this site's gradient into its part of the sites' gradient, and
+    `step` pushes what the optimizer makes of it.
 
     Args:
         name: the parameter's name.
@@ -32,6 +39,10 @@ class ManagedWeight:
         rule: the optimizer's rule.
         make_table: makes the table from a width, an initialiser and a capacity.
         first: makes the first values of rows when they are first used; the weight's own where None.
+
+    Attributes:
+        steps: number of steps of the row optimizer.
+        recorded: the distinct keys of each lookup are appended here, where it is a list.
     """
 
     def __init__(
@@ -45,7 +56,12 @@ class ManagedWeight:
         self.name, self.parameter, self.rule = name, parameter, rule
         self.rows, self.width = parameter.shape
         self.steps = 0
-        self._lookups: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.recorded: list[Tensor] | None = None
+        self._settled = True
+        self._base: Tensor | None = None  # what was settled of a gradient that has been added to since
+        self._lookups: list[Lookup] = []  # of the gradient, to spare pulling the rows again
+        self._backward_pass = -1
+        self._handle: Any = None
         self._first: NDArray[np.float32] | None = None
 
         def from_weights(keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
@@ -66,8 +82,31 @@ class ManagedWeight:
             for keys in self.home_keys(self.table.rank, self.table.world_size):
                 self.table.pull(keys)  # makes the rows that are at home here, so that the weight can go
         self._first = None
-        if not self.parameter.is_meta:
-            self.parameter.data = self.parameter.new_full((1, 1), torch.nan).expand(self.rows, self.width)
+        no_memory = torch.full((1, 1), torch.nan, device="cpu" if self.parameter.is_meta else self.parameter.device)
+        if self.parameter.is_meta:  # which has no gradients
+            stand_in = nn.Parameter(no_memory.expand(self.rows, self.width), self.parameter.requires_grad)
+            torch.utils.swap_tensors(self.parameter, stand_in)
+            mark_managed(self.parameter, True)
+        else:
+            self.parameter.data = no_memory.expand(self.rows, self.width)
+        reference = weakref.ref(self)  # the user may keep the parameter, and does not keep the table by it
+
+        def arrive(parameter: Tensor) -> None:
+            weight = reference()
+            if weight is not None and parameter.grad is not None:
+                weight._settled = False
+                parameter.grad = RowGradient.of(parameter.grad, weight.table.world_size == 1)
+
+        trained = self.parameter.requires_grad
+        self.parameter.requires_grad_(True)  # a frozen one takes no hook, and may be freed later
+        self._handle = self.parameter.register_post_accumulate_grad_hook(arrive)
+        self.parameter.requires_grad_(trained)
+
+    def release(self) -> None:
+        """Take the hook and the gradient off the parameter."""
+        self._handle.remove()
+        mark_managed(self.parameter, False)
+        self.parameter.grad = None
 
     def home_keys(self, rank: int, sites: int) -> list[Tensor]:
         """Returns the keys that are at home at a site, in portions."""
@@ -82,55 +121,136 @@ class ManagedWeight:
 
         Returns:
             The distinct ids, of shape (k,), on the CPU; the ids as positions among them, of the shape of `ids`; and
-            the weights, of shape (k, width), whose gradient counts in the next step.
+            the weights, of shape (k, width), whose gradient goes to the parameter.
         """
         flat = ids.detach().reshape(-1).long().cpu()
         keys, inverse = sparse.unique(flat)
         values = self.table.pull(keys)
         weights = values[:, : self.width].to(ids.device, copy=True).contiguous()
         if torch.is_grad_enabled() and self.parameter.requires_grad:
-            weights.requires_grad_()
-            self._lookups.append((keys, values, weights))
+            if self.recorded is not None:
+                self.recorded.append(keys)
+            weights = PulledRows.apply(self.parameter, weights, self, Lookup(keys, values, self.steps))
         return keys, inverse.to(ids.device).view(ids.shape), weights
 
+    def gradient_of(self, lookup: Lookup, gradient: Tensor) -> Tensor:
+        """Return the parameter's gradient by the gradient of pulled rows; called in backward.
+
+        Args:
+            lookup: the lookup that pulled the rows.
+            gradient: of shape (k, width), in the order of the lookup's keys.
+        """
+        present = self.parameter.grad
+        if present is None or (present.is_sparse and not present._nnz()):  # there was none, or it has been cleared
+            now = torch._C._current_graph_task_id()
+            if now != self._backward_pass:
+                self._lookups.clear()
+            self._base, self._backward_pass = None, now
+        elif self._settled:  # what comes now is weighted by itself
+            self._base = present.detach().clone()
+        self._lookups.append(lookup)
+        indices = lookup.keys.to(self.parameter.device).unsqueeze(0)
+        values = gradient.to(self.parameter.device, self.parameter.dtype)
+        return torch.sparse_coo_tensor(indices, values, (self.rows, self.width), check_invariants=False)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether backward has brought a gradient since `settle`."""
+        return not self._settled
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether it is there, so that nobody has cleared it."""
+        gradient = self.parameter.grad
+        return not self._settled and gradient is not None and not (gradient.is_sparse and not gradient._nnz())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what backward has brought holds neither NaN nor Inf."""
+        gradient = self.parameter.grad
+        return gradient is None or bool((gradient._values() if gradient.is_sparse else gradient).isfinite().all())
+
+    @torch.no_grad()
+    def settle(self, share: float) -> None:
+        """Weight what backward has added since the last call.
+
+        Args:
+            share: this site's weight; 0 where it has no samples, so that it takes part in the step with no rows.
+        """
+        gradient, base, fresh = self.parameter.grad, self._base, not self._settled
+        self._settled, self._base = True, None
+        if share == 0.0 and self.parameter.requires_grad:
+            kept = base if fresh else gradient
+            self._put(self._of_keys([], 0.0) if kept is None else kept)
+        elif fresh and gradient is not None and share != 1.0:
+            if base is None:
+                gradient.mul_(share)
+            else:
+                self._put(gradient * share + base * (1 - share))
+
+    def spoil(self) -> None:
+        """Make the gradient Inf, as that of another site is."""
+        if self.parameter.requires_grad:
+            self._put(self._of_keys([0], torch.inf))
+
+    def _put(self, gradient: Tensor) -> None:
+        self.parameter.grad = RowGradient.of(gradient, self.table.world_size == 1)
+
+    def _of_keys(self, keys: list[int], value: float) -> Tensor:
+        values = self.parameter.new_full((len(keys), self.width), value)
+        indices = torch.tensor([keys], dtype=torch.int64, device=values.device)
+        return torch.sparse_coo_tensor(indices, values, (self.rows, self.width))
+
     def step(self, options: dict[str, Any], scale: float, padding: set[int]) -> None:
-        """Pushes the step that the gradients since the last one ask for.
+        """Push the step that the gradient asks for; the gradient stays.
 
         Args:
             options: those of the parameter's group in the optimizer.
-            scale: factor on the gradients.
+            scale: factor on the gradient.
             padding: keys without a gradient.
         """
-        lookups = [entry for entry in self._lookups if entry[2].grad is not None]
-        self._lookups = []
-        if not lookups:
+        lookups, self._lookups = self._lookups, []
+        if self.parameter.grad is None:
             return
         self.steps += 1
-        keys = torch.cat([keys for keys, _, _ in lookups])
-        gradients = torch.cat([weights.grad.float().cpu() for _, _, weights in lookups if weights.grad is not None])
-        values = torch.cat([values for _, values, _ in lookups])
-        if len(lookups) > 1:
-            distinct, inverse = sparse.unique(keys)
-            first = torch.empty_like(distinct).scatter_reduce_(
-                0, inverse, torch.arange(keys.numel()), "amin", include_self=False
-            )
-            _, gradients = sparse.sum_duplicates(keys, gradients)
-            keys, values = distinct, values[first]
+        keys, rows = self.rows_of_gradient()
+        known = [lookup for lookup in lookups if lookup.steps == self.steps - 1]
+        if len(known) == 1 and torch.equal(known[0].keys, keys):
+            values = known[0].values
+        else:
+            keys, rows = sparse.sum_duplicates(keys, rows)
+            values = self._values_of(keys, known)
         for key in padding:
             kept = keys != key
-            keys, values, gradients = keys[kept], values[kept], gradients[kept]
+            keys, values, rows = keys[kept], values[kept], rows[kept]
+        if not keys.numel():
+            return
         if scale != 1:
-            gradients = gradients * scale
-        self.table.push_async(keys, self.rule.deltas(values, gradients, self.steps, options))
+            rows = rows * scale
+        self.table.push_async(keys, self.rule.deltas(values, rows, self.steps, options))
 
-    @property
-    def lookups(self) -> list[Tensor]:
-        """The distinct keys of each lookup since the last step, in their order."""
-        return [keys for keys, _, _ in self._lookups]
+    def rows_of_gradient(self) -> tuple[Tensor, Tensor]:
+        """Return the gradient's keys, not always distinct, and their rows, on the CPU."""
+        if self.parameter.grad is None:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, self.width)
+        gradient = self.parameter.grad.detach()
+        if not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)
+        return gradient._indices()[0].cpu(), gradient._values().float().cpu()
 
-    def forget(self) -> None:
-        """Drops the gradients since the last step."""
-        self._lookups = []
+    def _values_of(self, keys: Tensor, lookups: list[Lookup]) -> Tensor:
+        """Return the values of distinct keys: those that have been pulled for the gradient, or pulled anew."""
+        if not self.rule.names:
+            return torch.empty(keys.numel(), 0)  # the rule looks at none
+        if lookups:
+            pulled = torch.cat([lookup.keys for lookup in lookups])
+            distinct, places = sparse.unique(torch.cat([pulled, keys]))
+            first = torch.empty_like(distinct).scatter_reduce_(
+                0, places, torch.arange(places.numel()), "amin", include_self=False
+            )[places[pulled.numel() :]]
+            if keys.numel() and int(first.max()) < pulled.numel():
+                return torch.cat([lookup.values for lookup in lookups])[first]
+        return self.table.pull(keys)
 
 
 def position_of(key: int | None, keys: Tensor) -> int | None:

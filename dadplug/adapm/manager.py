@@ -153,6 +153,10 @@ class ParameterManager:
         """Send site 0's bytes to all sites; what others pass is ignored. All sites must call it."""
         return self._transport.broadcast_bytes(content)
 
+    def sum_over_sites(self, tensor: torch.Tensor) -> None:
+        """Replace a CPU tensor's values by their sums over the sites; all sites must call it with the same shape."""
+        self._transport.all_reduce(tensor).wait()
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces a tensor's values by those of site 0; all sites must call it."""
         self._transport.broadcast(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..reduction import GradientReduction
+from ..structure import mark_managed, without_managed
+from .clip import clip_grad_norm
 from .initialisers import Initialiser, Normal
 from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, find_layers
 from .manager import ParameterManager
 from .recorder import IntentError, Recorder
+from .row_steps import RowSteps, group_of
 from .rules import rule_of
 
 _CHUNK = 65536  # rows that are gathered or set at a time
@@ -34,7 +37,9 @@ class AdaModel(nn.Module):
 
     A weight stays an ordinary parameter where it is not float32, is used by another kind of layer as well (a tied
     output projection), or is not in the optimizer; `managed` lists those that are managed. A managed parameter holds
-    NaN instead of its values, takes no memory, and gets no ``.grad``: gradients are not clipped.
+    NaN instead of its values and takes no memory. Its ``.grad`` is a sparse gradient of the rows that this site has
+    looked up; after `synchronize` the sites' gradients add up to that of one process. Clearing it discards it, as for
+    any parameter. Clip by `clip_grad_norm_`, which looks at all sites' rows.
 
     Args:
         model: the model, the same on all sites but for the values of its parameters, which site 0's replace.
@@ -97,8 +102,6 @@ class AdaModel(nn.Module):
         self.manager = manager if manager is not None else ParameterManager(backend=backend)
         self.managed: dict[str, ManagedWeight] = {}
         self.reduction: GradientReduction | None = None
-        self._reduce = reduce
-        self._scale = 1.0 / self.manager.world_size if reduce == "mean" else 1.0
         self._padding: dict[str, set[int]] = {}
         self._overrides: list[ManagedEmbedding | ManagedEmbeddingBag] = []
         paths = {name: [path for path, _ in modules] for name, modules in layers.items()}
@@ -108,27 +111,35 @@ class AdaModel(nn.Module):
             self._recorder = Recorder(model, paths)
         except Exception as error:  # a model that cannot be copied trains, with manual intent
             self._recorder = error
-        hidden = [(module, module._parameters.pop("weight")) for modules in layers.values() for _, module in modules]
-        try:  # the reduction neither sends nor compares what is managed
-            if always_reduce or any(True for _ in model.parameters()):
-                self.reduction = GradientReduction(model, mode, **options)
-        finally:
-            for module, parameter in hidden:
-                module._parameters["weight"] = parameter
+        parameters: list[Any] = [modules[0][1].weight for modules in layers.values()]
+        for parameter in parameters:
+            mark_managed(parameter, True)
+        try:
+            with without_managed(model):  # the reduction neither sends nor compares them
+                if always_reduce or any(True for _ in model.parameters()):
+                    self.reduction = GradientReduction(model, mode, **options)
+        except BaseException:
+            for parameter in parameters:
+                mark_managed(parameter, False)
+            raise
         for name, modules in layers.items():
             self._manage(name, modules, optimizer, initialisers.get(name))
         for weight in self.managed.values():
             weight.give_up()
+        self._steps = RowSteps(self.managed, self._padding, self.manager, self.reduction, reduce)
         # By a weak reference: the optimizer, which the user may keep, does not keep the tables.
         reference = weakref.ref(self)
+
+        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            model = reference()
+            return None if model is None else model._steps.begin(args, kwargs)
 
         def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             model = reference()
             if model is not None:
                 model.step_managed(optimizer)
 
-        # After the step, since a closure that is given to it may run backward first.
-        self._hook = optimizer.register_step_post_hook(step)
+        self._hooks = [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(step)]
 
     def _manage(
         self, name: str, modules: list[tuple[str, nn.Module]], optimizer: Optimizer, first: Initialiser | None
@@ -143,7 +154,7 @@ class AdaModel(nn.Module):
         self.managed[name] = weight = ManagedWeight(
             name,
             parameter,
-            rule_of(optimizer, _group_of(optimizer, parameter)),
+            rule_of(optimizer, group_of(optimizer, parameter)),
             lambda width, first, capacity: self.manager.table(
                 name, width, rows=parameter.shape[0], initialiser=first, capacity=capacity
             ),
@@ -164,22 +175,51 @@ class AdaModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def synchronize(self) -> None:
-        """Waits until the gradients of the parameters that are not managed are agreed on; after backward."""
+        """Wait until the gradients are agreed on; call it between backward and the optimizer's step.
+
+        After it, ``.grad`` of a managed weight is this site's part of the sites' gradient.
+
+        Raises:
+            NonFiniteError: on all sites, if the gradients of one hold NaN or Inf, with ``check_finite=True``.
+            SiteError: if a site exits or does not answer.
+        """
         if self.reduction is not None:
             self.reduction.synchronize()
+        else:
+            self._steps.settle(None)
 
     def step_managed(self, optimizer: Optimizer) -> None:
-        """Pushes what an optimizer adds to managed rows, and moves the clock on; ``optimizer.step()`` calls it."""
-        scale = self._scale
-        if self._reduce == "mean" and self.reduction is not None and self.reduction.share is not None:
-            scale = self.reduction.share  # as the other parameters' gradients are weighted in this step
-        for name, weight in self.managed.items():
-            if scale == 0.0:
-                weight.forget()
-            else:
-                weight.step(_group_of(optimizer, weight.parameter), scale, self._padding[name])
+        """Push what an optimizer adds to managed rows, and move the clock on; ``optimizer.step()`` calls it."""
+        self._steps.step(optimizer)
         if not self.clock_by_loader:
             self.manager.advance_clock()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> Tensor:
+        """Clip the gradients as `torch.nn.utils.clip_grad_norm_` does in one process; all sites must call it.
+
+        Args:
+            max_norm: the largest norm of all gradients together.
+            norm_type: the order of the norm.
+            parameters: some of the model's parameters; all where None.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            RuntimeError: if `synchronize` has not been called since the last backward pass.
+        """
+        self._steps.settle_late("clip_grad_norm_()")
+        given = {id(parameter): parameter for parameter in (self.parameters() if parameters is None else parameters)}
+        weights = [weight for weight in self.managed.values() if given.pop(id(weight.parameter), None) is not None]
+        others = [parameter.grad for parameter in given.values() if parameter.grad is not None]
+        return clip_grad_norm(self.manager, weights, others, max_norm, norm_type)
+
+    def other_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are not managed."""
+        managed = {id(weight.parameter) for weight in self.managed.values()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in managed]
 
     def record(self, forward: Callable[[Any, Any], Any], batch: Any) -> dict[str, Tensor]:
         """Finds the rows that a batch will look up, by a forward pass on shapes; see `Recorder.record`.
@@ -291,10 +331,7 @@ class AdaModel(nn.Module):
         states = self._optimizer_states()
         for name, weight in self.managed.items():
             whole = self._gather(weight)
-            if weight.parameter.is_meta:
-                torch.utils.swap_tensors(weight.parameter, nn.Parameter(whole, weight.parameter.requires_grad))
-            else:
-                weight.parameter.data = whole.to(weight.parameter.device)
+            weight.parameter.data = whole.to(weight.parameter.device)
             if name in states:
                 optimizer.state[weight.parameter] = states[name]
         self.manager.barrier()
@@ -331,8 +368,11 @@ class AdaModel(nn.Module):
         return result
 
     def close(self) -> None:
-        """Takes the optimizer's hook and the replaced forwards off; the tables stay with the manager."""
-        self._hook.remove()
+        """Take hooks, gradients of rows and replaced forwards off; the tables stay with the manager."""
+        for hook in self._hooks:
+            hook.remove()
+        for weight in self.managed.values():
+            weight.release()
         for override in self._overrides:
             override.restore()
         if self.reduction is not None:
@@ -353,10 +393,3 @@ def places(optimizer: Optimizer) -> dict[int, int]:
     """Numbers parameters, by their id, as the optimizer's state does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(parameter): place for place, parameter in enumerate(parameters)}
-
-
-def _group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    for group in optimizer.param_groups:
-        if any(parameter is other for other in group["params"]):
-            return group
-    raise ValueError("a managed weight has left the optimizer that AdaModel was made with")
