@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import support
 import torch
 from adapm_loops import LOOPS, Loop, run_all
 from torch import nn
@@ -20,17 +21,15 @@ pytest.importorskip("zmq", reason="needs pyzmq, the extra adapm")
 TOLERANCE = 3e-6
 
 
-@pytest.fixture(scope="module")
-def results(sites):
-    """Run all loops of a kind in one call, the first time that one is asked for."""
-    return functools.cache(
-        lambda kind, mode: sites(2).run(run_all, kind, mode, [program.__name__ for program in LOOPS], timeout=400)
-    )
+@functools.cache
+def results(kind, mode):
+    """Run all loops in one call of the sites; the tests look at what has come of them."""
+    return support.sites(2).run(run_all, kind, mode, [program.__name__ for program in LOOPS], timeout=400)
 
 
 @pytest.mark.parametrize("program", LOOPS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize(("kind", "mode"), [("sgd", "dsgd"), ("adagrad", "dad")])
-def test_loops_on_managed_rows_train_as_one_process(results, program, kind, mode):
+def test_loops_on_managed_rows_train_as_one_process(program, kind, mode):
     for result in (of_site[program.__name__] for of_site in results(kind, mode)):
         assert not isinstance(result, str), result
         off, moved = result
