@@ -130,7 +130,7 @@ class Message:
         keys = arrays[0].shape[0] if arrays else 0
         types = ARRAYS[self.kind]
         rows = arrays[-1].shape[0] if types and types[-1] is _VALUES else 0
-        buffers = [_HEAD.pack(self.kind, self.table, self.origin, keys, rows, self.request, self.extra)]
+        buffers: list[Any] = [_HEAD.pack(self.kind, self.table, self.origin, keys, rows, self.request, self.extra)]
         offset = 0
         for array in arrays:
             if gap := -offset % array.itemsize:

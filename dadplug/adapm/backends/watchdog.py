@@ -90,7 +90,8 @@ def _temporary() -> int:
 
 def watch(listener: socket.socket, page: mmap.mmap) -> None:
     """Watch the site whose child this process is, until it ends."""
-    line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
+    raw: Any = sys.stdin.buffer  # unbuffered, since nothing else may be taken from the pipe
+    line = raw.raw.readline()
     if not line:
         return
     told = json.loads(line)
