@@ -289,7 +289,8 @@ class GradientReduction:
 
     @property
     def pending(self) -> bool:
-        """Whether gradients have arrived that are not agreed on yet."""
+        """Whether gradients have arrived that are not agreed on yet, and have not been cleared."""
+        self._drop_cleared()
         return self._pending
 
     @property

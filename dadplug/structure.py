@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class ModelStructure:
@@ -23,19 +23,23 @@ class ModelStructure:
         modules = list(model.modules())
         self._tables: list[dict[str, Any]] = [module._modules for module in modules]
         self._tables += [module._parameters for module in modules]
-        self._content = self._contents()
+        self._place, self._content = self._places(), self._contents()
         self.parameters = {id(each): each for each in model.parameters() if not is_managed(each)}
         self._training = self._trainings()
 
-    def _contents(self) -> list[int]:
-        return [id(value) for table in self._tables for value in table.values() if not is_managed(value)]
+    def _places(self) -> list[tuple[str, int]]:
+        return [(name, id(value)) for table in self._tables for name, value in table.items()]
+
+    def _contents(self) -> list[tuple[str, int]]:
+        items = (item for table in self._tables for item in table.items())
+        return [(name, id(value)) for name, value in items if not (isinstance(value, Tensor) and is_managed(value))]
 
     def _trainings(self) -> list[Any]:
         return [(each.requires_grad, each.dtype, each.shape) for each in self.parameters.values()]
 
     def same_tensors(self) -> bool:
         """Return whether the model still has the same modules and parameters, each in its place."""
-        return self._contents() == self._content
+        return self._places() == self._place or self._contents() == self._content
 
     def same_training(self) -> bool:
         """Return whether the parameters are trained or frozen, typed and shaped as they were."""

@@ -48,7 +48,6 @@ class ByHand:
         self.agreement = Agreement(options, site.world_size)
         self._site = site
         self._first_names: dict[nn.Parameter, str] = {}  # a parameter that gets another name keeps its memories
-        self._paths: dict[str, str] = {}  # and its path
 
     def agree(self, rows: int, scale: float = 1.0) -> Gradients:
         """Write the agreed gradients; return the exact means."""
@@ -65,10 +64,8 @@ class ByHand:
         else:
             unscaled = [{name: None if g is None else g / scale for name, g in each.items()} for each in sites]
             planned = self._site.next_paths()
-            for name, first in zip(now, trained, strict=True):
-                if name == first or first not in self._paths:
-                    self._paths[first] = planned.get(name, "")
-            agreed = self.agreement.agree(unscaled, counts, self._paths)
+            paths = {first: planned.get(name, "") for name, first in zip(now, trained, strict=True)}
+            agreed = self.agreement.agree(unscaled, counts, paths)
             agreed = {name: None if g is None else g * scale for name, g in agreed.items()}
         for name, parameter in trained.items():
             gradient = agreed[name]
