@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .hooks import eager
+
 
 class SampleCounter:
     """Counts the samples of a model's forward passes once backward runs through them.
@@ -218,6 +220,7 @@ class _Before:
     def __init__(self, counter: SampleCounter) -> None:
         self._counter = counter
 
+    @eager
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._counter.enter((args, kwargs))
 
@@ -230,6 +233,7 @@ class _After(_Before):
         super().__init__(counter)
         self._of_model = of_model
 
+    @eager
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:  # type: ignore[override]
         self._counter.leave(module, outputs, self._of_model)
 

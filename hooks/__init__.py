@@ -11,6 +11,7 @@ from . import (  # noqa: F401  (each registers its family)
 )
 from .capture import CapturedLayer, LayerCapture
 from .chain import Trace
+from .eager import eager
 from .elementwise import Elementwise, register_elementwise
 from .factor import Factor, stack_by_form
 from .form import LINEAR, Form
@@ -31,6 +32,7 @@ __all__ = [
     "Recorder",
     "Trace",
     "capturable_layers",
+    "eager",
     "family_of",
     "overridden",
     "refusal_of",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .chain import ChainTracer, Trace
+from .eager import eager
 from .factor import Factor, stack_by_form
 from .form import LINEAR, Form
 from .override import ForwardOverride
@@ -155,6 +156,7 @@ class _CapturedForward(ForwardOverride):
         self._layer = layer
         self._input = list(signature(type(layer.module).forward).parameters)[1]
 
+    @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         layer = self._layer
         if not layer.captures:

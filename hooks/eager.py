@@ -1,0 +1,27 @@
+"""Keeps torch.compile out of functions that have to run as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def eager(function: _Function) -> _Function:
+    """Decorate a function that torch.compile shall not trace: the graph breaks, and the function runs as it is.
+
+    `torch.compiler.disable` does so, too, but imports the compiler, which takes seconds. These are the marks by which
+    it is done.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "dadplug runs it as it is"  # type: ignore[attr-defined]
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # and what it calls
+    else:
+        frames.skip_code(function.__code__)
+    return function
