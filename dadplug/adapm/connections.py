@@ -179,7 +179,7 @@ def connect_sites(
     """Connect this site with every other one; all must call it together.
 
     Each listens on the one address on which the others reach it, on loopback where all are on one machine, and connects
-    to those of lower rank. A stranger does not know the token of the site that listens, and is not heard.
+    to those of lower rank. A process that does not know the token of the site that listens is refused.
 
     Args:
         rank: this site.
@@ -202,7 +202,7 @@ def connect_sites(
         deadline = time.monotonic() + timeout
         sockets = {peer: _reach(peer, rank, places[peer], deadline, timeout, name) for peer in range(rank)}
         expected = set(range(rank + 1, len(places)))
-        strangers = 0
+        refused = 0
         while expected:
             arrived = _accept(listener, deadline)
             if arrived is None:
@@ -214,9 +214,9 @@ def connect_sites(
                 expected.remove(peer)
             else:
                 arrived.close()
-                strangers += 1
-    if strangers:
-        print(f"site {rank} has refused {strangers} connections that were no site's", file=sys.stderr)
+                refused += 1
+    if refused:
+        print(f"site {rank} refused {refused} connections that did not come from a site", file=sys.stderr)
     return sockets
 
 
@@ -256,7 +256,7 @@ def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
 
 
 def _welcome(arrived: socket.socket, token: str, deadline: float) -> tuple[socket.socket | None, int]:
-    """Read who connects; return no socket where it is a stranger."""
+    """Read who connects; return no socket where it is not a site."""
     arrived.settimeout(min(1.0, _left(deadline)))
     with suppress(OSError, struct.error):
         known, peer = _HELLO.unpack(arrived.recv(_HELLO.size, socket.MSG_WAITALL))

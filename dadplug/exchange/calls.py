@@ -100,7 +100,7 @@ def _meet(
 def _callers(
     listener: socket.socket, token: bytes, expected: set[int], deadline: float
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Wait for the calls of sites; those of strangers, who say something else or nothing, hold nobody up."""
+    """Wait for the calls of sites; other connections, which send something else or nothing, delay nobody."""
     unknown: dict[socket.socket, bytearray] = {}
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
