@@ -15,7 +15,7 @@ from pathlib import Path
 
 from attach import PEERS
 
-from dadplug.launch import free_port
+from dadplug.exchange.addresses import free_port
 
 HERE = Path(__file__).resolve().parent
 TITLES = {

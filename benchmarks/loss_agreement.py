@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import dadplug
+from dadplug.cli.launch import launch_sites
 from dadplug.data import load_dataset, site_indices
 from dadplug.data.splits import SPLITS
-from dadplug.launch import launch_sites
 from dadplug.models import MNISTNet
 
 ALONE = "one process"

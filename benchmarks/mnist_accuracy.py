@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dadplug import connect
+from dadplug.cli.launch import launch_sites
 from dadplug.data import load_dataset, site_indices
-from dadplug.launch import launch_sites
 from dadplug.models import MNISTNet
 
 

@@ -32,7 +32,7 @@ from attach import Attached, parse
 from torch import Tensor, nn
 
 import dadplug
-from dadplug.launch import launch_sites
+from dadplug.cli.launch import launch_sites
 from dadplug.methods import method_names
 
 EXACT = ("dsgd", "dad", "auto")

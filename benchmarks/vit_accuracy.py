@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 import dadplug
-from dadplug.comparison import picture
+from dadplug.cli.comparison import picture
+from dadplug.cli.launch import launch_sites
 from dadplug.data import load_dataset
-from dadplug.launch import launch_sites
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import two_site_vit

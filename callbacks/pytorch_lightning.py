@@ -7,7 +7,7 @@ from typing import Any
 
 from pytorch_lightning.callbacks import Callback
 
-from .lightning_faces import by_environment, faces
+from ._lightning_adapters import by_environment, faces
 
 BatchTimer, TrafficMonitor, RankMonitor, RankSchedule, ReplicaCheck = faces(Callback, __name__)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from .cli import add_option_arguments, options_of, place_of, plain_errors
+from .cli.arguments import add_option_arguments, options_of, place_of, plain_errors
 from .data import DATASETS, Samples, fold_indices, load_dataset, site_indices
 from .data.splits import SPLITS
 from .exchange import connect

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
-from .exchange.machines import check_hierarchy
+from .exchange.topology import check_hierarchy
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = ("fp32", "bf16", "int8")

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import loss_scale, replicas
-from .attached import AttachedGradients
-from .batchnorm import SyncedBatchNorms
-from .costs import dense_bytes, make_plan
 from .exchange import Traffic, open_transport
-from .factor_unit import FactorUnit
-from .guards import check_model, refuse_unsynchronised
-from .methods import Quality, make_method
+from .methods import Quality, loss_scale, make_method
 from .methods.feedback import ErrorFeedback
+from .model_sync import replicas
+from .model_sync.batchnorm import SyncedBatchNorms
+from .model_sync.guards import check_model, refuse_unsynchronised
+from .model_sync.samples import SampleCounter
+from .model_sync.structure import without_managed
 from .options import Options
-from .plan import Plan
-from .planning import Planner
-from .samples import SampleCounter
-from .structure import without_managed
-from .units import Unit
+from .planning.costs import dense_bytes, make_plan
+from .planning.plan import Plan
+from .planning.planner import Planner
+from .reducer.attached import AttachedGradients
+from .units.base import Unit
+from .units.factor import FactorUnit
 
 
 class GradientReduction:

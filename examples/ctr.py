@@ -25,9 +25,9 @@ from ctr_methods import METHODS, Outcome, Run
 
 from dadplug import connect
 from dadplug.cli import add_option_arguments, options_of, plain_errors
+from dadplug.cli.launch import launch_sites
 from dadplug.data import Clicks, DataPair, load_dataset, read_criteo
 from dadplug.data.clicks import split_by_time
-from dadplug.launch import launch_sites
 from dadplug.options import Options
 
 

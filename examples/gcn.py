@@ -24,10 +24,10 @@ from torch import nn
 from dadplug import connect
 from dadplug.adapm import AdaDataLoader, AdaModel, ParameterManager
 from dadplug.cli import plain_errors
+from dadplug.cli.launch import launch_sites
 from dadplug.data import site_indices
 from dadplug.data.graph import Graph, NeighbourLoader, block_graph
 from dadplug.data.splits import SPLITS
-from dadplug.launch import launch_sites
 from dadplug.models import GCN
 
 WAYS = ("auto", "manual", "none", "ddp")

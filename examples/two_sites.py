@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from dadplug import GradientReduction, connect
 from dadplug.cli import add_option_arguments, options_of, plain_errors
-from dadplug.comparison import RunRecord, picture, table
+from dadplug.cli.comparison import RunRecord, picture, table
+from dadplug.cli.launch import launch_sites
 from dadplug.data import DATASETS, DataPair, load_dataset, site_indices
 from dadplug.data.splits import SPLITS
-from dadplug.launch import launch_sites
 from dadplug.options import Options
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .breaches import why_broken
+from .chain_breaks import why_broken
 from .elementwise import IDENTITY, Elementwise
 from .form import LINEAR, Form
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .registration import needs_lightning, packages_in_use
-from .registration import register_strategies as register_strategies
+from ._lightning.registration import needs_lightning, packages_in_use
+from ._lightning.registration import register_strategies as register_strategies
 
 if TYPE_CHECKING:
     from .adapm_runner import AdaPMRunner

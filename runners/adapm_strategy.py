@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from dadplug.errors import SiteError
 
 from . import dad_strategy
+from ._lightning.registration import needs_lightning
 from .management import Management, check_names, embeddings_of, give_back
-from .registration import needs_lightning
 
 if TYPE_CHECKING:
     from dadplug.adapm import AdaModel
@@ -162,7 +162,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
             or self.world_size == 1
         ):
             return dataloader
-        from .lightning_lookahead import LightningLookahead
+        from ._lightning.lookahead import LightningLookahead
 
         intent, lookahead = self._management.intent, self._management.lookahead
         self._loader = LightningLookahead(dataloader, managed, intent, lookahead, trainer)

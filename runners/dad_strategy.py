@@ -16,15 +16,15 @@ from torch import Tensor
 from dadplug import GradientReduction
 from dadplug.exchange import Traffic, Transport, open_transport
 from dadplug.exchange.addresses import choose_interface, gloo_interface
-from dadplug.exchange.sites import describe
+from dadplug.exchange.membership import describe
+from dadplug.model_sync.samples import batch_size
+from dadplug.model_sync.uneven_inputs import has_turn
 from dadplug.options import Options
-from dadplug.samples import batch_size
-from dadplug.turns import has_turn
 
-from .leaving import detach
-from .registration import needs_lightning
-from .site_environment import SiteEnvironment
-from .turn_loader import TurnLoader, agree_on_steps
+from ._lightning.environment import SiteEnvironment
+from ._lightning.registration import needs_lightning
+from ._lightning.uneven_loader import TurnLoader, agree_on_steps
+from .exit_report import detach
 
 _SIGTERM = "_broadcast_sigterm_tensor"  # of Lightning's loop over batches, since 2.6
 

@@ -27,14 +27,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dadplug import GradientReduction, connect
 from dadplug.errors import MismatchError
+from dadplug.model_sync.uneven_inputs import batches_before, has_turn
 from dadplug.options import Options
-from dadplug.turns import batches_before, has_turn
 
-from .engine import SiteEngine
-from .loaders import SPLIT_DATA, begin_epoch
-from .mended import adapt, load_model, load_runner
-from .metrics import merge_metrics
-from .patches import OLDER_NAMES
+from ._catalyst.engine import SiteEngine
+from ._catalyst.fixes import adapt, load_model, load_runner
+from ._catalyst.loaders import SPLIT_DATA, begin_epoch
+from ._catalyst.metrics import merge_metrics
+from ._catalyst.patches import OLDER_NAMES
 
 
 class DistributedRunner(SupervisedRunner):

@@ -6,7 +6,7 @@ from .manager import ParameterManager
 from .model import AdaModel
 from .pending import Pending
 from .recorder import IntentError
-from .rules import RowwiseAdagrad
+from .row_optimizers import RowwiseAdagrad
 from .sampling import Sample, Sampler
 from .shards import join_shards, load_shards, save_shards
 from .table import Table

@@ -16,18 +16,7 @@ from . import placement
 from .access import Access
 from .messages import Kind, Message, most_keys
 from .requests import Flush
-from .rows import (
-    AWAY,
-    DIRTY,
-    DROP,
-    DROPPED,
-    MOVED,
-    RELOCATE,
-    RELOCATE_OR_REPLICATE,
-    REPLICATE,
-    STAY,
-    Keys,
-)
+from .rows import AWAY, DIRTY, DROP, DROPPED, MOVED, RELOCATE, RELOCATE_OR_REPLICATE, REPLICATE, STAY, Keys
 from .state import Outbox
 from .timing import ActionTiming
 

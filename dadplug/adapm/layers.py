@@ -15,10 +15,10 @@ from torch.optim.optimizer import Optimizer
 
 from ..hooks.override import ForwardOverride
 from ..lowrank import sparse
-from ..structure import mark_managed
+from ..model_sync.structure import mark_managed
 from .initialisers import Columns, Initialiser
 from .row_gradient import Lookup, PulledRows, RowGradient
-from .rules import Rule
+from .row_optimizers import Rule
 from .table import Table
 
 _CHUNK = 65536  # rows that are copied at a time

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from ..model_sync.structure import mark_managed, without_managed
 from ..reduction import GradientReduction
-from ..structure import mark_managed, without_managed
 from .clip import clip_grad_norm
 from .initialisers import Initialiser, Normal
 from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, find_layers
 from .manager import ParameterManager
 from .recorder import IntentError, Recorder
+from .row_optimizers import rule_of
 from .row_steps import RowSteps, group_of
-from .rules import rule_of
 
 _CHUNK = 65536  # rows that are gathered or set at a time
 

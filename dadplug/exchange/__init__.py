@@ -1,10 +1,10 @@
 """What crosses the network between sites."""
 
-from .machines import Hierarchy
+from .factory import open_transport
+from .membership import Sites
 from .objects import gather_objects
-from .opening import open_transport
 from .rendezvous import DEFAULT_TIMEOUT, connect
-from .sites import Sites
+from .topology import Hierarchy
 from .traffic import Traffic
 from .transport import Gather, Reduction, Transport
 

@@ -85,3 +85,10 @@ def listen() -> socket.socket | None:
             continue
         return listener
     return None
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that is free at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..share import Share, finite
+from .payload import Share, finite
 from .transport import Gather, Reduction, Transport
 
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .lanes import Job, Lanes
-from .machines import Machines
-from .sites import Sites
+from .membership import Sites
+from .topology import Machines
 from .traffic import Traffic
 from .transport import Gather, Reduction, Transport
+from .worker_threads import Job, Lanes
 
 _LOOK = 0.5  # seconds after which a site that waits looks at what others have found out
 _SHORT, _LONG = 0.2, 3.0  # seconds that lanes have to end, of themselves and once they have been broken off

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..share import Share
 from .buckets import Slot
-from .codes import SCALE, pack, unpack
+from .payload import Share
+from .quantised import SCALE, pack, unpack
 
 _SPARE = 16  # one row in so many is kept free
 

@@ -17,8 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 from ..errors import SiteError
 from .addresses import choose_interface, gloo_interface
 from .deadline import within
+from .membership import Sites, introduce_default
 from .roll_call import RollCall
-from .sites import Sites, introduce_default
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 _SLACK = 1.0  # seconds for a call to raise its own error

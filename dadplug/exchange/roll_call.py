@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import SiteError
 from . import codec
 from .deadline import within
-from .sites import own_member
+from .membership import own_member
 from .status import Member, Silence, Status, ask
 
 _ASKING = 1.0  # seconds for answers to a status request

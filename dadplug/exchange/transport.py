@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
-from .calls import open_streams
-from .machines import Machines
+from .membership import Sites, own_name
 from .objects import gather_objects
-from .sites import Sites, own_name
+from .socket_setup import open_streams
+from .socket_transport import StreamGather, Streams
 from .status import Member
-from .streams import StreamGather, Streams
+from .topology import Machines
 from .traffic import Traffic
 
 _FEW = 1 << 20  # bytes of which receiving a copy costs next to nothing

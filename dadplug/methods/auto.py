@@ -8,6 +8,6 @@ from .dad import DAD
 
 @register_method("auto")
 class Auto(DAD):
-    """Sends what `DAD` sends, or all-reduces; `dadplug.agreement` chooses by the link and by the rows."""
+    """Sends what `DAD` sends, or all-reduces; `dadplug.planning.first_step` chooses by the link and by the rows."""
 
     chooses = True

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..exchange.payload import Share
 from ..hooks import LINEAR, Factor, Form
-from ..loss_scale import LossScales
 from ..lowrank import sum_of_products, sum_one_by_one
-from ..share import Share
 from .feedback import ErrorFeedback
+from .loss_scale import LossScales
 
 if TYPE_CHECKING:
     from ..options import Options
@@ -63,7 +63,7 @@ class Method(ABC):
     """Whether a bias gradient is sent beside the rows; otherwise it is the sum of the rows of `left`."""
 
     chains: bool = False
-    """Whether deltas along chains of layers are recomputed and not sent, see `dadplug.chains`."""
+    """Whether deltas along chains of layers are recomputed and not sent, see `dadplug.planning.chains`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

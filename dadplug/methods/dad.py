@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..exchange.payload import Share
 from ..hooks import Factor
-from ..share import Share
 from .base import Method, register_method
 
 

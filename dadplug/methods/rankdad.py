@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..exchange.payload import Share
 from ..hooks import Factor
 from ..lowrank import Carry, compress, compress_matrix, rounded, squared_norm
-from ..share import Share
 from .base import Method, Quality, register_method
 from .feedback import ErrorFeedback
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...exchange import DEFAULT_TIMEOUT, Traffic, open_transport
+from ...exchange.addresses import free_port
 from ..connections import reachable_address
 from ..engine import TECHNIQUES
 from ..initialisers import Constant, Initialiser
@@ -134,7 +135,7 @@ class BindingsManager(ParameterManager):
         lengths = torch.cat([torch.full((table.rows or 0,), table.width) for table in self._tables])
         keys = int(lengths.numel())
         own = reachable_address(self._transport.gather_objects)
-        address, port = self._transport.gather_objects([own, _free_port()])[0]
+        address, port = self._transport.gather_objects([own, free_port()])[0]
         os.environ.update(DMLC_NUM_SERVER=str(self.world_size), DMLC_PS_ROOT_URI=address, DMLC_PS_ROOT_PORT=str(port))
         if self.rank == 0:
             self._scheduler = start_scheduler(keys)
@@ -308,12 +309,6 @@ def start_scheduler(keys: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", _WATCHED, code, f"{os.getpid()}"], env=environment, stdin=subprocess.PIPE
     )
-
-
-def _free_port() -> int:
-    from ...launch import free_port
-
-    return free_port()
 
 
 __all__ = ["BindingsManager", "BindingsTable", "Rows"]

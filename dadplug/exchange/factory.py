@@ -1,0 +1,86 @@
+"""Opens the transport that fits: alone, between processes, or between machines of several processes."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .addresses import gloo_interface
+from .deadline import within
+from .hierarchy import HierarchicalTransport
+from .membership import Sites, introduce
+from .objects import gather_objects
+from .topology import Hierarchy, Machines, members_of, own_place
+from .traffic import Traffic
+from .transport import SingleSite, Transport
+
+
+def open_transport(
+    group: dist.ProcessGroup | None,
+    traffic: Traffic,
+    device: torch.device,
+    timeout: float,
+    hierarchy: Hierarchy = None,
+) -> Transport:
+    """Opens a transport over a process group of its own, so that no other traffic comes between its messages.
+
+    Args:
+        group: the process group whose processes are the sites; the default group where None.
+        traffic: the meter.
+        device: device of the model.
+        timeout: seconds after which a silent site counts as lost.
+        hierarchy: which processes are on one machine, see `dadplug.exchange.topology.members_of`; None if it does not
+            matter. Nor does it where there is one machine, or one process on each.
+
+    Raises:
+        SiteError: if a site ends or does not answer.
+        ValueError: if the hierarchy does not fit the number of processes.
+        RuntimeError: if the environment announces several processes and no process group exists.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        _refuse_to_train_alone()
+        return SingleSite(traffic, device)
+    parent = group if group is not None else dist.group.WORLD
+    assert parent is not None
+    ranks = dist.get_process_group_ranks(parent)
+    if len(ranks) == 1:
+        return SingleSite(traffic, device)
+    sites = introduce(parent, timeout)
+    local = group is not None
+    if hierarchy is not None:
+        try:
+            places = gather_objects(own_place(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
+        except RuntimeError as error:
+            raise sites.lost(error, timeout) from error
+        machines = Machines.of(members_of(hierarchy, places), dist.get_rank(parent))
+        if 1 < machines.count < len(ranks):
+            # Messages between pairs are gloo's; from a GPU they go by way of the CPU.
+            own = _new_group(sites, ranks, timeout, "gloo", local)
+            return HierarchicalTransport(own, sites, traffic, timeout, machines)
+    return Transport(_new_group(sites, ranks, timeout, None, local), sites, traffic, device, timeout)
+
+
+def _new_group(sites: Sites, ranks: list[int], timeout: float, backend: str | None, local: bool) -> dist.ProcessGroup:
+    """Make a process group; the store that it needs may be at a site that is stopped."""
+    limit = timedelta(seconds=timeout)
+
+    def make() -> dist.ProcessGroup:
+        with gloo_interface():
+            return dist.new_group(ranks, limit, backend, use_local_synchronization=local)
+
+    try:
+        return within(timeout, make)
+    except (RuntimeError, TimeoutError) as error:
+        raise sites.lost(error, timeout) from error
+
+
+def _refuse_to_train_alone() -> None:
+    announced = os.environ.get("WORLD_SIZE", "1")
+    if announced.isdigit() and int(announced) > 1:
+        raise RuntimeError(
+            f"the environment announces {announced} sites (WORLD_SIZE), but torch.distributed is not initialised: call "
+            "dadplug.connect() or torch.distributed.init_process_group() first"
+        )

@@ -1,0 +1,1 @@
+"""Copies of the model kept equal: parameters, buffers, samples, uneven inputs, checks."""

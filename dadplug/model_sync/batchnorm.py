@@ -1,0 +1,173 @@
+"""Batch normalisation by the statistics of all sites' rows, forward and backward, on CPU and GPU.
+
+torch.nn.SyncBatchNorm does this on GPUs only, and with every site weighing the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..exchange import Gather, Transport
+from ..hooks import ForwardOverride
+from .samples import SampleCounter
+
+
+class SyncedBatchNorms:
+    """Puts all batch normalisations of a model in step with the other sites'.
+
+    In train mode a layer normalises by mean and variance over all sites' rows, and its running statistics follow
+    them; in eval mode it does what it always did.
+
+    Args:
+        model: the model; layers derived from `nn.BatchNorm1d`, `2d` and `3d` are taken over.
+        transport: a transport that nothing else uses, since its exchanges happen in the middle of forward and backward.
+        samples: tells the samples of a forward pass; None where all sites count the same.
+    """
+
+    def __init__(self, model: nn.Module, transport: Transport, samples: SampleCounter | None) -> None:
+        self.rank = transport.rank
+        self._transport = transport
+        self._samples = samples
+        self._kinds: list[tuple[int, torch.dtype]] = []  # sizes and types of the exchanges since the last step
+        self._last: list[tuple[int, torch.dtype]] = []  # those of the last step: what a site without data joins in
+        self._gathers: dict[tuple[int, torch.dtype], Gather] = {}
+        self._forwards = [_SyncedForward(layer, self) for layer in model.modules() if isinstance(layer, _BatchNorm)]
+
+    def weight(self, inputs: Tensor) -> float:
+        """Says how much this site counts in the mean over sites for the forward pass that is running."""
+        return 1.0 if self._samples is None else float(self._samples.current or inputs.shape[0])
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Gathers a vector from each site, as the rows of a matrix."""
+        kind = (values.numel(), values.dtype)
+        self._kinds.append(kind)
+        if kind not in self._gathers:
+            self._gathers[kind] = self._transport.gather([kind[0]] * self._transport.world_size, kind[1])
+        gather = self._gathers[kind]
+        gather.payload.copy_(values)
+        gather.launch()
+        return torch.stack(gather.wait()).to(values.device)
+
+    def idle(self) -> None:
+        """Joins in the exchanges of a step without data; they are taken to be those of the last step.
+
+        Raises:
+            RuntimeError: if there has been no step yet.
+        """
+        if not self._last and self._forwards:
+            raise RuntimeError("with sync_batchnorm a site cannot be idle in the first step: give it a batch there")
+        for size, dtype in self._last:
+            self.gather(torch.zeros(size, dtype=dtype))
+
+    def end_step(self) -> None:
+        """Remembers the step's exchanges."""
+        if self._kinds:
+            self._last, self._kinds = self._kinds, []
+
+    def close(self) -> None:
+        """Close the connections to the other sites."""
+        self._transport.close()
+
+    def detach(self) -> None:
+        """Gives the layers their own forward back."""
+        for forward in self._forwards:
+            forward.restore()
+
+
+class _SyncedForward(ForwardOverride):
+    """The forward of a synchronised layer."""
+
+    module: _BatchNorm
+
+    def __init__(self, layer: _BatchNorm, norms: SyncedBatchNorms) -> None:
+        super().__init__(layer)
+        self._norms = norms
+
+    def __call__(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        layer = self.module
+        if not layer.training:
+            return self.plain(inputs)
+        layer._check_input_dim(inputs)
+        mean, var, count, weights = self._statistics(inputs.detach())
+        self._follow(mean, var, count)
+        normalised = _Normalise.apply(inputs, mean, torch.rsqrt(var + layer.eps), count, weights, self._norms)
+        if layer.weight is None:
+            return normalised
+        shape = [1, -1] + [1] * (inputs.dim() - 2)
+        return torch.addcmul(layer.bias.view(shape), normalised, layer.weight.view(shape)).to(inputs.dtype)
+
+    @torch.no_grad()
+    def _statistics(self, inputs: Tensor) -> tuple[Tensor, Tensor, float, Tensor]:
+        """Mean, biased variance, number of rows over all sites, and the weight of each site."""
+        wide = inputs if inputs.dtype == torch.float64 else inputs.float()
+        rows = inputs.numel() // inputs.shape[1]
+        if rows:
+            var, mean = torch.var_mean(wide, _all_but_channels(inputs), correction=0)
+        else:
+            var, mean = wide.new_zeros(2, inputs.shape[1])
+        own = torch.cat([mean, var * rows, mean.new_tensor([rows, self._norms.weight(inputs)])])
+        every = self._norms.gather(own)
+        width = mean.numel()
+        means, squares, counts, weights = every[:, :width], every[:, width : 2 * width], every[:, -2], every[:, -1]
+        count = float(counts.sum())
+        if count <= 1:
+            raise ValueError(f"expected more than one value per channel when training, over all sites got {count:g}")
+        mean = (means * counts[:, None]).sum(0) / count
+        spread = (squares + counts[:, None] * (means - mean).square()).sum(0)  # Chan et al., no cancellation
+        return mean, spread / count, count, weights
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor, count: float) -> None:
+        """Moves the running statistics as torch does, with the unbiased variance."""
+        layer = self.module
+        if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
+            return
+        if layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.add_(1)
+        momentum = layer.momentum
+        if momentum is None:  # a plain mean over batches
+            momentum = 1.0 if layer.num_batches_tracked is None else 1.0 / float(layer.num_batches_tracked)
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+        layer.running_var.lerp_((var * (count / (count - 1))).to(layer.running_var.dtype), momentum)
+
+
+class _Normalise(torch.autograd.Function):
+    """``(x - mean) * invstd`` where mean and invstd depend on all sites' rows.
+
+    The loss that all sites minimise is ``sum w_s L_s / sum w_s``, while autograd at site s carries the gradient of
+    L_s alone, and the reduction multiplies it by ``w_s / sum w``. So the sums of the deltas over all sites are taken
+    with the weights, and divided by this site's own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, mean: Tensor, invstd: Tensor, count: float, weights: Tensor, norms: SyncedBatchNorms
+    ) -> Tensor:
+        shape = [1, -1] + [1] * (inputs.dim() - 2)
+        normalised = ((inputs - mean.view(shape)) * invstd.view(shape)).to(inputs.dtype)
+        ctx.save_for_backward(normalised, invstd, weights)
+        ctx.count = count
+        ctx.norms = norms
+        return normalised
+
+    @staticmethod
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        normalised, invstd, weights = ctx.saved_tensors
+        norms: SyncedBatchNorms = ctx.norms
+        dims = _all_but_channels(deltas)
+        shape = [1, -1] + [1] * (deltas.dim() - 2)
+        wide = deltas.to(invstd.dtype)
+        own = torch.cat([wide.sum(dims), (wide * normalised).sum(dims)])
+        weight = weights[norms.rank]
+        sums = (norms.gather(own) * weights[:, None]).sum(0) / (weight * ctx.count)
+        mean_deltas, mean_products = sums.view(2, -1)
+        gradient = (wide - mean_deltas.view(shape) - normalised * mean_products.view(shape)) * invstd.view(shape)
+        return gradient.to(deltas.dtype), None, None, None, None, None
+
+
+def _all_but_channels(tensor: Tensor) -> list[int]:
+    return [dim for dim in range(tensor.dim()) if dim != 1]

@@ -1,0 +1,243 @@
+"""Counts the samples that a backward pass stands for: a site's share in the mean over sites."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..hooks import eager
+
+
+class SampleCounter:
+    """Counts the samples of a model's forward passes once backward runs through them.
+
+    The batch is taken to be the first dimension of the first tensor among the inputs of the outermost call: of the
+    model, or of one of its direct children where the model itself is never called, as in a Lightning module. Mappings
+    and plain objects among the inputs are searched too; where no input has a tensor, the outputs are.
+
+    Args:
+        model: the model.
+        on_forward: called before every outermost forward that backward may follow.
+        on_backward: called before a backward pass through such a forward is counted.
+
+    Attributes:
+        current: samples of the forward pass that is running; 0 outside of one, and where they cannot be told.
+        owned: addresses of the memory of the inputs since the last `reset`, which a program may overwrite.
+    """
+
+    def __init__(self, model: nn.Module, on_forward: Callable[[], None], on_backward: Callable[[], None]) -> None:
+        self._on_forward = on_forward
+        self._on_backward = on_backward
+        self.current = 0
+        self.owned: set[int] = set()
+        self._of_model = self._of_parts = 0
+        self._reached = self._unknown = False  # whether backward has, and whether it has reached samples without number
+        self._generation = 0  # times that counting has begun anew
+        self._backward_pass = -1  # the last one that was counted
+        self._part: tuple[int, nn.Module] | None = None  # the part that counts in the last backward pass through any
+        self._depth = 0
+        self._told = True
+        self._said: _Said | None = None
+        self._inside = False
+        self._handles: list[Any] = []
+        self._model = model
+        self._watched: list[nn.Module] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Watch modules that have been added to the model since."""
+        for module in (self._model, *self._model.children()):
+            if not any(module is watched for watched in self._watched):
+                self._watched.append(module)
+                self._handles.append(module.register_forward_pre_hook(_Before(self), with_kwargs=True))
+                after = _After(self, module is self._model)
+                self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    @property
+    def count(self) -> int:
+        """Samples that backward has reached since the last `reset`: by calls of the model, else of its children."""
+        return self._of_model or self._of_parts
+
+    @contextmanager
+    def fixed(self, samples: int) -> Iterator[None]:
+        """Counts this many samples, once, for the forward passes inside, whatever the inputs look like."""
+        before, inside = self._said, self._inside
+        self._said, self._inside = _Said(samples), True
+        try:
+            yield
+        finally:
+            self._inside = inside
+            if inside:
+                self._said = before
+
+    @property
+    def said(self) -> int | None:
+        """What the last `fixed` said, where the step's backward passes have not come through a call of the model."""
+        return None if self._said is None else self._said.samples
+
+    def of_step(self, pending: bool, *, by_samples: bool, alone: bool) -> int:
+        """Tells what a site's gradients weigh.
+
+        Args:
+            pending: whether it has any in this step.
+            by_samples: whether they weigh by samples; otherwise 1, or 0 if they stand for none.
+            alone: whether there is no other site, so that nobody need be told if samples cannot be.
+        """
+        count = self.count
+        if (not self._reached or self._unknown) and pending:
+            if self.said is not None:
+                count = self.said
+            else:
+                count = 1
+                if by_samples and not alone:
+                    warnings.warn(
+                        "cannot tell how many samples a step has, since the loss does not come from a call of the "
+                        "model; each site counts the same. Say it by `with reduction.samples(n):` around forward",
+                        stacklevel=4,
+                    )
+        return count if by_samples else int(pending and count > 0)
+
+    def discard(self) -> None:
+        """Forget the backward passes so far, whose gradients have been cleared."""
+        self._of_model = self._of_parts = 0
+        self._reached = self._unknown = False
+        self._generation += 1
+
+    def reset(self) -> None:
+        """Starts counting anew."""
+        self.discard()
+        self.owned.clear()
+        if self._inside and self._said is not None:
+            self._said = _Said(self._said.samples)
+        else:
+            self._said = None
+
+    def detach(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def enter(self, inputs: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            if torch.is_grad_enabled():
+                self._on_forward()
+                self.owned.update(leaf.untyped_storage().data_ptr() for leaf in tensors_of(inputs) if _is_plain(leaf))
+            size = batch_size(inputs)
+            self.current, self._told = size or 0, size is not None
+            if self._inside and self._said is not None:
+                self.current, self._told = self._said.samples, True
+
+    def leave(self, module: nn.Module, outputs: Any, of_model: bool) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        samples, self.current = self.current, 0
+        if not torch.is_grad_enabled():
+            return
+        known = self._told
+        if not known and (size := batch_size(outputs)) is not None:
+            samples, known = size, True
+        reached = [leaf for leaf in tensors_of(outputs) if leaf.requires_grad]
+        said = self._said if self._inside and self._said is not None else _Said(samples)
+
+        def count(_: Tensor) -> None:
+            now = torch._C._current_graph_task_id()
+            if now != self._backward_pass:
+                self._backward_pass = now
+                self._on_backward()
+            if said.counted_in != self._generation:
+                said.counted_in = self._generation
+                self._reached = True
+                self._unknown |= not known
+                if of_model:
+                    self._of_model += samples
+                elif self._counts_part(module, now):
+                    self._of_parts += samples
+
+        for output in reached:
+            output.register_hook(count)
+
+    def _counts_part(self, part: nn.Module, backward_pass: int) -> bool:
+        """Return whether a part of the model counts in a backward pass: the first that it reaches does, the rest not.
+
+        The samples of a pass have to be known before gradients leave, and other parts are reached while they do.
+        """
+        if self._part is None or self._part[0] != backward_pass:
+            self._part = backward_pass, part
+        return self._part[1] is part
+
+
+@dataclass
+class _Said:
+    """A number of samples that is to be counted once between two calls of `SampleCounter.discard`."""
+
+    samples: int
+    counted_in: int = -1
+
+
+def batch_size(batch: Any) -> int | None:
+    """Return the first dimension of the first tensor in a batch; None where there is none."""
+    first = next((leaf for leaf in tensors_of(batch) if leaf.dim() > 0), None)
+    return None if first is None else first.shape[0]
+
+
+def tensors_of(batch: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Find the tensors in a batch: in containers that pytree knows, in mappings, and in attributes of objects.
+
+    Args:
+        batch: anything.
+        depth: how many objects that pytree does not know may lie within one another.
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and isinstance(leaf, Mapping):
+            yield from tensors_of(list(leaf.values()), depth - 1)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module, ModuleType)):
+            yield from tensors_of(list(vars(leaf).values()), depth - 1)
+        elif depth and (slots := getattr(type(leaf), "__slots__", None)):
+            names = (slots,) if isinstance(slots, str) else slots
+            yield from tensors_of([getattr(leaf, name, None) for name in names], depth - 1)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+class _Before:
+    """A hook that a copied or pickled model leaves behind."""
+
+    def __init__(self, counter: SampleCounter) -> None:
+        self._counter = counter
+
+    @eager
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._counter.enter((args, kwargs))
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _After(_Before):
+    def __init__(self, counter: SampleCounter, of_model: bool) -> None:
+        super().__init__(counter)
+        self._of_model = of_model
+
+    @eager
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:  # type: ignore[override]
+        self._counter.leave(module, outputs, self._of_model)
+
+
+class _Nothing:
+    def __call__(self, *args: Any) -> None:
+        pass

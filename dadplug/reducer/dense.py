@@ -1,0 +1,164 @@
+"""The stage of units whose gradients are summed over sites as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..exchange import Transport
+from ..exchange.buckets import GatheredBucket, dense_bucket
+from ..exchange.payload import finite
+from ..exchange.quantised import CodedBucket
+from ..methods import Method
+from ..units.base import Unit
+from .handler import Stage, register_stage, write_gradient
+from .step_header import Note
+
+if TYPE_CHECKING:
+    from .reducer import Pipeline
+
+_SMALL_MB = 0.06
+
+
+class _Put(NamedTuple):
+    """The gradient of a unit when it was put into the bucket; the reference keeps its identity from being reused."""
+
+    gradient: Tensor | None
+    version: int
+    arrivals: int
+
+    @classmethod
+    def of(cls, unit: Unit) -> _Put:
+        gradient = unit.lead.grad
+        version = 0 if gradient is None or gradient.is_inference() else gradient._version
+        return cls(gradient, version, unit.arrivals)
+
+    def same(self, other: _Put) -> bool:
+        return self.gradient is other.gradient and self[1:] == other[1:]
+
+
+@register_stage("allreduce")
+class DenseStage(Stage):
+    """All-reduces gradients in a bucket, or gathers them as codes."""
+
+    repeats = True
+
+    def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
+        super().__init__(units, pipeline)
+        self._samples = 0
+        self._put: dict[str, _Put] = {}
+        self._open()
+
+    def _open(self) -> None:
+        """Makes the bucket."""
+        sizes = [unit.lead.numel() for unit in self.units]
+        wire, transport = self.pipeline.wire(self.dtype), self.pipeline.transport
+        coded = wire == torch.int8
+        self.bucket = CodedBucket(sizes, transport) if coded else dense_bucket(sizes, transport, wire)
+        self._sums: Sequence[Tensor] = ()
+
+    gathers: ClassVar[bool] = False
+    """Whether payloads are gathered on any wire, and never summed on their way."""
+
+    @classmethod
+    def full_at(cls, transport: Transport) -> float:
+        """A bucket that is gathered costs little beside its bytes, and may leave while backward goes on."""
+        small = min(_SMALL_MB, cls.bucket_mb)
+        return small if transport.prefers_gather(int(1e6 * small)) else cls.bucket_mb
+
+    @classmethod
+    def payload_bytes(cls, unit: Unit, method: Method, wire: str, transport: Transport, gathered: bool = False) -> int:
+        """Tells how many bytes a site hands to the transport for a unit in a step.
+
+        Args:
+            unit: the unit.
+            method: the method.
+            wire: type of numbers on the wire.
+            transport: the transport.
+            gathered: whether the unit's bucket is gathered though it might be summed on its way.
+        """
+        size = {"bf16": 2, "int8": 1}.get(wire, unit.lead.element_size())
+        rate = transport.copies if gathered or cls.gathers or wire == "int8" else transport.ring
+        return int(rate * cls.numbers(unit, 0, method) * size)
+
+    def sent_bytes(self, unit: Unit) -> int:
+        """Tells how many bytes this site hands to the transport for a unit in a step."""
+        transport, wire = self.pipeline.transport, self.pipeline.options.wire
+        gathered = not self.gathers and isinstance(self.bucket, GatheredBucket)
+        return self.payload_bytes(unit, self.pipeline.method, wire, transport, gathered)
+
+    def rounding(self) -> dict[str, Tensor]:
+        if not isinstance(self.bucket, CodedBucket):
+            return {}
+        return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost, strict=True)}
+
+    def put(self, unit: Unit, weight: float) -> bool:
+        """Puts a unit's gradient into the bucket, times the site's weight; says whether it is finite."""
+        slot, gradient = self._slots[unit.name], None if unit.lead.grad is None else unit.lead.grad.detach()
+        if isinstance(self.bucket, CodedBucket):
+            self.bucket.fill(slot, gradient, weight, self.pipeline.method.loss_scales.of(unit.name))
+        else:
+            self.bucket.fill(slot, gradient, weight)
+        return not self.pipeline.checks or self.bucket.finite(slot)
+
+    def fill(self, unit: Unit) -> None:
+        if not self._put:
+            self._samples = self.pipeline.samples()
+        if not self._put_metered(unit):
+            self.pipeline.faults.append((3, unit.name))
+        self._put[unit.name] = _Put.of(unit)
+
+    def _put_metered(self, unit: Unit) -> bool:
+        self.pipeline.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        with self.timing("encode", unit):
+            return self.put(unit, self._samples / self.pipeline.reference)
+
+    def launch(self) -> None:
+        self.bucket.launch()
+
+    def settle_late(self) -> None:
+        """Find the units whose payload is void: a gradient has come, changed or gone since, or the samples have."""
+        other_samples = self.pipeline.samples() != self._samples
+        for unit in self.units:
+            unit.dense = other_samples or not self._put[unit.name].same(_Put.of(unit))
+            if unit.dense:
+                faults, gradient = self.pipeline.faults, unit.lead.grad
+                faults[:] = [fault for fault in faults if fault[1] != unit.name]
+                if self.pipeline.checks and gradient is not None and not finite(gradient):
+                    faults.append((3, unit.name))
+
+    def repeat(self) -> None:
+        self._samples = self.pipeline.samples()
+        for unit in self.units:
+            self.pipeline.method.rollback(unit.name)
+            self._put_metered(unit)
+        self.launch()
+        self.receive()
+
+    def present(self, unit: Unit) -> bool:
+        return unit.lead.grad is not None
+
+    def receive(self) -> None:
+        with self.timing("wait"):
+            self._sums = self.bucket.wait()
+
+    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
+        scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
+        wanted = [write and any(note.present[index] for note in notes) for index in self._indices()]
+        for unit, want, value in zip(self.units, wanted, self._sums, strict=True):
+            if want:
+                with self.timing("decode", unit):
+                    write_gradient(unit.lead, value, scale)
+        if isinstance(self.bucket, CodedBucket):
+            self.bucket.commit([keep and want for want in wanted])
+        self._put.clear()
+
+    def _gradient(self, unit: Unit) -> Tensor | None:
+        """Return a unit's gradient as a matrix."""
+        if unit.lead.grad is None:
+            return None
+        gradient = unit.lead.grad.detach()  # `backward(create_graph=True)` leaves one that requires a gradient
+        return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(unit.shape)

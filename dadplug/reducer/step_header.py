@@ -1,0 +1,150 @@
+"""The note that every site sends with each step: what the others need to know to make sense of its payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import MismatchError, NonFiniteError
+from ..exchange import Gather, Sites, Transport
+
+_HEAD = 7  # numbers before the counts
+_PRESENT, _DENSE, _VOID = 1, 2, 4
+CHAIN_BROKEN = 4  # a fault
+ATTACHED = 5  # a fault, of gradients that the reduction does not send
+
+
+@dataclass
+class Note:
+    """One site's note on one step.
+
+    Attributes:
+        step: number of the step.
+        version: version of the plan, which changes when parameters are frozen or freed.
+        samples: samples that the site's gradients stand for.
+        stop: whether the site asks all to stop after this step.
+        fault: 0 for none; else what is not finite: 1 activations, 2 deltas, 3 a gradient, `ATTACHED`;
+            or `CHAIN_BROKEN`.
+        culprit: index of the unit at fault.
+        finite: whether no gradient of the site holds NaN or Inf, as far as that has been looked for.
+        present: by unit, whether the site has a gradient for it.
+        dense: by unit, whether the site has a gradient for it that its bucket does not carry; of a stage that can
+            repeat its exchange, whether the unit's payload is void, since its gradient has changed.
+        void: by unit, whether the rows that its bucket carries have been discarded since.
+        extra_rows: by unit, rows that its bucket had no room for, or that came late; 0 for a dense unit.
+    """
+
+    step: int
+    version: int
+    samples: int
+    stop: bool = False
+    fault: int = 0
+    culprit: int = 0
+    finite: bool = True
+    present: list[bool] = field(default_factory=list)
+    dense: list[bool] = field(default_factory=list)
+    void: list[bool] = field(default_factory=list)
+    extra_rows: list[int] = field(default_factory=list)
+
+    def numbers(self) -> list[int]:
+        """Packs the note."""
+        flags = [
+            _PRESENT * here + _DENSE * dense + _VOID * void
+            for here, dense, void in zip(self.present, self.dense, self.void, strict=True)
+        ]
+        head = [self.step, self.version, self.samples, int(self.stop), self.fault, self.culprit, int(self.finite)]
+        return [*head, *flags, *self.extra_rows]
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[int]) -> Note:
+        """Unpacks a note."""
+        units = (len(numbers) - _HEAD) // 2
+        flags, extra = numbers[_HEAD : _HEAD + units], list(numbers[_HEAD + units :])
+        present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
+        step, version, samples, stop, fault, culprit, finite = numbers[:_HEAD]
+        return cls(step, version, samples, bool(stop), fault, culprit, bool(finite), present, dense, void, extra)
+
+
+class NoteExchange:
+    """Sends notes back and forth.
+
+    Args:
+        units: number of units.
+        transport: the transport.
+    """
+
+    def __init__(self, units: int, transport: Transport) -> None:
+        self._transport = transport
+        size = _HEAD + 2 * units
+        self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
+
+    def post(self) -> None:
+        """Makes ready to receive."""
+        self._gather.post()
+
+    def send(self, note: Note) -> None:
+        """Sends this site's note."""
+        self._gather.payload.copy_(torch.tensor(note.numbers(), dtype=torch.int64))
+        self._gather.launch()
+
+    def receive(self) -> list[Note]:
+        """Waits for the notes of all sites.
+
+        Returns:
+            The notes, by rank.
+
+        Raises:
+            MismatchError: if the sites are not at the same step of the same plan.
+        """
+        notes = [Note.unpack(numbers.tolist()) for numbers in self._gather.wait()]
+        sites = self._transport.sites
+        for rank, other in enumerate(notes):
+            if other.step != notes[0].step:
+                raise MismatchError(
+                    f"{sites[0]} is at step {notes[0].step} and {sites[rank]} at step {other.step}: every site must "
+                    "call synchronize() equally often; a site that has run out of data calls idle()"
+                )
+            if other.version != notes[0].version:
+                raise MismatchError(
+                    f"in step {other.step}, {sites[rank]} trains other parameters than {sites[0]}: freeze and free "
+                    "parameters on all sites in the same step"
+                )
+        return notes
+
+
+def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites, others: Sequence[str] = ()) -> None:
+    """Raise the error that a note reports, the same on every site.
+
+    Args:
+        notes: the notes of all sites.
+        units: names of the units.
+        sites: the sites by name.
+        others: names of parameters that no unit sends.
+
+    Raises:
+        NonFiniteError: if some site's gradients hold NaN or Inf.
+        RuntimeError: if a layer's deltas cannot be recomputed.
+    """
+    for rank, note in enumerate(notes):
+        if note.fault:
+            name = (others if note.fault == ATTACHED else units)[note.culprit]
+            if note.fault == CHAIN_BROKEN:
+                raise RuntimeError(
+                    f"step {note.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
+                    "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
+                    "synchronize(). Use mode='dad'. No gradient has been changed by this step"
+                )
+            what = {
+                1: f"the input of the layer of {name!r}, the first in the forward pass: look at the data, or at a "
+                "layer before it that has no factors",
+                2: f"the loss's gradient at the output of the layer of {name!r}, the first that backward reached: "
+                "the loss itself is probably not finite",
+                3: f"the gradient of {name!r}, the first that backward reached",
+                ATTACHED: f"the gradient of rows of {name!r}",
+            }[note.fault]
+            raise NonFiniteError(
+                f"step {note.step}: NaN or Inf at {sites[rank]}, in {what}. No parameter has been changed by this "
+                "step. (Under a GradScaler this is normal: pass check_finite=False.)"
+            )

@@ -1,0 +1,142 @@
+"""The units of exchange: a weight with its factors, or a parameter with its dense gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ..hooks import OwnHook
+from .lazy_gradient import accumulated
+
+
+class Unit:
+    """What is exchanged as one.
+
+    Attributes:
+        name: name of the parameter that leads it.
+        arrivals: times its gradient has arrived since the last synchronisation.
+        expected: the most that ever arrived in one step; with so many it is taken to be complete.
+        sent: whether its share has gone to a bucket in this step.
+        dense: whether a gradient has arrived that its bucket does not carry, so that it has to be all-reduced.
+        void: whether what has gone to a bucket in this step has been discarded since.
+        discards: times its gradient has been discarded in this step.
+        expected_discards: times it was in the last step; with so many it is taken to be one to keep.
+        path: the path that it takes, which says what kind of stage it goes through.
+    """
+
+    path = "allreduce"
+
+    def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
+        self.name = name
+        self.parameters = parameters
+        self.arrivals = 0
+        self.expected = 0
+        self.sent = False
+        self.dense = False
+        self.void = False
+        self.discards = 0
+        self.expected_discards = 0
+        self._hooks: list = []
+
+    @property
+    def lead(self) -> nn.Parameter:
+        """The parameter that leads the unit."""
+        return self.parameters[self.name]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the weight as a matrix: for fully connected layers the widths of output and input."""
+        return matrix_shape(self.lead)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether ``.grad`` holds something."""
+        return any(parameter.grad is not None for parameter in self.parameters.values())
+
+    @property
+    def broken(self) -> bool:
+        """Whether what has gone to a bucket makes no sense any more, since what it goes with has been discarded."""
+        return False
+
+    @property
+    def gradient_is_due(self) -> bool:
+        """Whether its gradient is taken to be complete, by what the last steps were like."""
+        return self.arrivals >= self.expected > 0 and self.discards >= self.expected_discards
+
+    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
+        """Calls back whenever autograd has delivered all of a backward pass's gradient for the leading parameter."""
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(lambda _: on_arrival(self))))
+
+    def drop_cleared(self) -> bool:
+        """Discard what has arrived if the program has cleared it since; return whether that was all of it."""
+        return False
+
+    def discard(self) -> None:
+        """Forget the backward passes of this step so far, since their gradients have been cleared."""
+        self.void |= self.sent
+        self.arrivals = 0
+        self.discards += 1
+        self.dense = False
+
+    def begin_step(self) -> None:
+        """Forgets the step that is over."""
+        self.expected = max(self.expected, self.arrivals)
+        self.expected_discards, self.discards = self.discards, 0
+        self.arrivals = 0
+        self.sent = False
+        self.dense = False
+        self.void = False
+
+    def release(self) -> None:
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+class DenseUnit(Unit):
+    """A parameter whose gradient autograd forms.
+
+    Args:
+        name: its name.
+        parameter: the parameter.
+        path: what becomes of the gradient.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, path: str = "allreduce") -> None:
+        super().__init__(name, {name: parameter})
+        self.path = path
+        self._version = 0  # of the gradient, when it arrived
+
+    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
+        def arrive(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._version = parameter.grad._version
+                on_arrival(self)
+
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(arrive)))
+
+    def drop_cleared(self) -> bool:
+        if not self.arrivals:
+            return False
+        gradient = self.lead.grad
+        if gradient is None or (gradient._version != self._version and _is_zero(gradient)):
+            self.discard()
+            return True
+        return False
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    return not bool((gradient._values() if gradient.is_sparse else gradient).any())
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """Height and width of a parameter as a matrix; of a vector or a scalar, the width is 1."""
+    height = parameter.shape[0] if parameter.dim() else 1
+    return height, parameter.numel() // max(1, height)
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Accumulates a gradient as autograd does; it may have the parameter's numbers in another shape."""
+    parameter.grad = accumulated(parameter.grad, gradient, parameter)

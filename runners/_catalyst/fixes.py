@@ -1,0 +1,156 @@
+"""Stock Catalyst callbacks, fixed: clipping clips, accumulation accumulates, one site writes checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import TYPE_CHECKING, Any
+
+from catalyst.callbacks.backward import BackwardCallback
+from catalyst.callbacks.checkpoint import Checkpoint, CheckpointCallback
+from catalyst.callbacks.optimizer import OptimizerCallback
+from catalyst.core.callback import Callback, CallbackWrapper
+from catalyst.utils.torch import pack_checkpoint, unpack_checkpoint
+
+from ..management import clip as clip_managed
+from .engine import save_whole
+
+if TYPE_CHECKING:
+    from ..distributed_runner import DistributedRunner
+
+
+def adapt(callback: Callback) -> Callback:
+    """Return a callback that does what a stock one should, in its place; others are returned as they are.
+
+    The callback itself is not touched, but for its attributes, which the adapted one shares. The fixed methods stand
+    between those of a subclass of the user's and those of the stock class.
+    """
+    if isinstance(callback, CallbackWrapper):
+        wrapper = copy.copy(callback)
+        wrapper.callback = adapt(callback.callback)
+        return wrapper
+    for stock, mended in _MENDED.items():
+        if isinstance(callback, stock):
+            kind: Any = type(callback)
+            adapted: Any = object.__new__(mended if kind is stock else type(kind.__name__, (kind, mended), {}))
+            adapted.__dict__ = vars(callback)
+            return adapted
+    return callback
+
+
+class MendedBackward(BackwardCallback):
+    """Accumulates without traffic until an update is due, and clips the agreed gradients (upstream raises)."""
+
+    def on_batch_end(self, runner: DistributedRunner) -> None:
+        if not runner.is_train_loader:
+            return
+        loss = runner.batch_metrics[self.metric_key] / runner.micro_batches
+        if not runner.update_due:
+            with runner.reduction.no_sync():
+                runner.engine.backward(loss)
+            return
+        runner.engine.backward(loss)
+        norm = _clip(self.grad_clip_fn, runner)
+        if norm is not None and self._log_gradient:
+            runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm
+
+
+class MendedOptimizer(OptimizerCallback):
+    """Steps when an update is due, the last group of an epoch included, and clips before it (upstream never does).
+
+    An optimizer without momentum has none among the metrics; upstream has None there, and fails on it.
+    """
+
+    def _get_lr_momentum_stats(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._get_lr_momentum_stats().items() if value is not None}
+
+    def on_batch_end(self, runner: DistributedRunner) -> None:
+        if runner.is_train_loader and runner.update_due:
+            runner.take_part()
+            norm = _clip(self.grad_clip_fn, runner)
+            if norm is not None:
+                runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        runner.batch_metrics.update(self._get_lr_momentum_stats())
+
+
+def _clip(clip: Any, runner: DistributedRunner) -> Any:
+    if clip is None:
+        return None
+    runner.engine.unscale_gradients()
+    managed = getattr(runner, "managed", None)  # of AdaPMRunner
+    return clip(runner.reduction.model.parameters()) if managed is None else clip_managed(managed, clip)
+
+
+class MendedCheckpoint(CheckpointCallback):
+    """Site 0 writes, whole files, with every site's compressor state; all sites load what site 0 has."""
+
+    @property
+    def on_epoch_end(self) -> Any:  # type: ignore[override]
+        """The method that the stock callback has chosen, which is bound to the user's callback."""
+        return types.MethodType(vars(self)["on_epoch_end"].__func__, self)
+
+    def _save(self, runner: DistributedRunner, obj: Any, logprefix: str) -> str:
+        logpath = f"{logprefix}.pth"
+        states = runner.reduction_states() if self.mode == "runner" else None
+        parts = runner.checkpoint_parts(saving=True)
+        if not runner.engine.is_main_process:
+            return logpath
+        if self.mode == "runner":
+            save_whole(pack_checkpoint(**(obj | parts), dadplug=states), logpath)
+        elif isinstance(obj, dict):
+            save_whole(pack_checkpoint(model=parts["model"]), logpath)
+        else:
+            save_whole(parts["model"].state_dict(), logpath)
+        return logpath
+
+    def _handle_epoch(self, runner: DistributedRunner, score: float) -> None:
+        if runner.engine.is_main_process:
+            super()._handle_epoch(runner, score)
+            return
+        if self.mode == "runner":
+            runner.reduction_states()  # site 0 writes them
+        runner.checkpoint_parts(saving=True)
+        logpath = f"{self.logdir}/{self.mode}.{runner.epoch_step:04d}.pth"
+        self._storage.append(Checkpoint(obj=runner.model, logpath=logpath, metric=score))
+        self._storage.sort(key=lambda saved: saved.metric, reverse=not self._minimize)
+        del self._storage[self.topk :]
+
+    def _load(
+        self,
+        runner: DistributedRunner,
+        resume_logpath: Any = None,
+        resume_model: str | None = None,
+        resume_runner: str | None = None,
+    ) -> None:
+        for path in (resume_logpath, resume_model):
+            if path is not None:
+                load_model(runner, runner.load_shared(path))
+        if resume_runner is not None:
+            load_runner(runner, runner.load_shared(resume_runner))
+
+
+def load_model(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
+    """Loads a model from a checkpoint of either mode."""
+    if any(str(key).startswith("model") and str(key).endswith("state_dict") for key in checkpoint):
+        unpack_checkpoint(checkpoint=checkpoint, model=runner.checkpoint_parts(saving=False)["model"])
+    else:
+        runner.checkpoint_parts(saving=False)["model"].load_state_dict(checkpoint)
+
+
+def load_runner(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
+    """Loads everything that a checkpoint of mode ``"runner"`` holds: training goes on where it was."""
+    if "epoch_step" not in checkpoint:
+        raise ValueError(
+            'this checkpoint holds a model, no training: CheckpointCallback(mode="runner") writes one to go on from'
+        )
+    unpack_checkpoint(checkpoint=checkpoint, **runner.checkpoint_parts(saving=False))
+    for counter in ("epoch_step", "batch_step", "sample_step"):
+        setattr(runner, counter, checkpoint[counter])
+    states = checkpoint.get("dadplug")
+    if states is not None:
+        runner.reduction.load_states(states)
+
+
+_MENDED = {BackwardCallback: MendedBackward, OptimizerCallback: MendedOptimizer, CheckpointCallback: MendedCheckpoint}

@@ -1,0 +1,127 @@
+"""Makes the modes names of Lightning's strategies, whenever one of its packages is imported."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Lightning's packages, and the module here with the strategies for each.
+PACKAGES = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
+# Beside the plain name, which starts a site's processes by running the script again.
+_STARTS = {"": "popen", "_spawn": "spawn", "_notebook": "fork"}
+
+
+def register_strategies() -> None:
+    """Register every mode with the packages that are imported, and with the others that are installed once they are.
+
+    While a package is missing, a finder on `sys.meta_path` waits for it; it leaves with the last of them.
+    """
+    for package in PACKAGES:
+        if f"{package}.strategies" in sys.modules:
+            _register(package)
+    if _missing() and not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher())
+
+
+def _missing() -> list[str]:
+    """List the packages that are installed and whose strategies have not been imported."""
+    return [
+        package
+        for package in PACKAGES
+        if f"{package}.strategies" not in sys.modules and importlib.util.find_spec(package.split(".")[0])
+    ]
+
+
+def _register(package: str) -> None:
+    from dadplug.methods import method_names, on_registration
+
+    registry = sys.modules[f"{package}.strategies"].StrategyRegistry
+
+    def add(mode: str) -> None:
+        if mode == "auto":  # Lightning's own word for a strategy that it chooses
+            return
+        for suffix, start_method in _STARTS.items():
+            make = functools.partial(_make, package, "DADStrategy", mode, start_method)
+            registry.register(mode + suffix, make, description=f"dadplug: gradients agreed by {mode}", override=True)
+
+    for suffix, start_method in _STARTS.items():
+        make = functools.partial(_make, package, "AdaPMStrategy", "dsgd", start_method)
+        description = "dadplug: embeddings in tables spread over the sites (AdaPM)"
+        registry.register("adapm" + suffix, make, description=description, override=True)
+    for mode in method_names():
+        add(mode)
+    on_registration(add)
+
+
+def _make(package: str, strategy: str, mode: str, start_method: str, **options: Any) -> Any:
+    module: Any = importlib.import_module(f"..{PACKAGES[package]}", __package__)
+    return getattr(module, strategy)(mode, start_method=start_method, **options)
+
+
+def packages_in_use() -> list[str]:
+    """Lists Lightning's packages that have been imported; where none has, those that are installed."""
+    packages = [package for package in PACKAGES if sys.modules.get(package) is not None]
+    return packages or [package for package in PACKAGES if importlib.util.find_spec(package.split(".")[0])]
+
+
+def needs_lightning(name: str, parent: str) -> ModuleType:
+    """Imports the module for the package of Lightning that is in use.
+
+    Args:
+        name: what is asked for, for messages.
+        parent: the package in which there is a module for each of Lightning's.
+
+    Raises:
+        ImportError: if Lightning is not installed.
+        RuntimeError: if both packages are in use.
+    """
+    packages = packages_in_use()
+    if not packages:
+        raise ImportError(f"{name} needs Lightning, which is not installed: pip install 'dadplug[lightning]'")
+    if len(packages) > 1:
+        raise RuntimeError(
+            f"both pytorch_lightning and lightning are here: say which one is meant, by `from {parent}."
+            f"pytorch_lightning import {name}` or `from {parent}.lightning import {name}`"
+        )
+    return importlib.import_module(f"{parent}.{PACKAGES[packages[0]]}")
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Finds nothing by itself; adds the registration to what others find for Lightning's modules of strategies."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package = fullname.removesuffix(".strategies")
+        if package not in PACKAGES or package == fullname:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    break
+        else:
+            return None
+        if spec.loader is not None:
+            self._follow(spec.loader, package)
+        return spec
+
+    def _follow(self, loader: Any, package: str) -> None:
+        """Have a loader register the strategies once it has run its module, and be as it was before."""
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            _register(package)
+            if not _missing() and self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        loader.exec_module = exec_module

@@ -1,0 +1,266 @@
+"""Hierarchical groups: four processes as two machines, held against one process, and against two sites."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import support
+import torch
+import torch.distributed as dist
+import zoo
+from test_reduction import off_by
+from test_zoo import notices, trains
+from torch import nn
+
+import dadplug
+from dadplug.exchange import Traffic
+from dadplug.exchange.factory import open_transport
+from dadplug.exchange.topology import Machines, members_of
+from dadplug.methods import method_names
+from dadplug.methods.base import _METHODS
+
+LAYOUTS = (2, [[0, 1, 2], [3]], [[0, 2], [1], [3]])
+CUTS = (0, 2, 5, 9, 12)
+
+
+@pytest.mark.parametrize("mode", method_names())
+def test_every_mode_agrees_with_one_process(sites, mode):
+    names = ("mixed", "partly", "images") if _METHODS[mode].chains else ("mixed", "partly", "bags", "conv1d")
+    for name in names:
+        sites(4).run(trains, name, mode, 6, {"hierarchy": 2}, [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize("mode", method_names())
+def test_a_wrong_gradient_would_fail(sites, mode):
+    for factor in (0.0, 2.0):
+        sites(4).run(notices, mode, factor, {"hierarchy": 2}, [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_machines_may_have_different_numbers_of_processes(sites, mode, layout):
+    sites(4).run(trains, "partly", mode, 6, {"hierarchy": layout}, layout)
+    sites(4).run(trains, "words", mode, 4, {"hierarchy": layout, "weighting": "samples"}, layout)
+
+
+def sums_and_gathers(layout) -> None:
+    """What a transport does, for any sizes, many exchanges at once, and some steps."""
+    transport = open_transport(None, Traffic(), torch.device("cpu"), 30, layout)
+    rank, world_size = transport.rank, transport.world_size
+    for size in (1, 2, 7, 1000):
+        sums = [torch.full((size,), float(rank + k), dtype=torch.float64) for k in range(5)]
+        for reduction in [transport.all_reduce(each) for each in sums]:
+            reduction.wait()
+        for k, each in enumerate(sums):
+            assert torch.equal(each, torch.full_like(each, sum(range(world_size)) + world_size * k))
+    sizes = [5, 0, 3, 1]
+    gathers = [transport.gather(sizes, torch.float32) for _ in range(4)]
+    for step in range(3):
+        for number, gather in enumerate(gathers):
+            gather.payload.fill_(100 * step + 10 * number + rank)
+            gather.launch()
+        for number, gather in enumerate(gathers):
+            for source, payload in enumerate(gather.wait()):
+                assert torch.equal(payload, torch.full((sizes[source],), 100.0 * step + 10 * number + source))
+    transport.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_sums_and_gathers_are_right(sites, layout):
+    sites(4).run(sums_and_gathers, layout)
+
+
+def gradients_of(mode: str, options: dict, processes: int) -> list[torch.Tensor]:
+    """The gradients of eight steps on the same rows, by any number of processes on two machines."""
+    torch.manual_seed(5)
+    model = zoo.build("mlp")
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)
+    found, share = [], 4 // processes
+    for step in range(8):
+        model.zero_grad()
+        inputs, targets = zoo.batch("mlp", CUTS[-1], seed=step)
+        mine = slice(CUTS[share * dist.get_rank()], CUTS[share * (dist.get_rank() + 1)])
+        zoo.loss(model, inputs[mine], targets[mine]).backward()
+        reduction.synchronize()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+    assert reduction.first_difference() is None
+    reduction.detach()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"error_feedback": True}, {"iterations": 2, "tolerance": 0.0}], ids=str)
+def test_to_rankdad_a_machine_is_a_site(sites, options):
+    ours = sites(4).run(gradients_of, "rankdad", options | {"hierarchy": 2}, 4)
+    theirs = sites(2).run(gradients_of, "rankdad", options, 2)
+    assert all(torch.equal(p, q) for other in ours[1:] for p, q in zip(ours[0], other))
+    assert max(off_by(p, q) for p, q in zip(ours[0], theirs[0])) < 1e-11
+
+
+def accumulates(told: bool) -> None:
+    """Several backward passes, announced or not, with numbers of rows that differ, and a site without data."""
+    rank = dist.get_rank()
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30)).double()
+    reference = copy.deepcopy(model)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=8, tolerance=0.0, hierarchy=2)
+    for step in range(6):
+        model.zero_grad(), reference.zero_grad()
+        data = torch.randn(2, 4, 1 + step % 2, 30, dtype=torch.float64)
+        passes = 1 + step // 3
+        active = [0, 1, 3] if step == 4 else [0, 1, 2, 3]
+        for number in range(passes):
+            for site in active:
+                reference(data[number, site]).square().mean().div(len(active)).backward()
+            if rank in active and told and number + 1 < passes:
+                with reduction.no_sync():
+                    model(data[number, rank]).square().mean().backward()
+            elif rank in active:
+                model(data[number, rank]).square().mean().backward()
+        reduction.synchronize()
+        for (name, p), q in zip(model.named_parameters(), reference.named_parameters()):
+            assert off_by(p.grad, q[1].grad) < 1e-9, (step, name)
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_rows_that_come_late_count_as_much(sites, told):
+    sites(4).run(accumulates, told)
+
+
+def costs(hierarchy) -> tuple[int, int, int, str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 160), nn.ReLU(), nn.Linear(160, 200))
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, bucket_mb=0.004, hierarchy=hierarchy)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(16, 200)).square().mean().backward()
+        reduction.synchronize()
+    traffic, plan = reduction.traffic, reduction.plan
+    reduction.detach()
+    return traffic.bytes_sent, traffic.bytes_inside, plan.bytes, str(plan)
+
+
+def test_a_machine_sends_its_gradient_once(sites):
+    flat, nested = sites(4).run(costs, None), sites(4).run(costs, 2)
+    between = sum(sent for sent, *_ in nested)
+    assert between < sum(sent for sent, *_ in flat) / 5  # 2 machines with one gradient, not 4 sites with 3 receivers
+    assert all(inside == 0 for _, inside, *_ in flat)
+    assert all(inside > 0 for _, inside, *_ in nested)
+    for sent, _, planned, text in nested:
+        assert "4 sites on 2 machines" in text
+        assert 0 < planned <= sent < 1.3 * planned + 2000  # heads, alignment, notes
+    assert nested[0][0] < 0.7 * between  # the work is shared
+
+
+def nan_is_told(mode: str, culprit: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 30))
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, hierarchy=2)
+    for step in range(5):
+        model.zero_grad()
+        loss = model(torch.randn(4, 30)).square().mean()
+        (loss * (torch.nan if step == 3 and dist.get_rank() == culprit else 1)).backward()
+        if step == 3:
+            with pytest.raises(dadplug.NonFiniteError, match=f"step 3: NaN or Inf at site {culprit} "):
+                reduction.synchronize()
+        else:
+            reduction.synchronize()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+    reduction.detach()
+
+
+def test_nan_is_told_by_all_with_its_site(sites):
+    for mode in ("dsgd", "dad", "rankdad"):
+        sites(4).run(nan_is_told, mode, 3)
+
+
+def goes_on(mode: str) -> None:
+    """A run that is interrupted, and one that is not, and a plan that changes in both."""
+    finals = []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 30))
+        reduction = dadplug.GradientReduction(model, mode=mode, rank=2, hierarchy="auto" if interrupted else 2)
+        torch.manual_seed(dist.get_rank())
+        for step in range(6):
+            if step == 3 and interrupted:
+                state = copy.deepcopy(reduction.state_dict())
+                reduction.detach()
+                reduction = dadplug.GradientReduction(model, mode=mode, rank=2, hierarchy=2)
+                reduction.load_state_dict(state)
+            model[0].requires_grad_(step != 4)
+            model.zero_grad()
+            model(torch.randn(4, 30)).square().mean().backward()
+            reduction.synchronize()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad, alpha=0.1)
+        reduction.detach()
+        finals.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.allclose(p, q, rtol=1e-5, atol=1e-7) for p, q in zip(*finals))
+
+
+def on_two_machines(number: int, mode: str) -> None:
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    try:
+        goes_on(mode)
+    finally:
+        del os.environ["GROUP_RANK"]
+
+
+def test_it_resumes_and_follows_frozen_layers(sites):
+    sites(4).run(on_two_machines, 0, "rankdad")
+
+
+def test_a_killed_site_is_named_by_all(tmp_path):
+    code = """
+import os, signal
+model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+reduction = dadplug.GradientReduction(model, mode="dsgd", timeout=30, hierarchy=2)
+for number in range(6):
+    if rank == 2 and number == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.randn(8, 6)).square().mean().backward()
+    reduction.synchronize()
+"""
+    finished = support.run_programs(support.site_scripts(code, tmp_path, 4), timeout=110)
+    for rank in (0, 1, 3):
+        assert finished[rank].status == 1
+        assert "SiteError: site 2 (" in finished[rank].errors, finished[rank].errors
+
+
+def test_layouts():
+    assert members_of(2, range(4)) == [[0, 1], [2, 3]]
+    assert members_of("auto", ["a", "b", "a", "c"]) == [[0, 2], [1], [3]]
+    machines = Machines.of([[0, 2, 3], [1]], 3)
+    assert (machines.machine, machines.index, machines.owners) == (0, 2, 1)
+    assert machines.partners(2) == [1]
+    assert machines.peers == [0, 2]
+    assert {machines.receiver(1)} == {0}
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "machine", 2.5, [0, 1]])
+def test_what_is_no_hierarchy_is_told(wrong):
+    with pytest.raises(ValueError, match=r"hierarchy must be None, 'auto', a number"):
+        dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=wrong)
+
+
+def misfits() -> None:
+    with pytest.raises(ValueError, match=r"hierarchy=3 processes on each machine do not divide 4 processes"):
+        dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=3)
+    with pytest.raises(ValueError, match=r"must name each of the ranks 0 to 3 once"):
+        dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=[[0, 1], [1, 2]])
+    alone = dadplug.GradientReduction(nn.Linear(2, 2), mode="dsgd", hierarchy=4)  # one machine: nothing to nest
+    assert "4 sites, " in str(alone.plan)
+    alone.detach()
+
+
+def test_a_hierarchy_that_does_not_fit_is_told(sites):
+    sites(4).run(misfits)

@@ -1,0 +1,203 @@
+"""What sites listen on and whom they listen to: one address each, no pickles, no patience with strangers."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dadplug.exchange import Traffic, open_transport
+from dadplug.exchange.deadline import within
+from dadplug.exchange.status import Member, Silence, Status, StatusServer, ask, tell
+
+
+def listeners() -> list[tuple[str, int]]:
+    """Addresses and ports on which this process listens."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            links.append(os.readlink(entry))
+    own = {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in own:
+                address, port = fields[1].split(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+def listens() -> tuple[list[tuple[str, int]], int, bool, bool]:
+    meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
+    gather = meeting.gather([1, 1], torch.float32)
+    gather.launch()
+    gather.wait()
+    found = listeners()
+    meeting.close()
+    hooked = sys.excepthook.__module__.startswith("dadplug")
+    return found, int(os.environ["MASTER_PORT"]), "GLOO_SOCKET_IFNAME" in os.environ, hooked
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_sites_listen_on_one_address_only_and_leave_the_process_as_it_is(sites):
+    results = sites(2).run(listens)
+    for found, _, told, hooked in results:
+        assert found
+        assert not [address for address, _ in found if not address.strip("0")]  # 0.0.0.0 and [::]
+        assert not told
+        assert not hooked
+    found, port, _, _ = results[0]
+    assert ("0100007F", port) in found  # 127.0.0.1
+
+
+class Harmful:
+    def __reduce__(self):
+        return exec, ("import sys; sys.harmed = True",)
+
+
+def gathers_a_pickle() -> tuple[str, bool]:
+    meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
+    message = ""
+    try:
+        if dist.get_rank() == 0:
+            meeting.gather_objects("hello")
+        else:
+            dist.all_gather_object([None, None], Harmful(), group=meeting.group)
+    except Exception as error:
+        message = str(error)
+    dist.barrier()
+    meeting.close()
+    return message, hasattr(sys, "harmed")
+
+
+def test_pickles_of_another_site_are_not_run(sites):
+    (message, harmed), _ = sites(2).run(gathers_a_pickle)
+    assert "a message from another site is damaged" in message
+    assert not harmed
+
+
+def lies_about_its_size(size: int) -> str:
+    meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
+    message = ""
+    try:
+        if dist.get_rank() == 0:
+            meeting.gather_objects("hello")
+        else:
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+            dist.all_gather(sizes, torch.tensor([size]), group=meeting.group)
+    except ValueError as error:
+        message = str(error)
+    dist.barrier()
+    meeting.close()
+    return message
+
+
+@pytest.mark.parametrize("size", [1 << 62, -1])
+def test_sizes_are_checked_before_memory_is_taken(sites, size):
+    message, _ = sites(2).run(lies_about_its_size, size)
+    assert f"process 1 announces an object of {size} bytes" in message
+
+
+def gathers_what_cannot_be_sent() -> list[str]:
+    meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
+    messages = []
+    for item in (print, {1: {2: object()}}):
+        try:
+            meeting.gather_objects(item if dist.get_rank() else 1)
+        except TypeError as error:
+            messages.append(str(error))
+    assert meeting.gather_objects(meeting.rank) == [0, 1]  # and on it goes
+    meeting.close()
+    return messages
+
+
+def test_an_object_that_cannot_be_sent_is_an_error_on_all_sites(sites):
+    for messages in sites(2).run(gathers_what_cannot_be_sent):
+        assert len(messages) == 2
+        assert all("process 1 has an object" in message and "What can be sent" in message for message in messages)
+
+
+def meets_many_strangers() -> bool:
+    """Callers that say nothing, or one byte at a time, come before the other site."""
+    from dadplug.exchange import socket_setup as calls
+
+    listen, strangers = calls._listen, []
+
+    def overheard():
+        listener = listen()
+        for _ in range(12):
+            strangers.append(socket.create_connection(listener.getsockname()))
+            strangers[-1].sendall(b"x")
+        return listener
+
+    calls._listen = overheard
+    try:
+        meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
+        gather = meeting.gather([1, 1], torch.float32)
+    finally:
+        calls._listen = listen
+    meeting.close()
+    return type(gather).__name__ == "StreamGather"
+
+
+def test_silent_strangers_hold_nobody_up(sites):
+    assert sites(2).run(meets_many_strangers) == [True, True]
+
+
+def test_status_requests_tell_processes_that_live_from_others(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    server = StatusServer("this one")
+    stopped = socket.create_server(("127.0.0.1", 0))  # takes calls, and answers none
+    free = socket.create_server(("127.0.0.1", 0))
+    gone = free.getsockname()
+    free.close()
+    members = {
+        0: server.member,
+        1: server.member._replace(token=b"x" * 16),
+        2: Member("stopped", *stopped.getsockname(), b"y" * 16),
+        3: Member("gone", *gone, b"z" * 16),
+    }
+    answers = ask(members, 5.0 if os.environ.get("CI") else 2.0)
+    assert isinstance(answers[0], Status)
+    assert re.search(r"test_meeting_point|status\.py|selectors", answers[0].place)
+    assert answers[1] is Silence.REFUSED
+    assert answers[2] is Silence.UNANSWERED
+    assert answers[3] is Silence.REFUSED
+    stopped.close()
+
+
+def test_reports_arrive_in_order_and_garbage_does_not(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    one, other = StatusServer("one"), StatusServer("other")
+    place = (other.member.host, other.member.port)
+    slow = socket.create_connection(place)
+    slow.sendall(other.member.token[:3])
+    for garbage in (b"", b"\x80\x04N.", b"GET / HTTP/1.1\r\n\r\n" * 100, other.member.token + b"!" + b"\xff" * 40):
+        with socket.create_connection(place) as stranger:
+            stranger.sendall(garbage)
+    with socket.create_connection(place) as stranger:  # a member with a message that is none
+        stranger.sendall(other.member.token + b"!" + (4).to_bytes(4, "little") + b"\x80\x04N.")
+    second, first = one.make_report("the disk is full"), one.make_report(None)._replace(number=0)
+    for report in (second, first):
+        tell({0: other.member}, report, 5.0)
+    assert other.reports == {one.member.token: second}
+    time.sleep(0.01)
+    slow.close()
+    assert isinstance(ask({0: other.member}, 5.0)[0], Status)
+
+
+def test_a_call_without_an_end_is_given_up():
+    assert within(5.0, lambda: 3) == 3
+    with pytest.raises(KeyError):
+        within(5.0, lambda: {}[1])
+    with pytest.raises(TimeoutError):
+        within(0.05, lambda: time.sleep(0.5))

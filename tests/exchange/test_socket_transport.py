@@ -1,0 +1,224 @@
+"""The sites' own connections: whole messages in order, whatever their size, and errors that name a site."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+import support
+import torch
+import torch.distributed as dist
+
+import dadplug
+from dadplug.exchange import Traffic, open_transport
+from dadplug.exchange.buckets import GatheredBucket, dense_bucket
+from dadplug.exchange.socket_transport import StreamGather
+
+SIZES = (1, 0, 100_000, 7, 3_000_000, 5)
+
+
+def transport(timeout: float = 30.0):
+    return open_transport(None, Traffic(), torch.device("cpu"), timeout)
+
+
+def numbers(size: int, step: int, rank: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float32) + 1000 * step + rank
+
+
+def exchanges(streams: bool, slow: int) -> str:
+    """All payloads of a step leave before any is waited for, some larger than the kernel's buffers."""
+    os.environ["DADPLUG_STREAMS"] = str(int(streams))
+    meeting = transport()
+    ranks = range(meeting.world_size)
+    gathers = [meeting.gather([size + 3 * rank * (size > 0) for rank in ranks], torch.float32) for size in SIZES]
+    uneven = meeting.gather([5 * (rank == 0) for rank in ranks], torch.bfloat16)  # only site 0 has something to say
+    for step in range(3):
+        for gather in gathers:
+            gather.post()
+            gather.payload.copy_(numbers(len(gather.payload), step, meeting.rank))
+            gather.launch()
+        uneven.payload.fill_(step)
+        uneven.launch()
+        if meeting.rank == slow:
+            time.sleep(0.3)
+        for size, gather in zip(SIZES, gathers, strict=True):
+            for rank, payload in enumerate(gather.wait()):
+                assert payload.equal(numbers(size + 3 * rank * (size > 0), step, rank)), (size, step, rank)
+            assert gather.wait()[0].data_ptr() == gather.wait()[0].data_ptr()  # a second time changes nothing
+        assert uneven.wait()[0].eq(step).all()
+    peers = meeting.world_size - 1
+    own = sum(4 * (size + 3 * meeting.rank * (size > 0)) for size in SIZES) + 10 * (meeting.rank == 0)
+    assert meeting.traffic.total_bytes_sent == 3 * peers * own
+    meeting.close()
+    os.environ["DADPLUG_STREAMS"] = "1"
+    return type(gathers[0]).__name__
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_messages_of_any_size_come_whole_and_in_order(sites, world_size):
+    assert sites(world_size).run(exchanges, True, 1) == ["StreamGather"] * world_size
+    assert sites(world_size).run(exchanges, False, 0) == ["_PeerGather"] * world_size
+
+
+def falls_back() -> str:
+    os.environ["DADPLUG_STREAMS"] = str(dist.get_rank())  # site 0 does not want to
+    meeting = transport()
+    gather = meeting.gather([2] * meeting.world_size, torch.float64)
+    gather.payload.fill_(meeting.rank)
+    gather.launch()
+    assert [float(payload.sum()) for payload in gather.wait()] == [2.0 * rank for rank in range(meeting.world_size)]
+    os.environ["DADPLUG_STREAMS"] = "1"
+    meeting.close()
+    return type(gather).__name__
+
+
+def test_all_sites_go_by_gloo_where_one_cannot_do_otherwise(sites):
+    assert sites(2).run(falls_back) == ["_PeerGather"] * 2
+
+
+def meets_a_stranger() -> bool:
+    """Somebody else calls first, on one site's listener, and says nothing or nonsense."""
+    from dadplug.exchange import socket_setup as calls
+
+    listen = calls._listen
+    strangers = []
+
+    def overheard():
+        listener = listen()
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64)):
+            stranger = socket.create_connection(listener.getsockname())
+            stranger.sendall(words)
+            strangers.append(stranger)
+        return listener
+
+    calls._listen = overheard
+    try:
+        meeting = transport()
+        gather = meeting.gather([1] * meeting.world_size, torch.float32)
+        gather.payload.fill_(meeting.rank + 1)
+        gather.launch()
+        total = float(sum(gather.wait()))
+    finally:
+        calls._listen = listen
+    meeting.close()
+    return isinstance(gather, StreamGather) and total == 3.0
+
+
+def test_strangers_are_turned_away(sites):
+    assert sites(2).run(meets_a_stranger) == [True, True]
+
+
+def disagrees() -> str:
+    meeting = transport()
+    gather = meeting.gather([4 + meeting.rank] * meeting.world_size, torch.float32)
+    gather.launch()
+    try:
+        gather.wait()
+    except dadplug.MismatchError as error:
+        return str(error)
+    finally:
+        meeting.close()
+    return ""
+
+
+def test_sites_at_different_exchanges_are_told_so(sites):
+    for words in sites(2).run(disagrees):
+        assert "are not at the same exchange" in words
+
+
+def helper_finds_out() -> bool:
+    """The thread reads the head that is wrong, and the one that trains is told all the same."""
+    meeting = transport()
+    size = 1 << 20
+    gather = meeting.gather([size + meeting.rank] * meeting.world_size, torch.float32)
+    gather.launch()  # more than the kernel holds: the thread goes to work
+    time.sleep(0.5)
+    try:
+        gather.wait()
+    except dadplug.MismatchError:
+        return True
+    finally:
+        dist.barrier()
+        meeting.close()
+    return False
+
+
+def test_what_the_thread_finds_out_is_told(sites):
+    assert sites(2).run(helper_finds_out) == [True, True]
+
+
+def waits_in_vain() -> str:
+    meeting = transport(timeout=1.0)
+    gather = meeting.gather([4] * meeting.world_size, torch.float32)
+    time.sleep(2.5 * meeting.rank)
+    try:
+        gather.launch()
+        gather.wait()
+    except dadplug.SiteError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        meeting.sites.withdraw()
+        meeting.close()
+    return ""
+
+
+def test_silence_ends_after_the_timeout(sites):
+    first, _ = sites(2).run(waits_in_vain)
+    assert "site 1 (" in first
+    assert "has not answered for 1 s" in first
+
+
+def test_a_forked_child_does_not_hold_a_dead_sites_connections(tmp_path):
+    code = """
+import os, signal, time, warnings
+from dadplug.exchange import Traffic, open_transport
+warnings.simplefilter("ignore")
+meeting = open_transport(None, Traffic(), torch.device("cpu"), 40)
+gather = meeting.gather([4, 4], torch.float32)
+gather.launch()
+gather.wait()
+if rank == 1:
+    if os.fork() == 0:
+        os.close(1)
+        os.close(2)
+        time.sleep(20)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+start = time.monotonic()
+gather.launch()
+try:
+    gather.wait()
+except dadplug.SiteError as error:
+    print(f"after {int(time.monotonic() - start)} s: {error}")
+    os._exit(0)
+"""
+    finished = support.run_programs(support.site_scripts(code, tmp_path, 2), timeout=60)
+    seconds = int(finished[0].output.split("after ")[1].split(" s:")[0])
+    assert "site 1 (" in finished[0].output
+    assert seconds < 15  # and not until the child ends
+
+
+def sums(dtype_name: str, sizes: tuple[int, ...]) -> tuple[bool, list[float]]:
+    meeting = transport()
+    dtype = getattr(torch, dtype_name)
+    bucket = dense_bucket(sizes, meeting, dtype)
+    totals = []
+    for step in range(2):
+        for index, size in enumerate(sizes):
+            gradient = None if index == meeting.rank else torch.full((size,), step + index + 1.0, dtype=dtype)
+            bucket.fill(index, gradient, 0.5)
+        bucket.launch()
+        totals = [float(part.double().sum()) for part in bucket.wait()]
+    meeting.close()
+    return isinstance(bucket, GatheredBucket), totals
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(3, 4), (300_000, 8)])
+def test_a_dense_bucket_sums_alike_whether_gathered_or_reduced(sites, dtype, sizes):
+    results = sites(2).run(sums, dtype, sizes)
+    small = sum(sizes) * getattr(torch, dtype).itemsize <= 1 << 20
+    assert results == [(small, [0.5 * 2 * sizes[0], 0.5 * 3 * sizes[1]])] * 2

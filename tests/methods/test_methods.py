@@ -1,0 +1,126 @@
+"""Encoding and decoding, without a process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dadplug.hooks import Factor
+
+from dadplug.exchange.payload import Share
+from dadplug.methods import Method, decode, make_method, method_names, register_method
+from dadplug.methods.base import _METHODS
+from dadplug.options import Options
+
+
+def factor(rows, out=9, width=7):
+    return Factor(torch.randn(rows, width).double(), torch.randn(rows, out).double())
+
+
+def method(mode, **options):
+    return make_method(Options.create(mode=mode, **options))
+
+
+@pytest.mark.parametrize("rows", [(3, 5), (0, 4), (0, 0), (1, 1)])
+def test_dad_decodes_to_the_weighted_mean(rows):
+    factors = [factor(count) for count in rows]
+    weights = [0.25, 0.75]
+    shares = [method("dad").encode("w", each, with_bias=True) for each in factors]
+    gradient, bias = decode(shares, weights, with_bias=True)
+    torch.testing.assert_close(gradient, sum(w * each.gradient() for w, each in zip(weights, factors)))
+    torch.testing.assert_close(bias, sum(w * each.bias_gradient() for w, each in zip(weights, factors)))
+
+
+def test_rankdad_sends_rank_rows_and_the_bias_as_it_is():
+    rankdad, each = method("rankdad", rank=2), factor(6)
+    share = rankdad.encode("w", each, with_bias=True)
+    assert share.rows == 2
+    gradient, bias = decode([share], [1.0], with_bias=True)
+    torch.testing.assert_close(bias, each.bias_gradient())
+    error = (gradient - each.gradient()).norm() / each.gradient().norm()
+    assert 0 < error < 1
+    assert rankdad.quality()["w"].residual == pytest.approx(float(error), rel=1e-6)
+    assert rankdad.quality()["w"].effective_rank == 2
+
+
+def test_rankdad_is_exact_where_the_rank_suffices():
+    each = factor(3)
+    gradient, _ = decode([method("rankdad", rank=3).encode("w", each, with_bias=False)], [1.0], with_bias=False)
+    torch.testing.assert_close(gradient, each.gradient())
+
+
+def test_rankdad_adapts_its_rank_to_the_gradient():
+    repeated = Factor(torch.randn(1, 7).double().expand(5, 7), torch.randn(1, 9).double().expand(5, 9))
+    assert method("rankdad", rank=4).encode("w", repeated, with_bias=False).rows == 1
+
+
+def test_rankdad_warm_starts_get_better_and_survive_a_checkpoint(monkeypatch):
+    monkeypatch.setattr("dadplug.methods.rankdad._MEASURE_EVERY", 1)
+    each = Factor(torch.randn(60, 50).double(), torch.randn(60, 70).double())
+    rankdad = method("rankdad", rank=4, iterations=1)
+
+    def residual():
+        rankdad.encode("w", each, with_bias=False)
+        rankdad.commit("w")
+        return rankdad.quality()["w"].residual
+
+    residuals = [residual() for _ in range(4)]
+    assert residuals == sorted(residuals, reverse=True)
+    other = method("rankdad", rank=4, iterations=1)
+    other.load_state_dict(rankdad.state_dict())
+    torch.testing.assert_close(other.encode("w", each, False).right, rankdad.encode("w", each, False).right)
+    cold = method("rankdad", rank=4, iterations=1, warm_start=False)
+    cold.load_state_dict(rankdad.state_dict())
+    assert not torch.allclose(cold.encode("w", each, False).right, rankdad.encode("w", each, False).right)
+
+
+def test_paths():
+    assert method("dsgd").path(100, 100) == "allreduce"
+    assert method("dad").path(2, 2) == "factors"
+    assert method("rankdad", rank=4).path(100, 100) == "lowrank"
+    assert method("rankdad", rank=4).path(6, 6) == "allreduce"  # 4 x 12 numbers are more than 6 x 6
+
+
+def test_a_new_method_is_a_class_and_a_registration():
+    @register_method("half")
+    class Half(Method):
+        exact = False
+
+        def path(self, out, width):
+            return "factors"
+
+        def rows_sent(self, rows, out, width):
+            return rows
+
+        def encode(self, name, factor, with_bias):
+            return Share(factor.deltas / 2, factor.activations)
+
+    try:
+        assert "half" in method_names()
+        each = factor(3)
+        gradient, _ = decode([method("half").encode("w", each, False)], [1.0], False)
+        torch.testing.assert_close(gradient, each.gradient() / 2)
+    finally:
+        del _METHODS["half"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mode": "foo"}, "unknown mode 'foo'; valid ones are 'dad', .*'rankdad', 'topk'"),
+        ({"mode": "DAD"}, "unknown mode 'DAD'"),
+        ({"rnk": 3}, r"unknown option 'rnk' \(did you mean 'rank'\?\); valid options are mode, rank"),
+        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
+        ({"rank": 2.5}, "rank must be a whole number"),
+        ({"rank": True}, "rank must be a whole number"),
+        ({"iterations": -1}, "iterations must be"),
+        ({"tolerance": 1.0}, "tolerance must be"),
+        ({"weighting": "size"}, "unknown weighting 'size'; valid ones are 'samples', 'uniform'"),
+        ({"wire": "fp8"}, "unknown wire 'fp8'"),
+        ({"sync_batchnorm": 1}, "sync_batchnorm must be True or False"),
+        ({"timeout": 0}, "timeout must be a positive number"),
+        ({"bucket_mb": -1}, "bucket_mb must be a positive number"),
+    ],
+)
+def test_wrong_options_are_told_with_the_valid_ones(values, message):
+    with pytest.raises(ValueError, match=message):
+        Options.create(**values)

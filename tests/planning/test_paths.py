@@ -1,0 +1,351 @@
+"""Which path a layer takes between sites, what is sent on it, and what comes out."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import zoo
+from torch import nn
+
+import dadplug
+from dadplug.exchange.buckets import FactorBucket
+from dadplug.exchange.factory import open_transport
+from dadplug.exchange.indices import IndexSlot
+from dadplug.exchange.payload import Share
+from dadplug.exchange.traffic import Traffic
+
+
+def settled(name: str, mode: str, **options) -> tuple[dict, dict, tuple[int, int]]:
+    """Takes three steps; returns paths and reasons by parameter, and the bytes sent beside those of the plan."""
+    torch.manual_seed(0)
+    model = zoo.build(name)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)
+    for step in range(3):
+        model.zero_grad()
+        zoo.loss(model, *zoo.batch(name, 6 + dist.get_rank(), seed=step)).backward()
+        reduction.synchronize()
+    paths = {row.parameter: row.path for row in reduction.plan}
+    reasons = {row.parameter: row.reason for row in reduction.plan if row.reason}
+    sent = reduction.traffic.bytes_sent, reduction.plan.bytes
+    reduction.detach()
+    return paths, reasons, sent
+
+
+def take_paths() -> None:
+    paths, _, (sent, planned) = settled("conv1d", "dad")
+    assert set(paths.values()) == {"factors"}
+    assert planned <= sent <= 1.1 * planned + 800
+    assert set(settled("conv1d", "rankdad")[0].values()) == {"lowrank"}
+    paths, _, (sent, planned) = settled("transposed", "rankdad")
+    assert paths["convolutions.0.bias"] == "lowrank"
+    assert planned <= sent <= 1.1 * planned + 800
+    paths, reasons, _ = settled("conv2d", "dad")
+    assert paths["convolutions.0.weight"] == paths["convolutions.0.bias"] == "factors"
+    assert paths["convolutions.5.weight"] == paths["convolutions.5.bias"] == "allreduce"
+    assert reasons["convolutions.5.weight"].endswith("times the bytes")
+    for mode in ("dad", "rankdad"):
+        paths, reasons, _ = settled("words", mode)
+        assert paths["table.weight"] == "factors"
+        assert paths["small.weight"] == "allreduce"
+        assert reasons["small.weight"].endswith("times the bytes")
+        paths, reasons, _ = settled("bags", mode)
+        assert paths["mean.weight"] == paths["sum.weight"] == paths["rare.weight"] == "factors"
+        assert reasons["max.weight"] == "mode max has no factors"
+        assert settled("language", mode)[1]["table.weight"] == "shared by layers that do not go together"
+        assert settled("waves", mode)[0]["turn"] == "allreduce"
+    paths, reasons, _ = settled("sparse", "dsgd")
+    assert paths["table.weight"] == "factors"
+    assert set(paths.values()) == {"factors", "allreduce"}
+    assert reasons == {"table.weight": "sparse=True: its gradient is sent as the rows that it has"}
+
+
+def test_layers_take_their_paths(sites):
+    sites(2).run(take_paths)
+
+
+def keep_home() -> None:
+    for name in ("words", "sparse"):
+        paths, reasons, _ = settled(name, "dad", share_inputs=False)
+        assert paths["table.weight"] == "allreduce"
+        assert "fed by data" in reasons["table.weight"]
+
+
+def test_row_numbers_stay_home_if_asked(sites):
+    sites(2).run(keep_home)
+
+
+def sizes_differ() -> str:
+    model = nn.Conv1d(2, 200, 1).double()
+    reduction = dadplug.GradientReduction(model, mode="dad")
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(1, 2, 1 + dist.get_rank(), dtype=torch.float64)).square().mean().backward()
+        reduction.synchronize()
+    (row, _) = reduction.plan
+    reduction.detach()
+    return f"{row.path}: {row.reason}"
+
+
+def test_a_convolution_whose_size_differs_between_sites_goes_dense(sites):
+    assert sites(2).run(sizes_differ) == ["allreduce: inputs of several sizes"] * 2
+
+
+def embeds(mode: str, wire: str) -> None:
+    """Rows are exact in every mode; on a coarser wire, only their deltas are rounded."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Embedding(100_000, 5)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=1, wire=wire)
+    picked = [torch.tensor([0, 99_999, 65_537, 65_537]), torch.tensor([99_999, 70_001, 3, 256, 257])]
+    for step in range(3):
+        model.zero_grad()
+        model(picked[rank][: 5 - step]).sum().backward()
+        reduction.synchronize()
+        expected = torch.zeros(100_000, 5)
+        used = [each[: 5 - step] for each in picked]
+        for numbers in used:
+            expected.index_add_(0, numbers, torch.full((len(numbers), 5), 1 / sum(map(len, used)) * len(numbers)))
+        torch.testing.assert_close(model.weight.grad, expected, rtol=1e-6 if wire == "fp32" else 1e-2, atol=0)
+    assert reduction.traffic.bytes_sent < 1000
+    reduction.detach()
+
+
+def test_rows_of_tables_are_exact_and_their_numbers_travel_to_the_bit(sites):
+    for mode in ("dad", "rankdad"):
+        for wire in ("fp32", "bf16", "int8"):
+            sites(2).run(embeds, mode, wire)
+
+
+def test_row_numbers_lie_in_a_payload_of_any_type():
+    transport = open_transport(None, Traffic(), torch.device("cpu"), 60)
+    numbers = torch.tensor([[0], [2**31 - 1], [2**40 + 3]])
+    for wire in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8):
+        for table in (2**31 - 1, 2**41):
+            bucket = FactorBucket([IndexSlot(2, table, wire, 1)], transport, torch.float32, wire)
+            given = Share(torch.ones(3, 2), numbers % table)
+            bucket.fill(0, given)
+            bucket.launch(3)
+            bucket.receive()
+            bucket.end_step([[3]])
+            bucket.fill(0, given)
+            bucket.launch(3)
+            _, ((share,),) = bucket.receive()
+            assert share.right.tolist() == given.right.tolist()
+            assert share.left.tolist() == given.left.tolist()
+            assert share.left.dtype == torch.float32 or wire == torch.int8
+
+
+def test_a_table_keeps_room_for_a_few_more_rows():
+    slot = IndexSlot(2, 1000, torch.float32, 2)
+    assert slot.learn([160, 8])
+    assert slot.capacity == [170, 8]
+    assert not slot.learn([159, 8])
+    assert slot.learn([161, 8])
+
+
+def sparse_tables(mode: str, rows: int) -> None:
+    """A gradient that torch gives as sparse comes out as sparse, over steps without zero_grad too."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    reference = nn.EmbeddingBag(rows, 3, sparse=True, mode="sum").double()
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    optimizers = [torch.optim.SparseAdam(each.parameters(), lr=0.1) for each in (model, reference)]
+    for step in range(6):
+        numbers = torch.randint(0, rows, (5, 2), generator=torch.Generator().manual_seed(step))
+        if step % 2 == 0:
+            model.zero_grad(), reference.zero_grad()
+        if step != 4 or rank == 0:  # site 1 has nothing in the fifth step
+            mine = numbers if step == 4 else numbers[:2] if rank == 0 else numbers[2:]
+            model(mine).square().mean().backward()
+            reduction.synchronize()
+        else:
+            reduction.idle()
+        reference(numbers).square().mean().backward()
+        assert model.weight.grad.is_sparse
+        torch.testing.assert_close(model.weight.grad.to_dense(), reference.weight.grad.to_dense())
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(model.weight, reference.weight)
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+def test_sparse_gradients_come_out_sparse(sites):
+    for mode in ("dsgd", "dad", "rankdad"):
+        for rows in (4, 50):
+            sites(2).run(sparse_tables, mode, rows)
+
+
+def piles_up(mode: str) -> int:
+    """Micro-batches of a convolution whose factors grow beyond its gradient before they may leave."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)).double()
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=16)
+    most = 0
+    for step in range(3):
+        model.zero_grad(), reference.zero_grad()
+        groups = 1 if step == 0 else 6
+        for group in range(groups):
+            batch = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(10 * step + group)).double()
+            with reduction.no_sync():
+                model(batch[rank : rank + 1]).square().mean().backward()
+            reference(batch).square().mean().backward()
+            most = max(most, *(sum(factor.numel for factor in unit._peek()) for unit in factor_units(reduction)), 0)
+        reduction.synchronize()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), (step, name)
+    reduction.detach()
+    return most
+
+
+def factor_units(reduction):
+    return [unit for unit in reduction._planner.units if hasattr(unit, "_peek")] or []
+
+
+def test_held_factors_of_convolutions_stay_as_small_as_gradients(sites):
+    whole = 16 * 144
+    assert max(sites(2).run(piles_up, "dad")) < 2 * whole
+    assert max(sites(2).run(piles_up, "rankdad")) < 2 * whole
+
+
+def finds_nan(name: str, mode: str) -> str:
+    model = zoo.build(name)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+    try:
+        for step in range(3):
+            model.zero_grad()
+            value = zoo.loss(model, *zoo.batch(name, 6, seed=step))
+            (value * (float("nan") if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
+            reduction.synchronize()
+    except dadplug.NonFiniteError as error:
+        return str(error)
+    finally:
+        reduction.detach()
+    return ""
+
+
+def test_nan_in_any_kind_of_layer_is_told_by_all_sites(sites):
+    for name in ("conv1d", "transposed", "words", "bags", "sparse"):
+        for mode in ("dad", "rankdad"):
+            first, second = sites(2).run(finds_nan, name, mode)
+            assert first == second
+            assert "step 2: NaN or Inf at" in first
+
+
+def compresses_gradients() -> None:
+    """An LSTM, a packed attention, and a table tied to an output layer; two rows a site, so that rank 2 is exact."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(30, 12)
+            self.recur = nn.LSTM(12, 12, batch_first=True)
+            self.attend = nn.MultiheadAttention(12, 2, batch_first=True)
+            self.out = nn.Linear(12, 30, bias=False)
+            self.out.weight = self.table.weight
+
+        def forward(self, tokens):
+            x = self.recur(self.table(tokens))[0]
+            return self.out(self.attend(x, x, x, need_weights=False)[0])
+
+    reference = Net().double()
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, dense="lowrank")
+    for step in range(4):
+        if step != 2:  # what has been agreed on stays where `.grad` is not reset
+            model.zero_grad(), reference.zero_grad()
+        tokens = torch.randint(0, 30, (4, 1), generator=torch.Generator().manual_seed(step))
+        for group in range(1 + step % 2):
+            with reduction.no_sync() if group else nullcontext():
+                model(tokens[2 * rank : 2 * rank + 2]).square().mean().backward()
+        reduction.synchronize()
+        (reference(tokens).square().mean() * (1 + step % 2)).backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-9), (step, name)
+    rows = {row.parameter: row for row in reduction.plan}
+    for name in ("table.weight", "recur.weight_hh_l0", "attend.in_proj_weight"):
+        assert (rows[name].path, rows[name].reason) == ("lowrank", "dense='lowrank'")
+    assert rows["recur.bias_ih_l0"].path == "allreduce"
+    assert reduction.quality["attend.in_proj_weight"].effective_rank <= 4
+    assert reduction.first_difference() is None
+    reduction.detach()
+    model(tokens).sum().backward()
+    assert reduction._planner.units[0].rows == 0
+
+
+def test_gradients_without_factors_can_be_compressed(sites):
+    sites(2).run(compresses_gradients)
+
+
+def thaws() -> None:
+    """A compressed gradient arrives, and then other parameters are freed before it has been sent."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.LSTM(12, 12, batch_first=True), zoo.Last(), nn.Linear(12, 12)).double()
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, dense="lowrank")
+    for step in range(3):
+        for net in (model, reference):
+            net[2].requires_grad_(step != 1)
+            net.zero_grad()
+        inputs = torch.randn(4, 1, 12, generator=torch.Generator().manual_seed(step)).double()
+        model(inputs[2 * rank : 2 * rank + 2]).square().mean().backward()
+        for net in (model, reference):
+            net[2].requires_grad_(step == 0)
+        reference(inputs).square().mean().backward()
+        reduction.synchronize()
+        for p, q in zip(model[0].parameters(), reference[0].parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-9), step
+    reduction.detach()
+
+
+def test_compressed_gradients_survive_a_new_plan(sites):
+    sites(2).run(thaws)
+
+
+def takes_several_inputs(mode: str) -> None:
+    """Inputs by position, by keyword and in a list; one of them wants a gradient of its own."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.image = nn.Embedding(200, 6), nn.Conv2d(3, 6, 2)
+            self.numbers, self.out = nn.Linear(5, 6), nn.Linear(6, 2)
+
+        def forward(self, words, images, *, numbers):
+            seen = sum(self.image(input=each).mean((2, 3)) for each in images)
+            return self.out(torch.tanh(self.words(words).mean(1) + seen + self.numbers(numbers)))
+
+    reference = Net().double()
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    for step in range(3):
+        model.zero_grad(), reference.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        words = torch.randint(0, 200, (6, 3), generator=generator)
+        images = [torch.randn(6, 3, 2, 2, generator=generator).double() for _ in range(2)]
+        numbers = torch.randn(6, 5, generator=generator).double().requires_grad_()
+        mine = slice(0, 2) if rank == 0 else slice(2, 6)
+        given = numbers[mine].detach().requires_grad_()
+        model(words[mine], [each[mine] for each in images], numbers=given).square().mean().backward()
+        reduction.synchronize()
+        reference(words, images, numbers=numbers).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), (step, name)
+        torch.testing.assert_close(given.grad * (len(given) / 6), numbers.grad[mine])
+    reduction.detach()
+
+
+def test_models_of_several_inputs(sites):
+    for mode in ("dsgd", "dad"):
+        sites(2).run(takes_several_inputs, mode)

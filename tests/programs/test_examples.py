@@ -1,0 +1,175 @@
+"""The examples, as a user runs them, and a script in the form of the seeds'."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import support
+from test_data import write_mnist
+
+pytest.importorskip("catalyst")
+ROOT = Path(__file__).resolve().parents[2]
+MNIST = str(ROOT / "examples" / "two_site_mnist.py")
+
+
+def test_both_sites_start_on_this_machine_and_compare_methods(tmp_path):
+    flags = ["--compare", "--epochs", "2", "--log-dir", str(tmp_path / "logs"), "--split", "by-class"]
+    (only,) = support.run_programs([[MNIST, *flags]], timeout=200)
+    assert only.status == 0, only.errors
+    for mode in ("dsgd", "dad", "rankdad"):
+        line = next(line for line in only.output.splitlines() if re.match(rf"{mode} +0\.", line))
+        assert line.endswith("equal")
+        assert float(line.split()[1]) > 0.85
+    picture = (tmp_path / "logs" / "comparison.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000
+
+
+@pytest.mark.parametrize("trainer", ["catalyst", "lightning", "plain"])
+def test_the_vision_transformer_trains_in_each_trainer(tmp_path, trainer):
+    pytest.importorskip("linformer")
+    if trainer == "lightning":
+        pytest.importorskip("pytorch_lightning")
+    flags = ["--trainer", trainer, "--epochs", "1", "--log-dir", str(tmp_path)]
+    preload = ["pytorch_lightning"] if trainer == "lightning" else []
+    (only,) = support.run_programs([[str(ROOT / "examples" / "two_site_vit.py"), *flags]], timeout=200, preload=preload)
+    assert only.status == 0, only.errors
+    line = next(line for line in only.output.splitlines() if re.match(r"rankdad +0\.", line))
+    assert line.endswith("equal")
+    assert float(line.split()[1]) > 0.6
+    assert float(line.split()[4]) > 10  # times fewer bytes than dense
+
+
+def test_photos_that_are_not_there_end_the_example_with_advice(tmp_path):
+    flags = ["--dataset", "dogsvscats", "--data-dir", str(tmp_path / "nowhere")]
+    (only,) = support.run_programs([[str(ROOT / "examples" / "two_site_vit.py"), *flags]])
+    assert only.status == 1
+    assert "download train.zip of the dogs-vs-cats challenge" in only.errors
+    assert "Traceback" not in only.errors
+
+
+def test_the_plain_example_trains(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
+    (only,) = support.run_programs([[*launch, str(ROOT / "examples" / "plain_pytorch.py")]])
+    assert only.status == 0, only.errors
+    assert float(re.search(r"accuracy (0\.\d+)", only.output).group(1)) > 0.9
+
+
+def test_one_site_each_on_two_machines_with_mnists_files(tmp_path):
+    write_mnist(tmp_path / "mnist", samples=40)
+    url = f"tcp://127.0.0.1:{support.free_port()}"
+    flags = ["--dist-url", url, "--dataset", "mnist", "--data-dir", str(tmp_path / "mnist"), "--epochs", "1"]
+    first, second = support.run_programs([[MNIST, "--rank", rank, *flags] for rank in "01"], timeout=120)
+    assert first.status == second.status == 0, first.errors + second.errors
+    assert "rankdad" in first.output
+    assert second.output == ""
+
+
+def test_wrong_arguments_end_before_any_site_starts():
+    (only,) = support.run_programs([[MNIST, "--distributed-mode", "foo"]])
+    assert only.status == 1
+    assert only.errors.strip() == f"error: unknown mode 'foo'; valid ones are {support.valid_modes()}"
+
+
+def children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the sites' processes in /proc")
+def test_a_site_killed_in_mid_epoch_ends_the_example_with_its_name():
+    command = [sys.executable, "-u", MNIST, "--epochs", "200"]  # not from a server, for its children are looked at
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in program.stdout:
+            if "epoch 1/200" in line.replace("  ", " "):
+                break
+        sites = children(program.pid)
+        assert len(sites) == 2
+        start = time.monotonic()
+        signalled = sites[1]
+        os.kill(signalled, signal.SIGKILL)
+        _, errors = program.communicate(timeout=60)
+        assert time.monotonic() - start < 30
+        assert program.returncode != 0
+        assert "error: site 1 (" in errors
+        assert f"pid {signalled}) is gone" in errors
+        assert "Traceback" not in errors
+        assert not any(Path(f"/proc/{site}").exists() for site in sites)
+    finally:
+        program.kill()
+
+
+SEED_SCRIPT = """
+import sys
+import torch
+from torch import nn, optim
+from catalyst import dl
+from dadplug.data import MNIST, transforms
+from dadplug.runners import DistributedRunner
+
+model = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))
+criterion = nn.CrossEntropyLoss()
+optimizer = optim.Adam(model.parameters(), lr=0.02)
+
+transform = transforms.Compose([
+        transforms.ToTensor(),
+        transforms.Normalize((0.1307,), (0.3081,))
+])
+train_data = MNIST(sys.argv[1], train=True, download=True,
+                        transform=transform)
+valid_data = MNIST(sys.argv[1], train=False, download=True,
+                        transform=transform)
+num_classes = 10
+
+# Create dataloaders
+loaders = {
+    "train": torch.utils.data.DataLoader(train_data, batch_size=8, shuffle=True, drop_last=True),
+    "valid": torch.utils.data.DataLoader(valid_data, batch_size=8, shuffle=True, drop_last=True),
+}
+
+# Create catalyst runner
+rankdad_runner = DistributedRunner(model,criterion, optimizer, mode="rankdad")
+
+# run the catalyst experiment
+rankdad_runner.train(
+    model=model,
+    loaders=loaders,
+    criterion=criterion,
+    optimizer=optimizer,
+    num_epochs=1,
+    logdir="logs",
+    valid_loader="valid",
+    valid_metric="loss",
+    minimize_valid_metric=True,
+    verbose=True,
+    callbacks=[
+        dl.AccuracyCallback(input_key="logits", target_key="targets", topk_args=(1, 3, 5)),
+        dl.PrecisionRecallF1SupportCallback(
+            input_key="logits", target_key="targets", num_classes=10
+        ),
+    ],
+)
+assert rankdad_runner.reduction.first_difference() is None
+"""
+
+
+def test_the_seeds_example_runs_with_its_imports_changed(tmp_path):
+    """The example of "Creating Additional Experiments"; only the imports, the folder and the batch size are ours."""
+    write_mnist(tmp_path / "data", samples=48)
+    script = tmp_path / "script.py"
+    script.write_text(SEED_SCRIPT)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
+    command = [*launch, str(script), str(tmp_path / "data")]
+    (program,) = support.run_programs([command], folder=tmp_path, timeout=150)
+    assert program.status == 0, program.errors
+    assert "valid (1/1) accuracy01" in program.output
+    assert program.output.count("train (1/1)") == 1
+    assert (tmp_path / "logs" / "checkpoints" / "model.best.pth").exists()

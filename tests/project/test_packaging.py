@@ -1,0 +1,158 @@
+"""Installed, editable or started from the repository's root, dadplug is one package, and cheap to import."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = [
+    "adapm",
+    "callbacks",
+    "cli",
+    "data",
+    "exchange",
+    "hooks",
+    "lowrank",
+    "methods",
+    "model_sync",
+    "models",
+    "planning",
+    "reducer",
+    "runners",
+    "units",
+]
+WHERE = f"""
+import importlib, pathlib, dadplug
+parts = [importlib.import_module("dadplug." + part) for part in {PARTS}]
+print(*(pathlib.Path(part.__file__).resolve() for part in [dadplug, *parts]), sep="\\n")
+dadplug.GradientReduction, dadplug.hooks.LayerCapture, dadplug.lowrank.compress
+"""
+
+
+def python(code: str, cwd: Path, *paths: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    program = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert program.returncode == 0, program.stderr
+    return program.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A copy of the repository, built as a wheel and installed into a folder."""
+    source = tmp_path_factory.mktemp("source") / "dadplug-copy"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "logs", "*.egg-info", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    target = tmp_path_factory.mktemp("installed")
+    install = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(target),
+        str(source),
+    ]
+    program = subprocess.run([sys.executable, *install], capture_output=True, text=True, timeout=200)
+    if program.returncode and "setuptools" in program.stderr:
+        pytest.skip(f"no wheel can be built here: {program.stderr.strip().splitlines()[-1]}")
+    assert program.returncode == 0, program.stderr
+    return target
+
+
+def test_an_installed_copy_is_whole(installed, tmp_path):
+    places = [Path(line) for line in python(WHERE, tmp_path, installed).split()]
+    assert all(place.is_relative_to(installed / "dadplug") for place in places)
+    assert (installed / "dadplug" / "py.typed").exists()
+    assert not any((installed / stray).exists() for stray in ("hooks", "runners", "callbacks", "tests", "examples"))
+
+
+def test_started_from_the_root_the_checkout_counts_as_a_whole(installed):
+    places = [Path(line) for line in python(WHERE, ROOT, installed).split()]
+    assert all(place.is_relative_to(ROOT) for place in places)
+
+
+def test_a_checkout_works_without_installation(tmp_path):
+    places = [Path(line) for line in python(WHERE, tmp_path, ROOT).split()]
+    assert all(place.is_relative_to(ROOT) for place in places)
+
+
+def test_importing_dadplug_is_cheap(tmp_path):
+    code = "import sys, dadplug, dadplug.errors; print(*sorted(m.split('.')[0] for m in sys.modules))"
+    loaded = set(python(code, tmp_path, ROOT).split())
+    assert not loaded & {"torch", "numpy", "numba", "catalyst", "accelerate", "lightning", "sklearn"}
+    code = "import sys, dadplug; dadplug.GradientReduction; print(*sorted(m.split('.')[0] for m in sys.modules))"
+    loaded = set(python(code, tmp_path, ROOT).split())
+    assert not loaded & {"numba", "catalyst", "accelerate", "lightning", "sklearn"}
+
+
+@pytest.mark.parametrize("name", ["runners.DistributedRunner", "callbacks.BatchTimerCallback"])
+def test_a_trainer_that_is_missing_is_told_with_its_extra(tmp_path, name):
+    (tmp_path / "catalyst.py").write_text("raise ModuleNotFoundError(\"No module named 'catalyst'\", name='catalyst')")
+    code = f"""
+import dadplug
+try:
+    dadplug.{name}
+except ImportError as error:
+    print(error)
+"""
+    message = python(code, tmp_path, tmp_path, ROOT)
+    assert f"{name.split('.')[1]} needs Catalyst, which is not installed: pip install 'dadplug[catalyst]'" in message
+
+
+@pytest.mark.parametrize("name", ["runners.DADStrategy", "callbacks.TrafficMonitor"])
+def test_lightning_that_is_missing_is_told_with_its_extra(tmp_path, name):
+    code = f"""
+import sys
+sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None
+import dadplug
+try:
+    dadplug.{name}()
+except ImportError as error:
+    print(error)
+"""
+    message = python(code, tmp_path, ROOT)
+    assert f"{name.split('.')[1]} needs Lightning, which is not installed: pip install 'dadplug[lightning]'" in message
+
+
+def test_an_installed_copy_offers_its_callbacks_to_lightning(installed):
+    (points,) = installed.glob("dadplug*.dist-info/entry_points.txt")
+    text = points.read_text()
+    assert "[pytorch_lightning.callbacks_factory]\ndadplug = dadplug.callbacks.pytorch_lightning:factory" in text
+    assert "[lightning.pytorch.callbacks_factory]\ndadplug = dadplug.callbacks.lightning:factory" in text
+
+
+def test_unknown_names_are_attribute_errors():
+    import dadplug
+
+    with pytest.raises(AttributeError, match="module 'dadplug' has no attribute 'nothing'"):
+        dadplug.nothing
+    assert {"GradientReduction", "hooks", "lowrank"} <= set(dir(dadplug))
+
+
+def test_imports_run_one_way():
+    """callbacks and runners import the core, the core imports hooks; hooks know neither trainers nor networks."""
+    trainers = ("catalyst", "accelerate", "lightning", "pytorch_lightning")
+    for path in (ROOT / "hooks").glob("*.py"):
+        text = path.read_text()
+        assert "torch.distributed" not in text, path
+        assert "dadplug" not in text.replace("`dadplug.hooks", "").replace('"dadplug.hooks', ""), path
+        assert not any(f"import {name}" in text or f"from {name}" in text for name in trainers), path
+    for path in (ROOT / "dadplug").glob("**/*.py"):
+        for line in path.read_text().splitlines():
+            top_level = not line.startswith(" ")  # the command line imports its trainer when it runs
+            assert not (
+                top_level and line.startswith(tuple(f"{w} {n}" for w in ("from", "import") for n in trainers))
+            ), path
+            face = path == ROOT / "dadplug" / "__init__.py"  # lets Lightning know of the modes
+            assert not (top_level and not face and line.startswith(("from .runners", "from .callbacks"))), path

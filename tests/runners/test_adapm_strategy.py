@@ -1,0 +1,388 @@
+"""Lightning's AdaPM strategy: one process's results, whole checkpoints, and what it says where it cannot see."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+
+import pytest
+import support
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+
+pl = pytest.importorskip("pytorch_lightning")
+
+ROWS, STEPS, BATCH = 40, 6, 4
+
+
+class Scores(pl.LightningModule):
+    """An embedding, a bag and a head, trained as Lightning modules are."""
+
+    def __init__(self, kind: str = "sgd") -> None:
+        super().__init__()
+        self.kind = kind
+        self.words = nn.Embedding(ROWS, 6)
+        self.tags = nn.EmbeddingBag(ROWS, 6, mode="sum")
+        self.head = nn.Linear(12, 1)
+        self.error = MeanSquaredError()
+
+    def forward(self, words, tags):
+        return self.head(torch.cat([self.words(words).mean(1), self.tags(tags)], 1)).squeeze(1)
+
+    def training_step(self, batch, batch_idx):
+        words, tags, targets = batch
+        scores = self(words, tags)
+        loss = (scores - targets).square().mean()
+        self.error(scores, targets)
+        self.log_dict({"loss": loss, "error": self.error})
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        words, tags, targets = batch
+        self.log("valid", (self(words, tags) - targets).square().mean(), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0], batch[1])
+
+    def configure_optimizers(self):
+        if self.kind == "adagrad":
+            return torch.optim.Adagrad(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Drawing(Scores):
+    """Looks up what chance says, which no lookahead can know."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((torch.randint(ROWS, batch[0].shape), *batch[1:]), batch_idx)
+
+
+class Late(Scores):
+    """Looks up other rows in later steps, by a value that a copy of the module does not have."""
+
+    def training_step(self, batch, batch_idx):
+        batch = batch if self.global_step == 0 else [(batch[0] + 1) % ROWS, *batch[1:]]
+        return super().training_step(batch, batch_idx)
+
+
+class Manual(Scores):
+    """Steps by itself, tables and head with an optimizer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        first.step()
+        second.step()
+
+    def configure_optimizers(self):
+        tables = [*self.words.parameters(), *self.tags.parameters()]
+        return [torch.optim.SGD(part, lr=0.1) for part in (self.head.parameters(), tables)]
+
+
+def data(site: int, sites: int = 2, steps: int = STEPS, seed: int = 0) -> TensorDataset:
+    """Rows of a site: it alone looks up the ids that are its number modulo the sites."""
+    generator = torch.Generator().manual_seed(seed + site)
+    words = torch.randint(ROWS // sites, (steps * BATCH, 3), generator=generator) * sites + site
+    tags = torch.randint(ROWS // sites, (steps * BATCH, 2), generator=generator) * sites + site
+    return TensorDataset(words, tags, torch.randn(steps * BATCH, generator=generator))
+
+
+def make_trainer(strategy, **settings):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "max_epochs": 2, "use_distributed_sampler": False}
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **quiet | settings)
+
+
+def one_process(module, steps=STEPS, epochs=2, shares=(0, 1)):
+    optimizer = module.configure_optimizers()
+    loaders = [list(DataLoader(data(site, steps=steps), batch_size=BATCH)) for site in shares]
+    for _ in range(epochs):
+        for batches in zip(*loaders, strict=True):
+            words, tags, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            optimizer.zero_grad()
+            (module(words, tags) - targets).square().mean().backward()
+            optimizer.step()
+    return module
+
+
+class Watch(pl.Callback):
+    def __init__(self) -> None:
+        self.pushed: list[tuple[int, int]] = []
+        self.remote = 0
+
+    def on_validation_start(self, trainer, pl_module):
+        self.before = trainer.strategy.managed.manager.counts["pushed"]
+
+    def on_validation_end(self, trainer, pl_module):
+        assert set(trainer.strategy.managed.managed) == {"words.weight", "tags.weight"}
+        self.pushed.append((self.before, trainer.strategy.managed.manager.counts["pushed"]))
+
+
+def trains(kind: str, intent: str | None) -> None:
+    from dadplug import AdaPMStrategy
+
+    site = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    module = Manual() if kind == "manual" else Scores(kind)
+    expected = Scores("sgd" if kind == "manual" else kind)
+    expected.load_state_dict(module.state_dict())
+    one_process(expected)
+    watch = Watch()
+    told = {"auto": "auto", "function": lambda batch: {"words.weight": batch[0], "tags.weight": batch[1]}}
+    strategy = AdaPMStrategy(intent=told.get(intent))
+    trainer = make_trainer(strategy, callbacks=[watch])
+    held_out = DataLoader(data(0, steps=2, seed=9), batch_size=BATCH)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*intent")
+        trainer.fit(module, DataLoader(data(site), batch_size=BATCH), held_out)
+    assert watch.pushed
+    assert all(before == after for before, after in watch.pushed)
+    for (name, parameter), other in zip(module.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+    losses = [(expected(w, t) - y).square().mean() for w, t, y in held_out]
+    assert float(trainer.callback_metrics["valid"]) == pytest.approx(float(sum(losses) / len(losses)), abs=1e-5)
+    assert strategy.managed is None
+    trainer.test(module, held_out, verbose=False)
+    assert len(trainer.predict(module, held_out)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "intent"), [("sgd", "auto"), ("adagrad", "function"), ("manual", "auto"), ("sgd", None)]
+)
+def test_sites_with_rows_of_their_own_are_one_process(sites, kind, intent):
+    sites(2).run(trains, kind, intent)
+
+
+def resumes(folder: str) -> None:
+    from dadplug import AdaPMStrategy
+
+    site = int(os.environ["RANK"])
+
+    def run(epochs: int, resume=None):
+        torch.manual_seed(0)
+        module = Scores("adagrad")
+        saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+        trainer = make_trainer(AdaPMStrategy(), max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
+        trainer.fit(module, DataLoader(data(site), batch_size=BATCH), ckpt_path=resume)
+        return module, trainer
+
+    whole, _ = run(4)
+    _, trainer = run(2)
+    resumed, _ = run(4, f"{folder}/epoch=1.ckpt")
+    for parameter, other in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-6, atol=1e-6)
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    during = torch.load(f"{folder}/epoch=1.ckpt", weights_only=False)
+    after = torch.load(f"{folder}/after.ckpt", weights_only=False)
+    assert all(torch.equal(during["state_dict"][name], value) for name, value in after["state_dict"].items())
+    states = (each["optimizer_states"][0]["state"] for each in (during, after))
+    for ours, others in zip(*(state.values() for state in states), strict=True):
+        assert all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+def test_checkpoints_resume_and_load_without_dadplug_and_on_one_site(sites, tmp_path):
+    sites(2).run(resumes, str(tmp_path))
+    saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)
+    torch.manual_seed(0)
+    expected = one_process(Scores("adagrad"))
+    plain = Scores("adagrad")
+    plain.load_state_dict(saved["state_dict"])
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(value, dict(expected.named_parameters())[name], rtol=1e-5, atol=1e-5)
+    optimizer = plain.configure_optimizers()
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    assert torch.isfinite(optimizer.state[plain.words.weight]["sum"]).all()
+    sites(1).run(goes_on_alone, str(tmp_path / "epoch=1.ckpt"))
+
+
+def goes_on_alone(path: str) -> None:
+    from dadplug import AdaPMStrategy
+
+    saved = torch.load(path, weights_only=False)
+    plain, module = Scores("adagrad"), Scores("adagrad")
+    plain.load_state_dict(saved["state_dict"])
+    optimizer = plain.configure_optimizers()
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    for words, tags, targets in DataLoader(data(0), batch_size=BATCH):
+        optimizer.zero_grad()
+        (plain(words, tags) - targets).square().mean().backward()
+        optimizer.step()
+    make_trainer(AdaPMStrategy(), max_epochs=3).fit(module, DataLoader(data(0), batch_size=BATCH), ckpt_path=path)
+    for parameter, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-5)
+
+
+def warns() -> list[list[str]]:
+    from dadplug import AdaPMStrategy
+
+    told = []
+    for kind in (Drawing, Late):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = DataLoader(data(int(os.environ["RANK"])), batch_size=BATCH)
+            make_trainer(AdaPMStrategy(), max_epochs=1).fit(kind(), loader)
+        told.append([str(each.message) for each in caught if "AdaPMStrategy intent=" in str(each.message)])
+    return told
+
+
+def test_what_automatic_intent_cannot_see_is_told_once(sites):
+    for drawing, late in sites(2).run(warns):
+        assert len(drawing) == len(late) == 1
+        assert "it draws random numbers" in drawing[0]
+        assert "torch.randint" in drawing[0]
+        assert "automatic intent has not seen" in late[0]
+        assert "words.weight" in late[0]
+
+
+def uneven() -> None:
+    from dadplug import AdaPMStrategy
+
+    site = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    module = Scores()
+    expected = Scores()
+    expected.load_state_dict(module.state_dict())
+    shares = [list(DataLoader(data(each, steps=4 - 2 * each), batch_size=BATCH)) for each in (0, 1)]
+    make_trainer(AdaPMStrategy(), max_epochs=1).fit(
+        module, DataLoader(data(site, steps=4 - 2 * site), batch_size=BATCH)
+    )
+    from dadplug.model_sync.uneven_inputs import has_turn
+
+    optimizer = expected.configure_optimizers()
+    for step in range(4):
+        now = [own.pop(0) for own, count in zip(shares, (4, 2), strict=True) if has_turn(step, count, 4)]
+        words, tags, targets = (torch.cat(parts) for parts in zip(*now, strict=True))
+        optimizer.zero_grad()
+        (expected(words, tags) - targets).square().mean().backward()
+        optimizer.step()
+    for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-5)
+
+
+def test_sites_may_have_different_numbers_of_batches(sites):
+    sites(2).run(uneven)
+
+
+PROGRAM = """
+import importlib, os, signal, sys, warnings
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+warnings.filterwarnings("ignore")
+pl = importlib.import_module(sys.argv[1])
+import dadplug
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(30, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        if os.environ.get("KILLED") == str(self.global_rank) and self.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.head(self.words(batch[0])).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    strategy = sys.argv[2] if sys.argv[2] == "adapm" else dadplug.AdaPMStrategy(lookahead=4)
+    nodes, folder = int(os.environ.get("NODES", 1)), os.environ.get("FOLDER")
+    callbacks = [pl.callbacks.ModelCheckpoint(folder)] if folder else []
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2 // nodes, num_nodes=nodes, max_epochs=2,
+                         logger=False, enable_checkpointing=bool(folder), callbacks=callbacks,
+                         enable_progress_bar=False, enable_model_summary=False)
+    module = Module()
+    trainer.fit(module, DataLoader(TensorDataset(torch.randint(30, (40,))), batch_size=5, shuffle=True),
+                ckpt_path=os.environ.get("RESUME"))
+    kind = type(trainer.strategy)
+    sys.stdout.write(f"done {kind.__module__} {kind.__name__} {trainer.global_step} "
+                     f"{float(module.words.weight.detach().sum()):.6f}\\n")
+"""
+
+
+@pytest.mark.parametrize(("package", "how"), [("pytorch_lightning", "adapm"), ("lightning.pytorch", "object")])
+def test_lightning_starts_the_sites(tmp_path, package, how):
+    pytest.importorskip(package.split(".")[0])
+    (tmp_path / "train.py").write_text(PROGRAM)
+    env = {"MASTER_PORT": str(support.free_port())}
+    (only,) = support.run_programs([[str(tmp_path / "train.py"), package, how]], env=env, preload=[package])
+    assert only.status == 0, only.errors
+    lines = only.output.split("done ")[1:]
+    assert len(lines) == 2
+    assert lines[0].split() == lines[1].split()
+    assert lines[0].split()[:3] == [f"dadplug.runners.{package.split('.')[0]}", "AdaPMStrategy", "8"]
+
+
+def test_a_site_killed_in_fit_is_named_and_others_can_resume(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    start = "import os, runpy, sys; os.environ['NODE_RANK'] = sys.argv[1]; del sys.argv[:2]; "
+    start += "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+    def machines(**more: str) -> list[support.Finished]:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port()), "NODES": "2"} | more
+        script = str(tmp_path / "train.py")
+        commands = [["-c", start, rank, script, "pytorch_lightning", "adapm"] for rank in "01"]
+        return support.run_programs(commands, env=env, preload=["pytorch_lightning"])
+
+    first, killed = machines(KILLED="1", FOLDER=str(tmp_path / "saved"))
+    assert (first.status, killed.status) == (1, -9)
+    assert "SiteError: site 1" in first.errors
+    (saved,) = (tmp_path / "saved").iterdir()
+    assert saved.name.startswith("epoch=0")
+    for each in machines(RESUME=str(saved)):
+        assert each.status == 0, each.errors
+        assert "AdaPMStrategy 8 " in each.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lokahead": 3}, r"unknown option 'lokahead' \(did you mean 'lookahead'\?\); valid options are mode, intent"),
+        ({"mode": "rnkdad"}, "unknown mode 'rnkdad'"),
+        ({"intent": "none"}, "intent must be 'auto', a function"),
+        ({"lookahead": 0}, "lookahead must be at least 1"),
+        ({"technique": "some"}, "unknown technique 'some'; valid ones are 'all'"),
+        ({"reduce": "max"}, "unknown reduce 'max'; valid ones are 'mean', 'sum'"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    from dadplug.runners.pytorch_lightning import AdaPMStrategy
+
+    with pytest.raises(ValueError, match=message):
+        AdaPMStrategy(**options)
+
+
+def test_the_constructor_names_the_options_of_dadstrategy_with_their_defaults():
+    from dadplug.runners.adapm_strategy import AdaPMStrategy
+    from dadplug.runners.dad_strategy import DADStrategy
+
+    ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (AdaPMStrategy, DADStrategy))
+    assert [name for name in theirs if name not in ours] == []
+    for name in theirs:
+        if name != "mode":
+            assert ours[name] == theirs[name]
+
+
+def gives_several_loaders() -> None:
+    from dadplug import AdaPMStrategy
+
+    loader = DataLoader(data(0), batch_size=BATCH)
+    with pytest.raises(ValueError, match="reads one train loader ahead, and there are several"):
+        make_trainer(AdaPMStrategy()).fit(Scores(), [loader, loader])
+
+
+def test_several_loaders_are_told(sites):
+    sites(2).run(gives_several_loaders)
