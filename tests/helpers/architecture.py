@@ -1,0 +1,164 @@
+"""Facts about the source tree, read from the syntax trees: imports, lengths, identifiers, docstrings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+Graph = dict[str, set[str]]
+
+PACKAGE = "dadplug"
+FOLDERS = ("dadplug", "hooks", "runners", "callbacks")  # all of them are installed as parts of the package
+
+
+def python_files(root: Path, folders: Iterable[str]) -> Iterator[Path]:
+    """Yield the Python files below `folders`, in a fixed order."""
+    for folder in folders:
+        yield from sorted((root / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a file given relative to the root: hooks/linear.py is dadplug.hooks.linear."""
+    parts = list(path.with_suffix("").parts)
+    if parts[0] != PACKAGE:
+        parts.insert(0, PACKAGE)
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts)
+
+
+def import_graph(root: Path) -> Graph:
+    """Return the modules that each module imports, those imported for type checking or in functions included.
+
+    An import of a name from a package counts as an import of the submodule with that name, if there is one, and
+    of the package otherwise. Importing a submodule does not count as importing the packages around it.
+    """
+    paths = {module_name(path.relative_to(root)): path for path in python_files(root, FOLDERS)}
+    graph: Graph = {}
+    for module, path in paths.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        found = set(_imported(ast.parse(path.read_text()), package, paths))
+        graph[module] = found - {module}
+    return graph
+
+
+def _imported(tree: ast.AST, package: str, modules: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                source = ".".join(parents[: len(parents) - node.level + 1] + ([source] if source else []))
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                if submodule in modules:
+                    yield submodule
+                elif source in modules:
+                    yield source
+
+
+def cycles(graph: Graph) -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or through others."""
+    reach = {module: _reachable(graph, module) for module in graph}
+    groups = {
+        frozenset(other for other in reach[module] if module in reach[other])
+        for module in graph
+        if module in reach[module]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def _reachable(graph: Graph, start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting.extend(graph.get(module, ()))
+    return found
+
+
+def layer_of(module: str) -> str:
+    """Return the folder or loose module of the package that a module belongs to: dadplug.exchange.codec, exchange."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else PACKAGE
+
+
+def upward_imports(graph: Graph, layers: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the imports (importer, imported) that go from a layer to one above it; `layers` lists the lowest first.
+
+    Raises:
+        ValueError: if a module belongs to no layer.
+    """
+    height = {layer: number for number, layer in enumerate(layers)}
+    if unknown := {layer_of(module) for module in graph} - set(height):
+        raise ValueError(f"no layer is declared for {', '.join(sorted(unknown))}")
+    return sorted(
+        (importer, imported)
+        for importer, targets in graph.items()
+        for imported in targets
+        if height[layer_of(imported)] > height[layer_of(importer)]
+    )
+
+
+def long_files(root: Path, folders: Iterable[str], limit: int) -> list[str]:
+    """Return the files with more lines than `limit`, relative to the root."""
+    return [
+        path.relative_to(root).as_posix()
+        for path in python_files(root, folders)
+        if len(path.read_text().splitlines()) > limit
+    ]
+
+
+def long_functions(root: Path, folders: Iterable[str], limit: int) -> list[str]:
+    """Return FILE:FUNCTION for functions with more lines than `limit` that no comment explains.
+
+    The comment begins with "# Long:", followed by the reason, and stands in the line above the function (above its
+    decorators, if it has some) or in its body.
+    """
+    found = []
+    for path in python_files(root, folders):
+        text = path.read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            last = node.end_lineno or node.lineno
+            explained = any(re.match(r"\s*# Long: \S", line) for line in lines[max(0, first - 2) : last])
+            if last - node.lineno + 1 > limit and not explained:
+                found.append(f"{path.relative_to(root).as_posix()}:{node.name}")
+    return found
+
+
+def identifiers(root: Path) -> Counter[str]:
+    """Return the names that the package uses (of classes, functions, arguments, variables, attributes, modules)."""
+    found: Counter[str] = Counter()
+    for path in python_files(root, FOLDERS):
+        found[path.stem] += 1
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found[node.name] += 1
+            elif isinstance(node, ast.Name):
+                found[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                found[node.attr] += 1
+            elif isinstance(node, ast.arg | ast.keyword) and node.arg:
+                found[node.arg] += 1
+    return found
+
+
+def docstrings(root: Path, folders: Iterable[str] = FOLDERS) -> Iterator[tuple[str, str]]:
+    """Yield (FILE:NAME, docstring) for the modules, classes and functions that have one."""
+    for path in python_files(root, folders):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+                text := ast.get_docstring(node)
+            ):
+                yield f"{path.relative_to(root).as_posix()}:{getattr(node, 'name', '')}", text

@@ -1,0 +1,278 @@
+"""The structure of the source tree: import cycles, the direction of imports, lengths, terms.
+
+Exceptions are listed by name or number below. A listed exception that no longer exists fails its test, so the lists
+can only shrink.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import architecture
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EVERYWHERE = (*architecture.FOLDERS, "examples", "benchmarks", "tests")
+
+# A folder imports itself and what is listed before it.
+LAYERS = (
+    "errors",
+    "registry",
+    "jit",
+    "hooks",
+    "lowrank",
+    "exchange",
+    "options",
+    "methods",
+    "units",
+    "model_sync",
+    "data",
+    "models",
+    "reducer",
+    "planning",
+    "reduction",
+    "adapm",
+    "cli",
+    "runners",
+    "callbacks",
+    "experiment",
+    "dadplug",
+)
+
+# Exceptions that are left. "importing folder -> imported folder": number of imports.
+UPWARD_IMPORTS = {
+    "callbacks -> dadplug": 1,
+    "model_sync -> reduction": 1,
+    "options -> methods": 1,
+    "runners -> dadplug": 5,
+}
+# Folder: number of its modules that are part of an import cycle.
+MODULES_IN_CYCLES = {
+    "adapm": 7,
+    "dadplug": 1,
+    "exchange": 3,
+    "hooks": 3,
+    "methods": 9,
+    "model_sync": 1,
+    "options": 1,
+    "reducer": 8,
+    "reduction": 1,
+    "runners": 8,
+}
+LONG_FILES = {
+    "dadplug/adapm/placement.py",
+    "dadplug/reduction.py",
+    "tests/adapm/test_adapm_bindings.py",
+    "tests/helpers/adapm_loops.py",
+    "tests/methods/test_edad.py",
+    "tests/runners/test_distributed_runner.py",
+}
+LONG_FUNCTIONS = {
+    "dadplug/adapm/model.py:__init__",
+    "dadplug/adapm/placement.py:serve_sync",
+    "dadplug/adapm/placement.py:settle",
+    "dadplug/exchange/rendezvous.py:connect",
+    "dadplug/lowrank/compress.py:compress",
+    "dadplug/lowrank/kernels.py:eigh",
+    "dadplug/planning/partition.py:find_units",
+    "examples/ctr_lightning.py:by_lightning",
+}
+
+# Names of concepts that have a standard term: see docs/glossary.md.
+REPLACED = {
+    "Pipeline": "Reducer",
+    "pipeline": "reducer",
+    "Stage": "BucketHandler",
+    "stage": "handler",
+    "find_units": "partition_parameters",
+    "division": "partition",
+    "FirstStep": "FirstStepReport",
+    "agree": "merge_reports",
+    "Share": "FactorPayload",
+    "Sight": "ChainReport",
+    "Looks": "collect_chain_reports",
+    "breach": "chain_break",
+    "take_down": "record_arrival",
+    "retire": "close_plan",
+    "lane": "worker_thread",
+    "lanes": "worker_threads",
+    "told": "report",
+    "last_words": "exit_reason",
+    "mended": "fixes",
+    "ghost": "stub",
+    "settle": "apply_sync_reply",
+    "flight": "in_flight",
+}
+REPLACED_BUT_LEFT = {
+    "FirstStep",
+    "Looks",
+    "Pipeline",
+    "Share",
+    "Sight",
+    "Stage",
+    "agree",
+    "breach",
+    "find_units",
+    "flight",
+    "ghost",
+    "lane",
+    "lanes",
+    "mended",
+    "pipeline",
+    "retire",
+    "settle",
+    "stage",
+    "take_down",
+    "told",
+}
+
+FIRST_WORDS = {"What", "Who", "Where", "How", "Tells", "Says", "Notes", "Makes", "Gives"}
+# Folders, as in LAYERS, with docstrings that begin with one of these words.
+DOCSTRINGS_TO_REWRITE = {
+    "adapm",
+    "callbacks",
+    "cli",
+    "data",
+    "exchange",
+    "hooks",
+    "lowrank",
+    "methods",
+    "model_sync",
+    "models",
+    "options",
+    "planning",
+    "reducer",
+    "reduction",
+    "runners",
+    "units",
+}
+
+
+def test_no_modules_import_each_other():
+    cycles = architecture.cycles(architecture.import_graph(ROOT))
+    found = Counter(architecture.layer_of(module) for cycle in cycles for module in cycle)
+    assert found == MODULES_IN_CYCLES, cycles
+
+
+def test_folders_import_what_is_below_them():
+    found = architecture.upward_imports(architecture.import_graph(ROOT), LAYERS)
+    numbers = Counter(f"{architecture.layer_of(a)} -> {architecture.layer_of(b)}" for a, b in found)
+    assert numbers == UPWARD_IMPORTS, found
+
+
+def test_files_are_short():
+    assert set(architecture.long_files(ROOT, EVERYWHERE, limit=400)) == LONG_FILES
+
+
+def test_functions_are_short_or_explained():
+    assert set(architecture.long_functions(ROOT, EVERYWHERE, limit=60)) == LONG_FUNCTIONS
+
+
+def test_replaced_names_do_not_come_back():
+    names = architecture.identifiers(ROOT)
+    found = {word for word in REPLACED for name in names if name == word or (word == "Stage" and name.endswith(word))}
+    assert found == REPLACED_BUT_LEFT, {word: REPLACED[word] for word in found ^ REPLACED_BUT_LEFT}
+
+
+def test_docstrings_begin_with_a_noun_phrase_or_an_imperative():
+    wrong = {place: text.split("\n")[0] for place, text in architecture.docstrings(ROOT) if starts_wrongly(text)}
+    found = {architecture.layer_of(architecture.module_name(Path(place.split(":")[0]))) for place in wrong}
+    assert found == DOCSTRINGS_TO_REWRITE, wrong
+
+
+def starts_wrongly(docstring: str) -> bool:
+    return docstring.split()[0].rstrip(",.:") in FIRST_WORDS
+
+
+# The checks themselves, on small trees.
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Returns a function that writes modules, given by path, and returns the root of the tree."""
+
+    def write(files: dict[str, str]) -> Path:
+        files = {f"{folder}/__init__.py": "" for folder in architecture.FOLDERS} | files
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+FINE = {
+    "dadplug/exchange/__init__.py": "from .wire import encode\n",
+    "dadplug/exchange/wire.py": "import torch\n",
+    "dadplug/reduction.py": "from .exchange import encode\nfrom .exchange import wire\nfrom .hooks import linear\n",
+    "hooks/linear.py": "from . import form\n",
+    "hooks/form.py": "",
+    "runners/strategy.py": "from dadplug.reduction import GradientReduction\nimport dadplug.hooks.linear\n",
+}
+ORDER = ("hooks", "exchange", "reduction", "runners", "callbacks", "dadplug")
+
+
+def test_a_tree_without_cycles_passes(tree):
+    graph = architecture.import_graph(tree(FINE))
+    assert graph["dadplug.reduction"] == {"dadplug.exchange", "dadplug.exchange.wire", "dadplug.hooks.linear"}
+    assert graph["dadplug.runners.strategy"] == {"dadplug.reduction", "dadplug.hooks.linear"}
+    assert architecture.cycles(graph) == []
+    assert architecture.upward_imports(graph, ORDER) == []
+
+
+@pytest.mark.parametrize(
+    "importing",
+    [
+        "from . import encode",
+        "import dadplug.exchange",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..exchange import encode",
+        "def later():\n    from dadplug.exchange import encode",
+    ],
+)
+def test_a_cycle_is_found(tree, importing):
+    graph = architecture.import_graph(tree(FINE | {"dadplug/exchange/wire.py": importing}))
+    assert architecture.cycles(graph) == [["dadplug.exchange", "dadplug.exchange.wire"]]
+
+
+def test_a_cycle_through_several_folders_is_found_once(tree):
+    files = FINE | {"hooks/form.py": "from ..runners import strategy"}
+    assert architecture.cycles(architecture.import_graph(tree(files))) == [
+        ["dadplug.hooks.form", "dadplug.hooks.linear", "dadplug.reduction", "dadplug.runners.strategy"]
+    ]
+
+
+@pytest.mark.parametrize(
+    "importing",
+    [
+        "from ..reduction import GradientReduction",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..reduction import GradientReduction",
+        "def later():\n    from dadplug import reduction",
+    ],
+)
+def test_an_upward_import_is_found(tree, importing):
+    graph = architecture.import_graph(tree(FINE | {"dadplug/exchange/wire.py": importing}))
+    assert architecture.upward_imports(graph, ORDER) == [("dadplug.exchange.wire", "dadplug.reduction")]
+
+
+def test_a_folder_without_a_layer_is_an_error(tree):
+    graph = architecture.import_graph(tree(FINE | {"dadplug/extra/__init__.py": ""}))
+    with pytest.raises(ValueError, match="no layer is declared for extra"):
+        architecture.upward_imports(graph, ORDER)
+
+
+def test_long_files_and_functions_are_found(tree):
+    body = "    pass\n" * 6
+    text = f"def f():\n{body}\n# Long: one loop, with registers\n@decorated\ndef g():\n{body}\ndef h():\n    pass\n"
+    root = tree({"hooks/long.py": text})
+    assert architecture.long_functions(root, ["hooks"], limit=6) == ["hooks/long.py:f"]
+    assert architecture.long_functions(root, ["hooks"], limit=7) == []
+    assert architecture.long_files(root, ["hooks"], limit=19) == ["hooks/long.py"]
+    assert architecture.long_files(root, ["hooks"], limit=20) == []
+
+
+def test_identifiers_are_names_of_all_kinds(tree):
+    root = tree({"hooks/form.py": "class A:\n    def b(self, c):\n        self.d = e(f=1)\n# comment\n'text'\n"})
+    assert {"A", "b", "c", "d", "e", "f", "form"} <= set(architecture.identifiers(root))
+    assert not {"comment", "text"} & set(architecture.identifiers(root))
