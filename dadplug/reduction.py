@@ -117,10 +117,10 @@ class GradientReduction:
         if isinstance(unit, FactorUnit):
             unit.prepare(self._counter.owned, exact=self._method.exact)
         if not self._planner.settled:
-            self._planner.take_down(unit)
+            self._planner.record_arrival(unit)
         elif self._syncing and not unit.sent and unit.gradient_is_due and not self._planner.changing:
-            assert self._planner.pipeline is not None
-            self._planner.pipeline.arrive(unit)
+            assert self._planner.reducer is not None
+            self._planner.reducer.arrive(unit)
         if isinstance(unit, FactorUnit):
             unit.show_arrival()
             unit.keep(self._counter.owned)
@@ -164,23 +164,23 @@ class GradientReduction:
             planner.settle(self._step)
             trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
             self.traffic.dense_bytes = sum(dense_bytes(parameter, self._transport) for parameter in trained)
-        assert planner.pipeline is not None
+        assert planner.reducer is not None
         try:
-            notes = planner.pipeline.finish(self._step, stop, self._attached)
-            self.stopped = any(note.stop for note in notes)
-            self._agreed_samples = sum(note.samples for note in notes)
-            self.share = notes[self.rank].samples / self._agreed_samples if self._agreed_samples else 0.0
+            headers = planner.reducer.finish(self._step, stop, self._attached)
+            self.stopped = any(header.stop for header in headers)
+            self._agreed_samples = sum(header.samples for header in headers)
+            self.share = headers[self.rank].samples / self._agreed_samples if self._agreed_samples else 0.0
             if not planner.settled:
-                planner.pipeline = None  # no site has had any data yet
+                planner.reducer = None  # no site has had any data yet
             planner.mark_agreed()
-            if self._attached is not None and all(note.finite for note in notes):
+            if self._attached is not None and all(header.finite for header in headers):
                 self._attached.settle(self.share)
             elif self._attached is not None:
                 self._attached.spoil()
         finally:
             self._epoch_samples += self._counter.count
             self._end_step()
-        planner.follow_sizes([note.samples for note in notes])
+        planner.follow_sizes([header.samples for header in headers])
 
     def attach(self, gradients: AttachedGradients) -> None:
         """Weight, check and drop gradients that this reduction does not send along with those it sends."""
@@ -372,8 +372,8 @@ class GradientReduction:
         It involves no other site. Each site may save its own; one that gets another's starts a little colder.
         """
         planner = self._planner
-        if planner.pipeline is not None:
-            planner.rounding = planner.pipeline.rounding()
+        if planner.reducer is not None:
+            planner.rounding = planner.reducer.rounding()
         rounding, method = planner.rounding.state_dict(), self._method.state_dict()
         return {
             "step": self._step,
@@ -398,10 +398,10 @@ class GradientReduction:
         planner = self._planner
         planner.rounding.load_state_dict(state["rounding"])
         planner.reference = planner.reference or state["reference"]
-        if planner.pipeline is not None:
-            planner.pipeline.add_rounding(planner.rounding)
+        if planner.reducer is not None:
+            planner.reducer.add_rounding(planner.rounding)
             if self._method.shares_state:
-                planner.pipeline.share_state()
+                planner.reducer.share_state()
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Restores this site's state among those of all sites, as a checkpoint holds them.

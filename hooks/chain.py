@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .registry import Recorder
 
 _CALL, _MODULE = "chain call", "chain module"  # what autograd's nodes are marked with
-_MOST_NODES = 10_000  # looked at behind a breach
+_MOST_NODES = 10_000  # looked at behind a chain break
 _numbers = itertools.count()
 
 
@@ -38,14 +38,14 @@ class Trace:
         follower: name of the layer that had the output as its input, it alone; empty where there is none.
         function: the function between the two.
         follower_key: number of the follower's call.
-        breach: why a layer that the output led to does not follow all the same, in words; empty for none.
+        chain_break: why a layer that the output led to does not follow all the same, in words; empty for none.
     """
 
     key: int
     follower: str = ""
     function: Elementwise = IDENTITY
     follower_key: int = -1
-    breach: str = ""
+    chain_break: str = ""
 
 
 class _Claim(NamedTuple):
@@ -78,9 +78,9 @@ class _Call:
         elif not claims:
             trace = Trace(key)
         elif claims[0].deltas.shape != deltas.shape:
-            trace = Trace(key, breach="has an output that is cut into other rows on its way")
+            trace = Trace(key, chain_break="has an output that is cut into other rows on its way")
         else:
-            trace = Trace(key, breach="has an output that is used elsewhere too")
+            trace = Trace(key, chain_break="has an output that is used elsewhere too")
         self._running = key, activations
         self.layer.record(activations, deltas, form, trace)
 
@@ -135,11 +135,11 @@ class ChainTracer:
         model: the model.
 
     Attributes:
-        breaches: by name of a layer, what comes behind it first that chains do not go through.
+        chain_breaks: by name of a layer, what comes behind it first that chains do not go through.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.breaches: dict[str, str] = {}
+        self.chain_breaks: dict[str, str] = {}
         self._naming = [module.register_forward_hook(_Naming(name)) for name, module in model.named_modules() if name]
 
     def stop_naming(self) -> None:
@@ -168,28 +168,28 @@ class ChainTracer:
         return output
 
     def _attribute(self, node: Any, before: str) -> None:
-        """Finds the layers behind a breach, and for each what breaks first on the way from it."""
+        """Finds the layers behind a chain break, and for each what breaks first on the way from it."""
         todo, seen = [(node, IDENTITY, "")], {id(node): node}
         while todo and len(seen) < _MOST_NODES:
-            node, passed, breach = todo.pop()
+            node, passed, chain_break = todo.pop()
             call = node.metadata.get(_CALL)
             if call is not None:
-                if breach:
-                    self.breaches.setdefault(call.layer.name, breach)
+                if chain_break:
+                    self.chain_breaks.setdefault(call.layer.name, chain_break)
                 continue
             function = Elementwise.of(node)
             if function is None or (function != IDENTITY and passed != IDENTITY):
                 made_by = node.metadata.get(_MODULE)
                 if function is not None and made_by is not None:
-                    breach = f"{made_by[0]} ({type(made_by[1]).__name__}) is followed by another function"
-                elif made_by is not None or not breach:  # without a name it is part of the module behind it
-                    breach = why_broken(node, made_by, before)
-            if function != IDENTITY:  # behind a breach one function may come again
+                    chain_break = f"{made_by[0]} ({type(made_by[1]).__name__}) is followed by another function"
+                elif made_by is not None or not chain_break:  # without a name it is part of the module behind it
+                    chain_break = why_broken(node, made_by, before)
+            if function != IDENTITY:  # behind a chain break one function may come again
                 passed = function or IDENTITY
             for behind, _ in node.next_functions:
                 if behind is not None and id(behind) not in seen:
                     seen[id(behind)] = behind
-                    todo.append((behind, passed, breach))
+                    todo.append((behind, passed, chain_break))
 
 
 def _source(inputs: Tensor) -> tuple[_Call | None, Elementwise, bool]:

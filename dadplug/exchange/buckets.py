@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .payload import Share, finite
+from .payload import FactorPayload, finite
 from .transport import Gather, Reduction, Transport
 
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
@@ -54,7 +54,7 @@ class Slot:
                     self.capacity[site], self._fewer[site], changed = max(most, count), (0, 0), True
         return changed
 
-    def cut(self, payload: Tensor, start: int, rows: int) -> tuple[Share, int]:
+    def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
         """Cuts this slot's parts for so many rows out of a payload; returns them and where the next slot starts."""
         left_size, right_size, bias_size = self.sizes(rows)
         left = payload[start : start + rows * self.out].view(rows, self.out)
@@ -62,13 +62,13 @@ class Slot:
         right = payload[start : start + rows * self.width].view(rows, self.width)
         start += right_size
         bias = payload[start : start + self.bias] if self.bias else None
-        return Share(left, right, bias), start + bias_size
+        return FactorPayload(left, right, bias), start + bias_size
 
-    def pack(self, share: Share) -> Share:
+    def pack(self, share: FactorPayload) -> FactorPayload:
         """Turns a share into what lies in the payload."""
         return share
 
-    def unpack(self, share: Share) -> Share:
+    def unpack(self, share: FactorPayload) -> FactorPayload:
         """Turns what lay in a payload into a share."""
         return share
 
@@ -110,7 +110,7 @@ class FactorBucket:
         self._wire = wire
         self._head = _aligned(-(-4 * (1 + len(self.slots)) // wire.itemsize))
         self._rows = [0] * len(self.slots)
-        self._late: dict[int, Share] = {}
+        self._late: dict[int, FactorPayload] = {}
         self.extra_rows = [0] * len(self.slots)
         self._lay_out()
 
@@ -137,7 +137,7 @@ class FactorBucket:
     def _of_senders(self, payloads: Sequence[Tensor]) -> list[Tensor]:
         return [payloads[rank] for rank in self._senders]
 
-    def _cut(self, payload: Tensor, site: int) -> list[Share]:
+    def _cut(self, payload: Tensor, site: int) -> list[FactorPayload]:
         shares, start = [], self._head
         for slot in self.slots:
             share, start = slot.cut(payload, start, slot.capacity[site])
@@ -148,7 +148,7 @@ class FactorBucket:
         """The head of a payload: samples, then rows by slot."""
         return payload[: self._head].view(torch.uint8)[: 4 * (1 + len(self.slots))].view(torch.int32)
 
-    def fill(self, index: int, share: Share) -> None:
+    def fill(self, index: int, share: FactorPayload) -> None:
         """Puts a layer's rows into its slot; what does not fit is kept for the second round."""
         self.post()
         own = self._own[index]
@@ -170,17 +170,17 @@ class FactorBucket:
             if part is not None:
                 part.zero_()
 
-    def add_late(self, index: int, share: Share) -> None:
+    def add_late(self, index: int, share: FactorPayload) -> None:
         """Keeps rows for the second round, since the payload is full or on its way."""
         if index in self._late:
             share = self._late[index].plus(share)
         if not share.rows:  # a bias gradient may come without rows; the second round goes by rows
             left, right = share.left, share.right
-            share = Share(left.new_zeros(1, left.shape[1]), right.new_zeros(1, right.shape[1]), share.bias)
+            share = FactorPayload(left.new_zeros(1, left.shape[1]), right.new_zeros(1, right.shape[1]), share.bias)
         self._late[index] = share
         self.extra_rows[index] = share.rows
 
-    def own_share(self, index: int) -> Share:
+    def own_share(self, index: int) -> FactorPayload:
         """Return what this site sends from a slot in this step, the rows of the second round included."""
         packed = self._own[index].part(0, self._rows[index])
         share = self.slots[index].unpack(packed)
@@ -215,14 +215,14 @@ class FactorBucket:
         """Waits until every site's payload is there."""
         self._gather.wait()
 
-    def receive(self) -> tuple[list[int], list[list[Share]]]:
+    def receive(self) -> tuple[list[int], list[list[FactorPayload]]]:
         """Waits for every site's payload, where that has not been done, and reads them.
 
         Returns:
             The samples of each site, and by slot and site what was sent; valid until the next step's `post`.
         """
         samples: list[int] = []
-        shares: list[list[Share]] = [[] for _ in self.slots]
+        shares: list[list[FactorPayload]] = [[] for _ in self.slots]
         for site, payload in enumerate(self._of_senders(self._gather.wait())):
             count, *rows = self._integers(payload).tolist()
             samples.append(count)
@@ -231,7 +231,7 @@ class FactorBucket:
                 shares[index].append(share.to(payload.device, self._dtype))
         return samples, shares
 
-    def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], Share]:
+    def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], FactorPayload]:
         """Exchanges the rows that the payloads had no room for, or that came late.
 
         Args:
@@ -247,7 +247,7 @@ class FactorBucket:
         sizes = [sum(sum(self.slots[index].sizes(extra[index][site])) for index in late[site]) for site in sites]
         gather = self._transport.gather(self._by_rank(sizes), self._wire)
 
-        def cut(payload: Tensor, site: int) -> dict[tuple[int, int], Share]:
+        def cut(payload: Tensor, site: int) -> dict[tuple[int, int], FactorPayload]:
             shares, start = {}, 0
             for index in late[site]:
                 shares[index, site], start = self.slots[index].cut(payload, start, extra[index][site])
@@ -259,7 +259,7 @@ class FactorBucket:
                 if part is not None and value is not None:
                     part.copy_(value)
         gather.launch()
-        shares: dict[tuple[int, int], Share] = {}
+        shares: dict[tuple[int, int], FactorPayload] = {}
         for site, payload in enumerate(self._of_senders(gather.wait())):
             for (index, _), share in cut(payload, site).items():
                 shares[index, site] = self.slots[index].unpack(share).to(payload.device, self._dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .buckets import Slot
-from .payload import Share
+from .payload import FactorPayload
 from .quantised import SCALE, pack, unpack
 
 _SPARE = 16  # one row in so many is kept free
@@ -37,12 +37,12 @@ class IndexSlot(Slot):
         # Every batch looks up another number of rows; without some room to spare each record would take a second round.
         return super().learn([count + count // _SPARE for count in rows])
 
-    def cut(self, payload: Tensor, start: int, rows: int) -> tuple[Share, int]:
+    def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
         share, end = super().cut(payload, start, rows)
         return share._replace(right=share.right.view(self._integers)), end
 
-    def pack(self, share: Share) -> Share:
+    def pack(self, share: FactorPayload) -> FactorPayload:
         return share._replace(left=pack(share.left)) if self._coded else share
 
-    def unpack(self, share: Share) -> Share:
+    def unpack(self, share: FactorPayload) -> FactorPayload:
         return share._replace(left=unpack(share.left)) if self._coded else share

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Share(NamedTuple):
+class FactorPayload(NamedTuple):
     """Rows whose product is a site's gradient of one weight, ``left.T @ right``.
 
     Attributes:
@@ -26,28 +26,28 @@ class Share(NamedTuple):
         """Number of rows k."""
         return self.left.shape[0]
 
-    def part(self, start: int, end: int | None = None, *, with_bias: bool = True) -> Share:
+    def part(self, start: int, end: int | None = None, *, with_bias: bool = True) -> FactorPayload:
         """Returns some of the rows."""
-        return Share(self.left[start:end], self.right[start:end], self.bias if with_bias else None)
+        return FactorPayload(self.left[start:end], self.right[start:end], self.bias if with_bias else None)
 
-    def without_rows(self) -> Share:
+    def without_rows(self) -> FactorPayload:
         """Return the share of a gradient of zeros."""
-        return Share(self.left[:0], self.right[:0], None if self.bias is None else torch.zeros_like(self.bias))
+        return FactorPayload(self.left[:0], self.right[:0], None if self.bias is None else torch.zeros_like(self.bias))
 
-    def plus(self, other: Share) -> Share:
+    def plus(self, other: FactorPayload) -> FactorPayload:
         """Adds another share of the same layer: rows stack, bias gradients add up."""
         bias = self.bias
         if other.bias is not None:
             bias = other.bias if bias is None else bias + other.bias
-        return Share(torch.cat([self.left, other.left]), torch.cat([self.right, other.right]), bias)
+        return FactorPayload(torch.cat([self.left, other.left]), torch.cat([self.right, other.right]), bias)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Share:
+    def to(self, device: torch.device, dtype: torch.dtype) -> FactorPayload:
         """Moves the share to a device, and what is in floating point to a type."""
 
         def move(part: Tensor | None) -> Tensor | None:
             return None if part is None else part.to(device, dtype if part.is_floating_point() else None)
 
-        return Share(*map(move, self))  # type: ignore[arg-type]
+        return FactorPayload(*map(move, self))  # type: ignore[arg-type]
 
     def finite(self) -> bool:
         """Says whether the share holds neither NaN nor Inf."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..lowrank import dequantise, quantise
 from .buckets import Slot
-from .payload import Share, finite
+from .payload import FactorPayload, finite
 from .transport import Gather, Transport
 
 SCALE = torch.float32.itemsize  # bytes behind the codes of a row
@@ -50,13 +50,13 @@ class CodedSlot(Slot):
     def __init__(self, out: int, width: int, bias: int, world_size: int) -> None:
         super().__init__(out + SCALE if out else 0, width + SCALE, bias + SCALE if bias else 0, world_size)
 
-    def pack(self, share: Share) -> Share:
+    def pack(self, share: FactorPayload) -> FactorPayload:
         bias = None if share.bias is None else pack(share.bias[None])[0]
-        return Share(pack(share.left), pack(share.right), bias)
+        return FactorPayload(pack(share.left), pack(share.right), bias)
 
-    def unpack(self, share: Share) -> Share:
+    def unpack(self, share: FactorPayload) -> FactorPayload:
         bias = None if share.bias is None else unpack(share.bias[None])[0]
-        return Share(unpack(share.left), unpack(share.right), bias)
+        return FactorPayload(unpack(share.left), unpack(share.right), bias)
 
 
 class CodedBucket:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..exchange.payload import Share
+from ..exchange.payload import FactorPayload
 from ..hooks import LINEAR, Factor, Form
 from ..lowrank import sum_of_products, sum_one_by_one
 from .feedback import ErrorFeedback
@@ -95,7 +95,7 @@ class Method(ABC):
     def rows_sent(self, rows: int, out: int, width: int) -> int:
         """Predicts how many rows a layer with this many rows of input sends."""
 
-    def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
+    def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
         """Turns a layer's factors into what is sent.
 
         What it keeps for the next step counts once `commit` has been called. A further call in the same step, for rows
@@ -130,7 +130,7 @@ class Method(ABC):
 
 
 def decode(
-    shares: Sequence[Share],
+    shares: Sequence[FactorPayload],
     weights: Sequence[float],
     with_bias: bool,
     *,
@@ -156,7 +156,7 @@ def decode(
     if form == LINEAR and not site_by_site and not (with_bias and shares[0].bias is None):
         gradient = sum_of_products([share.left for share in shares], [share.right for share in shares], weights)
     else:
-        rows = [Share(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
+        rows = [FactorPayload(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
         rows = [share for share in rows if share.rows] or rows[:1]
         if form == LINEAR:
             gradient = sum_one_by_one([share.left for share in rows], [share.right for share in rows])

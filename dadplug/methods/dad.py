@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..exchange.payload import Share
+from ..exchange.payload import FactorPayload
 from ..hooks import Factor
 from .base import Method, register_method
 
@@ -19,5 +19,5 @@ class DAD(Method):
     def rows_sent(self, rows: int, out: int, width: int) -> int:
         return rows
 
-    def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
-        return Share(factor.deltas, factor.activations)
+    def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
+        return FactorPayload(factor.deltas, factor.activations)

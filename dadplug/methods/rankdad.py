@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..exchange.payload import Share
+from ..exchange.payload import FactorPayload
 from ..hooks import Factor
 from ..lowrank import Carry, compress, compress_matrix, rounded, squared_norm
 from .base import Method, Quality, register_method
@@ -32,7 +32,7 @@ class _State(NamedTuple):
     """
 
     carry: Carry | None = None
-    lost: Share | None = None
+    lost: FactorPayload | None = None
     calls: int = 0
     quality: Quality | None = None
 
@@ -63,7 +63,7 @@ class RankDAD(Method):
     def rows_sent(self, rows: int, out: int, width: int) -> int:
         return min(self.max_rank, rows, out, width)
 
-    def encode(self, name: str, factor: Factor, with_bias: bool) -> Share:
+    def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
         state = self._staged.get(name) or self._states.get(name, _State())
         how: dict[str, Any] = {
             "iterations": self.options.iterations,
@@ -94,9 +94,9 @@ class RankDAD(Method):
             whole.addmm_(self._on_the_wire(left).T, self._on_the_wire(right), alpha=-1 / loss_scale)
         elif self.options.wire == "int8":
             wired = self._on_the_wire(left), self._on_the_wire(right)
-            lost = Share(torch.cat([left, -wired[0]]), torch.cat([right, wired[1]]).div_(loss_scale))
+            lost = FactorPayload(torch.cat([left, -wired[0]]), torch.cat([right, wired[1]]).div_(loss_scale))
         self._staged[name] = _State(carry, lost, state.calls + 1, Quality(kept, residual))
-        return Share(left, right, factor.bias_gradient() if with_bias else None)
+        return FactorPayload(left, right, factor.bias_gradient() if with_bias else None)
 
     def _with_errors(self, name: str, factor: Factor, loss_scale: float) -> Tensor:
         """Form the gradient without its loss scale, and add the error memory, in the room for the next memory."""
@@ -139,7 +139,7 @@ class RankDAD(Method):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
-        lost = {name: Share(*(part.clone() for part in parts)) for name, parts in state.get("lost", {}).items()}
+        lost = {name: FactorPayload(*(part.clone() for part in parts)) for name, parts in state.get("lost", {}).items()}
         names = {*carried, *lost, *state["calls"]}
         qualities = self.quality()
         self._states = {

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..exchange.codec import register
-from ..exchange.payload import Share
+from ..exchange.payload import FactorPayload
 from ..hooks import LINEAR, Elementwise, Factor, LayerCapture, Trace, stack_by_form
 from ..units.base import Unit
 from ..units.factor import FactorUnit
@@ -25,7 +25,7 @@ register(Elementwise)
 
 @register
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """What follows a layer.
 
     Attributes:
@@ -39,28 +39,28 @@ class Link:
 
 @register
 @dataclass(frozen=True)
-class Sight:
+class ChainReport:
     """What one site saw of a layer in the first step.
 
     Attributes:
         link: what follows it, in all calls; None where that is nothing, or not always the same.
-        breach: what breaks its chain, in words.
+        chain_break: what breaks its chain, in words.
     """
 
-    link: Link | None
-    breach: str = ""
+    link: ChainLink | None
+    chain_break: str = ""
 
 
 @register
-class Looks(NamedTuple):
+class ChainReports(NamedTuple):
     """What one site saw in the first step.
 
     Attributes:
-        sights: by name of a unit that was at work.
+        reports: by name of a unit that was at work.
         worked: whether the site had any gradient.
     """
 
-    sights: dict[str, Sight]
+    reports: dict[str, ChainReport]
     worked: bool
 
 
@@ -75,12 +75,12 @@ class ChainedUnit(FactorUnit):
         link: what follows it.
     """
 
-    def __init__(self, unit: FactorUnit, link: Link) -> None:
+    def __init__(self, unit: FactorUnit, link: ChainLink) -> None:
         super().__init__(unit.name, unit.bias, unit.parameters, unit.layers, "activations", LINEAR)
         self.arrivals, self.expected = unit.arrivals, unit.expected
         self.dense, self.outside = unit.dense, unit.outside
         self.link = link
-        self.follower: FactorUnit = unit  # until `chain_up` has replaced all
+        self.follower: FactorUnit = unit  # until `link_units` has replaced all
         self._accepted: list[int] = []
         self._refused: set[int] = set()
 
@@ -121,7 +121,9 @@ class ChainedUnit(FactorUnit):
         activations = torch.cat([factor.activations for factor in fitting]) if fitting[1:] else fitting[0].activations
         return Factor(activations, activations.new_empty(len(activations), 0))
 
-    def complete(self, shares: Sequence[Share], known: dict[str, list[Share]]) -> list[Share] | None:
+    def complete(
+        self, shares: Sequence[FactorPayload], known: dict[str, list[FactorPayload]]
+    ) -> list[FactorPayload] | None:
         theirs = known.get(self.link.follower)
         if theirs is None or any(mine.rows > their.rows for mine, their in zip(shares, theirs, strict=True)):
             return None
@@ -130,10 +132,10 @@ class ChainedUnit(FactorUnit):
         for mine, their in zip(shares, theirs, strict=True):
             behind = their.part(0, mine.rows)
             deltas = self.link.function.backward(behind.left @ weight, behind.right)
-            whole.append(Share(deltas.to(mine.right.device), mine.right))
+            whole.append(FactorPayload(deltas.to(mine.right.device), mine.right))
         return whole
 
-    def before_note(self) -> None:
+    def before_header(self) -> None:
         if self._stale:
             self.reclaim()
 
@@ -170,16 +172,16 @@ class Chains(NamedTuple):
 
     Attributes:
         links: by name of a unit, what follows it.
-        notes: by name of a unit, its place in a chain, in words.
+        remarks: by name of a unit, its place in a chain, in words.
         seen: whether any site had a gradient.
     """
 
-    links: dict[str, Link]
-    notes: dict[str, str]
+    links: dict[str, ChainLink]
+    remarks: dict[str, str]
     seen: bool
 
 
-def look(units: Sequence[Unit], capture: LayerCapture) -> Looks:
+def collect_chain_reports(units: Sequence[Unit], capture: LayerCapture) -> ChainReports:
     """Tells what this site saw of its fully connected layers, after the first step's backward passes.
 
     Args:
@@ -189,26 +191,26 @@ def look(units: Sequence[Unit], capture: LayerCapture) -> Looks:
     assert capture.tracer is not None
     linear = [unit for unit in units if isinstance(unit, FactorUnit) and unit.path == "factors" and unit.form == LINEAR]
     by_layer = {layer.name: unit for unit in linear for layer in unit.layers}
-    sights = {}
+    reports = {}
     for unit in linear:
         title = f"{unit.layers[0].name} ({type(unit.layers[0].module).__name__})"
         traces = [factor.trace for layer in unit.layers for factor in layer.peek() if factor.trace is not None]
         if not traces:
             continue
         link, follower = None, by_layer.get(traces[0].follower) if traces[0].follower else None
-        breach = capture.tracer.breaches.get(unit.layers[0].name, "")
+        chain_break = capture.tracer.chain_breaks.get(unit.layers[0].name, "")
         if len(unit.layers) > 1:
-            breach = f"{title} shares its weight with {unit.layers[1].name}"
-        elif broken := next((trace.breach for trace in traces if trace.breach), ""):
-            breach = f"{title} {broken}"
+            chain_break = f"{title} shares its weight with {unit.layers[1].name}"
+        elif broken := next((trace.chain_break for trace in traces if trace.chain_break), ""):
+            chain_break = f"{title} {broken}"
         elif traces[0].follower and (follower is None or len(follower.layers) > 1):
-            breach = f"{traces[0].follower} behind {title} is all-reduced, or shares its weight"
+            chain_break = f"{traces[0].follower} behind {title} is all-reduced, or shares its weight"
         elif follower is not None and not _follows(follower, unit, traces):
-            breach = f"{traces[0].follower} does not follow {title} in all its calls"
+            chain_break = f"{traces[0].follower} does not follow {title} in all its calls"
         elif follower is not None:
-            link = Link(follower.name, traces[0].function)
-        sights[unit.name] = Sight(link, breach)
-    return Looks(sights, any(unit.arrivals for unit in units))
+            link = ChainLink(follower.name, traces[0].function)
+        reports[unit.name] = ChainReport(link, chain_break)
+    return ChainReports(reports, any(unit.arrivals for unit in units))
 
 
 def _follows(follower: FactorUnit, unit: FactorUnit, traces: Sequence[Trace]) -> bool:
@@ -219,34 +221,34 @@ def _follows(follower: FactorUnit, unit: FactorUnit, traces: Sequence[Trace]) ->
     return same and fitting and keys == [trace.follower_key for trace in traces]
 
 
-def agree(told: Sequence[Looks], units: Sequence[Unit]) -> Chains:
+def merge_chain_reports(reports_by_site: Sequence[ChainReports], units: Sequence[Unit]) -> Chains:
     """Draws the conclusions; the same on every site.
 
     Args:
-        told: what each site saw, by rank.
+        reports_by_site: what each site saw, by rank.
         units: the units.
     """
-    links: dict[str, Link] = {}
-    breaches: dict[str, str] = {}
-    names = [unit.name for unit in units if any(unit.name in each.sights for each in told)]
+    links: dict[str, ChainLink] = {}
+    breaks: dict[str, str] = {}
+    names = [unit.name for unit in units if any(unit.name in each.reports for each in reports_by_site)]
     for name in names:
-        given = [each.sights[name] for each in told if name in each.sights]
+        given = [each.reports[name] for each in reports_by_site if name in each.reports]
         link = given[0].link
-        if link is not None and all(sight.link == link for sight in given):
+        if link is not None and all(report.link == link for report in given):
             links[name] = link
         else:
-            breach = next((sight.breach for sight in given if sight.breach), "")
-            breaches[name] = breach or ("" if link is None else "sites have it followed by different layers")
+            chain_break = next((report.chain_break for report in given if report.chain_break), "")
+            breaks[name] = chain_break or ("" if link is None else "sites have it followed by different layers")
     ends = {link.follower for link in links.values()}
-    notes = {}
+    remarks = {}
     for name in names:
         if name in links:
-            notes[name] = f"its deltas are recomputed from those of {links[name].follower}"
+            remarks[name] = f"its deltas are recomputed from those of {links[name].follower}"
         elif name in ends:
-            notes[name] = "ends a chain" + (f": {breaches[name]}" if breaches[name] else "")
+            remarks[name] = "ends a chain" + (f": {breaks[name]}" if breaks[name] else "")
         else:
-            notes[name] = "in no chain" + (f": {breaches[name]}" if breaches[name] else "")
-    return Chains(links, notes, any(each.worked for each in told))
+            remarks[name] = "in no chain" + (f": {breaks[name]}" if breaks[name] else "")
+    return Chains(links, remarks, any(each.worked for each in reports_by_site))
 
 
 def refusal(chains: Chains, model: nn.Module, reasons: dict[str, str]) -> str:
@@ -257,18 +259,18 @@ def refusal(chains: Chains, model: nn.Module, reasons: dict[str, str]) -> str:
         model: the model.
         reasons: by name of a weight, why it takes the path that it does.
     """
-    breaches = [note.partition(": ")[2] for note in chains.notes.values()]
+    breaks = [remark.partition(": ")[2] for remark in chains.remarks.values()]
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and f"{name}.weight" in reasons.keys() - chains.notes.keys():
-            breaches.append(f"{name} ({type(module).__name__}) is all-reduced: {reasons[f'{name}.weight']}")
-    breach = next((each for each in breaches if each), "no fully connected layer in it follows another")
+        if isinstance(module, nn.Linear) and f"{name}.weight" in reasons.keys() - chains.remarks.keys():
+            breaks.append(f"{name} ({type(module).__name__}) is all-reduced: {reasons[f'{name}.weight']}")
+    chain_break = next((each for each in breaks if each), "no fully connected layer in it follows another")
     return (
         "mode 'edad' recomputes deltas along chains of two fully connected layers or more, and this model has none: "
-        f"{breach}. Use mode='dad', which sends the deltas of every layer"
+        f"{chain_break}. Use mode='dad', which sends the deltas of every layer"
     )
 
 
-def chain_up(units: Sequence[Unit], links: dict[str, Link]) -> list[Unit]:
+def link_units(units: Sequence[Unit], links: dict[str, ChainLink]) -> list[Unit]:
     """Puts units that send activations alone in the places of those that something follows."""
     replaced = [_linked(unit, links.get(unit.name)) for unit in units]
     by_name = {unit.name: unit for unit in replaced}
@@ -280,7 +282,7 @@ def chain_up(units: Sequence[Unit], links: dict[str, Link]) -> list[Unit]:
     return replaced
 
 
-def _linked(unit: Unit, link: Link | None) -> Unit:
+def _linked(unit: Unit, link: ChainLink | None) -> Unit:
     if link is None:
         return unit
     assert isinstance(unit, FactorUnit)
@@ -288,7 +290,7 @@ def _linked(unit: Unit, link: Link | None) -> Unit:
     return ChainedUnit(unit, link)
 
 
-def followers_first(units: Sequence[Unit]) -> list[Unit]:
+def order_followers_first(units: Sequence[Unit]) -> list[Unit]:
     """Orders units so that each comes behind the one that follows its layer, and else as they are."""
     places = {unit.name: (place, 0) for place, unit in enumerate(units)}
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..exchange import Transport
 from ..model_sync.structure import is_managed
-from ..reducer import DenseStage, stage_kind
+from ..reducer import DenseHandler, handler_type
 from ..units.factor import FactorUnit
 from .plan import Plan, PlanRow
 from .planner import Planner
@@ -26,11 +26,11 @@ def make_plan(planner: Planner) -> Plan:
             nbytes = dense = 0
         elif isinstance(unit, FactorUnit):
             nbytes = _factor_bytes(planner, unit, name)
-        elif planner.pipeline is not None and planner.settled:
-            nbytes = planner.pipeline.sent_bytes(unit)
+        elif planner.reducer is not None and planner.settled:
+            nbytes = planner.reducer.sent_bytes(unit)
         else:
-            kind = stage_kind(unit.path, transport)
-            assert issubclass(kind, DenseStage)
+            kind = handler_type(unit.path, transport)
+            assert issubclass(kind, DenseHandler)
             nbytes = kind.payload_bytes(unit, planner.method, options.wire, transport)
         reason = planner.reasons.get(name) or planner.notices.get(name, "")
         path = planner.paths.get(name)
@@ -50,11 +50,11 @@ def _factor_bytes(planner: Planner, unit: FactorUnit, name: str) -> int:
     copies = planner.transport.copies
     size = {"bf16": 2, "int8": 1}.get(planner.options.wire, unit.lead.element_size())
     if name != unit.name:
-        rows = planner.pipeline.room(unit) if planner.pipeline is not None and planner.settled else None
+        rows = planner.reducer.room(unit) if planner.reducer is not None and planner.settled else None
         sends = planner.method.sends_bias and (rows is None or rows > 0)
         return copies * size * unit.parameters[name].numel() * sends
-    if planner.pipeline is not None and planner.settled:
-        rows = planner.pipeline.room(unit)
+    if planner.reducer is not None and planner.settled:
+        rows = planner.reducer.room(unit)
     else:
         rows = planner.method.rows_sent(1, *unit.shape)
     return copies * size * rows * sum(unit.widths)

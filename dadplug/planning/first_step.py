@@ -11,7 +11,7 @@ from ..hooks.convolution import Geometry
 from ..methods import Method
 from ..units.base import Unit
 from ..units.factor import FactorUnit
-from .link_model import Link
+from .link_model import LinkCosts
 
 register_family(Form)
 register(Geometry)  # which forms of convolutions hold
@@ -19,7 +19,7 @@ register(Geometry)  # which forms of convolutions hold
 
 @register
 @dataclass(frozen=True)
-class FirstStep:
+class FirstStepReport:
     """What a site saw in its first step.
 
     Attributes:
@@ -36,13 +36,13 @@ class FirstStep:
     rows: dict[str, int]
     forms: dict[str, set[Form]]
     samples: int
-    link: Link | None
+    link: LinkCosts | None
 
     @classmethod
     def of(
-        cls, units: Sequence[Unit], order: Sequence[Unit], share_inputs: bool, samples: int, link: Link | None
-    ) -> FirstStep:
-        """Looks at the units after a step's backward passes."""
+        cls, units: Sequence[Unit], order: Sequence[Unit], share_inputs: bool, samples: int, link: LinkCosts | None
+    ) -> FirstStepReport:
+        """Look at the units after a step's backward passes."""
         factored = [unit for unit in units if isinstance(unit, FactorUnit)]
         reasons = {unit.name: "used outside its layer too" for unit in factored if unit.outside}
         if not share_inputs:
@@ -53,7 +53,7 @@ class FirstStep:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class MergedReport:
     """What all sites conclude from what each of them saw.
 
     Attributes:
@@ -79,11 +79,11 @@ class Agreement:
         return sorted(backwards, key=lambda unit: self._places.get(unit.name, len(self._places)))
 
 
-def agree(told: Sequence[FirstStep], units: Sequence[Unit], method: Method) -> Agreement:
+def merge_reports(reports: Sequence[FirstStepReport], units: Sequence[Unit], method: Method) -> MergedReport:
     """Draws the conclusions, and tells the units their forms; the same on every site.
 
     Args:
-        told: what each site saw, by rank.
+        reports: what each site saw, by rank.
         units: the units.
         method: the method.
     """
@@ -91,32 +91,32 @@ def agree(told: Sequence[FirstStep], units: Sequence[Unit], method: Method) -> A
     rows: dict[str, int] = {}
     chosen: dict[str, str] = {}
     notices: dict[str, str] = {}
-    links = [each.link for each in told if each.link is not None]
-    link = Link.worst(links) if links and len(told) > 1 else None
+    links = [each.link for each in reports if each.link is not None]
+    link = LinkCosts.worst(links) if links and len(reports) > 1 else None
     for unit in units:
         if not isinstance(unit, FactorUnit):
             continue
-        most = max(each.rows.get(unit.name, 0) for each in told)
-        given = [each.reasons[unit.name] for each in told if unit.name in each.reasons]
+        most = max(each.rows.get(unit.name, 0) for each in reports)
+        given = [each.reasons[unit.name] for each in reports if unit.name in each.reasons]
         if unit.form is None:
-            forms = set().union(*(each.forms[unit.name] for each in told))
+            forms = set().union(*(each.forms[unit.name] for each in reports))
             if len(forms) == 1:
                 unit.form = forms.pop()
             else:
                 given.append("inputs of several sizes" if forms else "no site used it in the first step")
         if not given and link is not None and unit.form is not None and not unit.form.sparse:
-            dense, factors = _predict(unit, most, len(told), link)
+            dense, factors = _predict(unit, most, len(reports), link)
             words = f"{1e3 * factors:.2f} ms by factors, {1e3 * dense:.2f} ms by all-reduce"
             (chosen if dense < factors else notices)[unit.name] = f"predicted: {words}"
-        elif not given and (excess := _excess(unit, most, len(told))) >= 1.0:
+        elif not given and (excess := _excess(unit, most, len(reports))) >= 1.0:
             given.append(f"its factors would be {excess:.1f} times the bytes")
         if given:
             reasons[unit.name] = given[0]
         encoded = unit.form is None or unit.form.encoded
         rows[unit.name] = method.rows_sent(most, *unit.shape) if encoded else most
-    places = {name: place for place, name in enumerate(told[0].order)}
-    samples = [each.samples for each in told]
-    return Agreement(reasons, rows, sum(samples), chosen, notices, max(samples), places)
+    places = {name: place for place, name in enumerate(reports[0].order)}
+    samples = [each.samples for each in reports]
+    return MergedReport(reasons, rows, sum(samples), chosen, notices, max(samples), places)
 
 
 def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
@@ -126,7 +126,7 @@ def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
     return max(sites, 2) * rows * sum(unit.widths) / (2 * unit.lead.numel())
 
 
-def _predict(unit: FactorUnit, rows: int, sites: int, link: Link) -> tuple[float, float]:
+def _predict(unit: FactorUnit, rows: int, sites: int, link: LinkCosts) -> tuple[float, float]:
     """Predicts the seconds of a unit's all-reduce, and of the exchange of its factors."""
     assert unit.form is not None
     numel, size = unit.lead.numel(), unit.lead.element_size()

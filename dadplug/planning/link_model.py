@@ -18,7 +18,7 @@ _ROUNDS = 3
 
 @register
 @dataclass(frozen=True)
-class Link:
+class LinkCosts:
     """What things cost at a site, the exchange with all others included.
 
     Attributes:
@@ -34,9 +34,9 @@ class Link:
     multiply: float
 
     @staticmethod
-    def worst(links: Sequence[Link]) -> Link:
+    def worst(links: Sequence[LinkCosts]) -> LinkCosts:
         """The slowest of what the sites have measured: all wait for that one."""
-        return Link(*(max(getattr(link, name) for link in links) for name in Link.__dataclass_fields__))
+        return LinkCosts(*(max(getattr(link, name) for link in links) for name in LinkCosts.__dataclass_fields__))
 
     def dense(self, nbytes: int, multiplications: int) -> float:
         """Predicts the seconds of a gradient that is formed and all-reduced.
@@ -58,7 +58,7 @@ class Link:
         return self.gather * nbytes + self.multiply * multiplications * sites
 
 
-def measure_link(transport: Transport) -> Link:
+def measure_link(transport: Transport) -> LinkCosts:
     """Measures the link by exchanges of growing size, for about a tenth of a second; all sites must call it."""
     left, right = torch.ones(32, 512), torch.ones(32, 512)
     multiply = _fastest(lambda: left.T @ right) / (32 * 512 * 512)
@@ -71,7 +71,7 @@ def measure_link(transport: Transport) -> Link:
         gather, reduce = (max(0.0, each - latency) / (4 * size) for each in (seconds, reducing))
         if max(transport.gather_objects(seconds)) > _FAST:
             break
-    return Link(latency, gather, reduce, multiply)
+    return LinkCosts(latency, gather, reduce, multiply)
 
 
 def _gather_seconds(transport: Transport, size: int) -> float:

@@ -14,7 +14,7 @@ from ..units.factor import FactorUnit
 from ..units.lowrank import LowrankUnit
 
 
-class Division(NamedTuple):
+class Partition(NamedTuple):
     """How a model's parameters are divided.
 
     Attributes:
@@ -30,7 +30,7 @@ class Division(NamedTuple):
     reasons: dict[str, str]
 
 
-def find_units(model: nn.Module, method: Method, keep_dense: set[str], compress_dense: bool) -> Division:
+def partition_parameters(model: nn.Module, method: Method, keep_dense: set[str], compress_dense: bool) -> Partition:
     """Divides a model's trained parameters into units, each parameter into exactly one.
 
     A weight goes by factors if the method wants it to and if every layer that owns it is captured, and of one kind; so
@@ -100,7 +100,7 @@ def find_units(model: nn.Module, method: Method, keep_dense: set[str], compress_
                 may = name not in keep_dense and parameter.is_floating_point() and parameter.dim() > 1
                 paths[name] = method.gradient_path(*matrix_shape(parameter)) if may else "allreduce"
                 units.append(DenseUnit(name, parameter, paths[name]))
-    return Division(capture, units, paths, reasons)
+    return Partition(capture, units, paths, reasons)
 
 
 def _path(layer: nn.Module, method: Method) -> str:

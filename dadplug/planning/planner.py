@@ -14,13 +14,13 @@ from ..methods.feedback import ErrorFeedback
 from ..model_sync import replicas
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..options import Options
-from ..reducer.reducer import Pipeline
+from ..reducer.reducer import Reducer
 from ..units.base import DenseUnit, Unit
 from ..units.factor import FactorUnit
 from . import chains
-from .first_step import FirstStep, agree
-from .link_model import Link, measure_link
-from .partition import find_units
+from .first_step import FirstStepReport, merge_reports
+from .link_model import LinkCosts, measure_link
+from .partition import partition_parameters
 
 _OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
 _SOME_STEPS = 8
@@ -47,8 +47,8 @@ class Planner:
         settled: whether the first step of the plan is over.
         changing: whether the model has been seen to differ from the plan in this step; then nothing leaves early.
         version: number of the plan.
-        pipeline: the pipeline of the plan; None before one is settled.
-        rounding: what rounding had taken away when the pipeline was last asked.
+        reducer: the reducer of the plan; None before one is settled.
+        rounding: what rounding had taken away when the reducer was last asked.
         reference: samples of a step, about; 0 before the first.
         link: what the link costs, where the method chooses by it.
     """
@@ -73,10 +73,10 @@ class Planner:
         self.changing = False
         self.reasons: dict[str, str] = {}
         self.version = 0
-        self.pipeline: Pipeline | None = None
+        self.reducer: Reducer | None = None
         self.rounding = ErrorFeedback(True)
         self.reference = 0
-        self.link: Link | None = None
+        self.link: LinkCosts | None = None
         self._off_plan = 0
         self._added: set[str] = set()  # parameters that have come since the last plan was settled
         self._build()
@@ -84,7 +84,7 @@ class Planner:
     def _build(self) -> None:
         """Divides the parameters into units, and watches their gradients arrive."""
         compress_dense = self.options.dense == "lowrank"
-        found = find_units(self.model, self.method, set(self.reasons), compress_dense)
+        found = partition_parameters(self.model, self.method, set(self.reasons), compress_dense)
         self.capture, self.units, self.paths = found.capture, found.units, found.paths
         self.notices = found.reasons
         self._order: list[Unit] = []
@@ -94,7 +94,7 @@ class Planner:
             if isinstance(unit, FactorUnit):
                 unit.reduction = self._number
 
-    def take_down(self, unit: Unit) -> None:
+    def record_arrival(self, unit: Unit) -> None:
         """Notes the order in which units arrive, before the plan is settled."""
         if unit not in self._order:
             self._order.append(unit)
@@ -200,7 +200,7 @@ class Planner:
             unit.release()
         self.capture.detach()
 
-    def settle(self, step: int) -> Pipeline:
+    def settle(self, step: int) -> Reducer:
         """Agrees, in the first step of a plan, on what only a step can show: the order of units, and special cases.
 
         Args:
@@ -210,25 +210,25 @@ class Planner:
             ValueError: on all sites, if the method needs chains of layers, and the model has none.
             MismatchError: if other sites have no new plan.
         """
-        if self.pipeline is not None:
-            self.rounding = self.pipeline.rounding()
-            self.pipeline.retire(step, self.version)
+        if self.reducer is not None:
+            self.rounding = self.reducer.rounding()
+            self.reducer.close_plan(step, self.version)
         if self._added:
             replicas.check_values(self.model, self._added, self.transport)
             self._added.clear()
         if self.method.chooses and self.link is None:
             with self.transport.traffic.apart():
                 self.link = measure_link(self.transport)
-        own = FirstStep.of(self.units, self._order, self.options.share_inputs, self._samples(), self.link)
-        agreed = agree(self.transport.gather_objects(own), self.units, self.method)
+        own = FirstStepReport.of(self.units, self._order, self.options.share_inputs, self._samples(), self.link)
+        agreed = merge_reports(self.transport.gather_objects(own), self.units, self.method)
         self.reasons = agreed.reasons | self.reasons
         self._chosen, self._planned_for, self._off_plan = agreed.chosen, agreed.largest, 0
         self.notices |= agreed.notices
-        self.units = [new for unit in self.units for new in self._allreduce_if_told(unit)]
+        self.units = [new for unit in self.units for new in self._allreduce_if_decided(unit)]
         self.reference = self.reference or agreed.samples
         self.settled = not self.method.chains or self._find_chains()
-        self.pipeline = Pipeline(
-            chains.followers_first(agreed.order(self.units)),
+        self.reducer = Reducer(
+            chains.order_followers_first(agreed.order(self.units)),
             self.method,
             self.transport,
             self.options,
@@ -237,12 +237,14 @@ class Planner:
             self.reference,
             self.version,
         )
-        self.pipeline.add_rounding(self.rounding)
-        return self.pipeline
+        self.reducer.add_rounding(self.rounding)
+        return self.reducer
 
     def _find_chains(self) -> bool:
         """Agrees on the layers whose deltas are recomputed; says whether there was anything to see yet."""
-        found = chains.agree(self.transport.gather_objects(chains.look(self.units, self.capture)), self.units)
+        found = chains.merge_chain_reports(
+            self.transport.gather_objects(chains.collect_chain_reports(self.units, self.capture)), self.units
+        )
         if found.seen and self.capture.tracer is not None:
             self.capture.tracer.stop_naming()
         if found.seen and not found.links:
@@ -250,8 +252,8 @@ class Planner:
             if self.version == 0:
                 raise ValueError(message)
             warnings.warn(message, stacklevel=5)
-        self.units = chains.chain_up(self.units, found.links)
-        self.notices = self.notices | found.notes
+        self.units = chains.link_units(self.units, found.links)
+        self.notices = self.notices | found.remarks
         for unit in self.units:
             if isinstance(unit, chains.ChainedUnit):
                 unit.watch(self._arrived)
@@ -259,7 +261,7 @@ class Planner:
                 self.paths |= dict.fromkeys(unit.parameters, unit.path)
         return found.seen
 
-    def _allreduce_if_told(self, unit: Unit) -> list[Unit]:
+    def _allreduce_if_decided(self, unit: Unit) -> list[Unit]:
         """Moves a unit to the dense path if a site has found a reason to; returns the units that it becomes."""
         reason = self.reasons.get(unit.name) or self._chosen.get(unit.name)
         if not isinstance(unit, FactorUnit) or reason is None:

@@ -1,4 +1,4 @@
-"""The stage of units whose gradients are summed over sites as they are."""
+"""The handler of units whose gradients are summed over sites as they are."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..exchange.payload import finite
 from ..exchange.quantised import CodedBucket
 from ..methods import Method
 from ..units.base import Unit
-from .handler import Stage, register_stage, write_gradient
-from .step_header import Note
+from .handler import BucketHandler, register_handler, write_gradient
+from .step_header import StepHeader
 
 if TYPE_CHECKING:
-    from .reducer import Pipeline
+    from .reducer import Reducer
 
 _SMALL_MB = 0.06
 
@@ -40,14 +40,14 @@ class _Put(NamedTuple):
         return self.gradient is other.gradient and self[1:] == other[1:]
 
 
-@register_stage("allreduce")
-class DenseStage(Stage):
+@register_handler("allreduce")
+class DenseHandler(BucketHandler):
     """All-reduces gradients in a bucket, or gathers them as codes."""
 
     repeats = True
 
-    def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
-        super().__init__(units, pipeline)
+    def __init__(self, units: Sequence[Unit], reducer: Reducer) -> None:
+        super().__init__(units, reducer)
         self._samples = 0
         self._put: dict[str, _Put] = {}
         self._open()
@@ -55,7 +55,7 @@ class DenseStage(Stage):
     def _open(self) -> None:
         """Makes the bucket."""
         sizes = [unit.lead.numel() for unit in self.units]
-        wire, transport = self.pipeline.wire(self.dtype), self.pipeline.transport
+        wire, transport = self.reducer.wire(self.dtype), self.reducer.transport
         coded = wire == torch.int8
         self.bucket = CodedBucket(sizes, transport) if coded else dense_bucket(sizes, transport, wire)
         self._sums: Sequence[Tensor] = ()
@@ -86,9 +86,9 @@ class DenseStage(Stage):
 
     def sent_bytes(self, unit: Unit) -> int:
         """Tells how many bytes this site hands to the transport for a unit in a step."""
-        transport, wire = self.pipeline.transport, self.pipeline.options.wire
+        transport, wire = self.reducer.transport, self.reducer.options.wire
         gathered = not self.gathers and isinstance(self.bucket, GatheredBucket)
-        return self.payload_bytes(unit, self.pipeline.method, wire, transport, gathered)
+        return self.payload_bytes(unit, self.reducer.method, wire, transport, gathered)
 
     def rounding(self) -> dict[str, Tensor]:
         if not isinstance(self.bucket, CodedBucket):
@@ -99,41 +99,41 @@ class DenseStage(Stage):
         """Puts a unit's gradient into the bucket, times the site's weight; says whether it is finite."""
         slot, gradient = self._slots[unit.name], None if unit.lead.grad is None else unit.lead.grad.detach()
         if isinstance(self.bucket, CodedBucket):
-            self.bucket.fill(slot, gradient, weight, self.pipeline.method.loss_scales.of(unit.name))
+            self.bucket.fill(slot, gradient, weight, self.reducer.method.loss_scales.of(unit.name))
         else:
             self.bucket.fill(slot, gradient, weight)
-        return not self.pipeline.checks or self.bucket.finite(slot)
+        return not self.reducer.checks or self.bucket.finite(slot)
 
     def fill(self, unit: Unit) -> None:
         if not self._put:
-            self._samples = self.pipeline.samples()
+            self._samples = self.reducer.samples()
         if not self._put_metered(unit):
-            self.pipeline.faults.append((3, unit.name))
+            self.reducer.faults.append((3, unit.name))
         self._put[unit.name] = _Put.of(unit)
 
     def _put_metered(self, unit: Unit) -> bool:
-        self.pipeline.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        self.reducer.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
         with self.timing("encode", unit):
-            return self.put(unit, self._samples / self.pipeline.reference)
+            return self.put(unit, self._samples / self.reducer.reference)
 
     def launch(self) -> None:
         self.bucket.launch()
 
     def settle_late(self) -> None:
         """Find the units whose payload is void: a gradient has come, changed or gone since, or the samples have."""
-        other_samples = self.pipeline.samples() != self._samples
+        other_samples = self.reducer.samples() != self._samples
         for unit in self.units:
             unit.dense = other_samples or not self._put[unit.name].same(_Put.of(unit))
             if unit.dense:
-                faults, gradient = self.pipeline.faults, unit.lead.grad
+                faults, gradient = self.reducer.faults, unit.lead.grad
                 faults[:] = [fault for fault in faults if fault[1] != unit.name]
-                if self.pipeline.checks and gradient is not None and not finite(gradient):
+                if self.reducer.checks and gradient is not None and not finite(gradient):
                     faults.append((3, unit.name))
 
     def repeat(self) -> None:
-        self._samples = self.pipeline.samples()
+        self._samples = self.reducer.samples()
         for unit in self.units:
-            self.pipeline.method.rollback(unit.name)
+            self.reducer.method.rollback(unit.name)
             self._put_metered(unit)
         self.launch()
         self.receive()
@@ -145,9 +145,9 @@ class DenseStage(Stage):
         with self.timing("wait"):
             self._sums = self.bucket.wait()
 
-    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
-        scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
-        wanted = [write and any(note.present[index] for note in notes) for index in self._indices()]
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        scale = self.reducer.reference / max(1, sum(header.samples for header in headers))
+        wanted = [write and any(header.present[index] for header in headers) for index in self._indices()]
         for unit, want, value in zip(self.units, wanted, self._sums, strict=True):
             if want:
                 with self.timing("decode", unit):

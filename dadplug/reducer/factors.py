@@ -1,4 +1,4 @@
-"""The stage of units that send rows: factors, low-rank factors, rows of tables."""
+"""The handler of units that send rows: factors, low-rank factors, rows of tables."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from ..exchange.buckets import FactorBucket, Slot
 from ..exchange.indices import IndexSlot
-from ..exchange.payload import Share, finite
+from ..exchange.payload import FactorPayload, finite
 from ..exchange.quantised import CodedSlot
 from ..methods import Method, decode
 from ..units.base import Unit, add_gradient
 from ..units.factor import FactorUnit
-from .handler import Stage, register_stage
-from .step_header import Note
+from .handler import BucketHandler, register_handler
+from .step_header import StepHeader
 
 if TYPE_CHECKING:
-    from .reducer import Pipeline
+    from .reducer import Reducer
 
 
-@register_stage("factors", "lowrank", "activations")
-class FactorStage(Stage):
+@register_handler("factors", "lowrank", "activations")
+class FactorHandler(BucketHandler):
     """Gathers rows from all sites, and forms the agreed gradients of them."""
 
     bucket_mb = 0.03  # small, since a slow link should not wait for the next layer
@@ -35,12 +35,12 @@ class FactorStage(Stage):
         assert isinstance(unit, FactorUnit)
         return rows * sum(unit.widths)
 
-    def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
-        super().__init__(units, pipeline)
+    def __init__(self, units: Sequence[Unit], reducer: Reducer) -> None:
+        super().__init__(units, reducer)
         self.senders = self._find_senders()
         slots = [self._slot(unit) for unit in units]
-        wire = pipeline.wire(self.dtype)
-        self.bucket = FactorBucket(slots, pipeline.transport, self.dtype, wire, self.senders)
+        wire = reducer.wire(self.dtype)
+        self.bucket = FactorBucket(slots, reducer.transport, self.dtype, wire, self.senders)
         self._present: set[str] = set()
         self._samples: list[int] = []
         self._rows: list[list[int]] = []  # that have arrived, by slot and site
@@ -48,20 +48,20 @@ class FactorStage(Stage):
 
     def _find_senders(self) -> list[int]:
         """Ranks of the sites that send; all of them."""
-        return list(range(self.pipeline.transport.world_size))
+        return list(range(self.reducer.transport.world_size))
 
     def _slot(self, unit: Unit) -> Slot:
         assert isinstance(unit, FactorUnit)
         assert unit.form is not None
         sites, (out, width) = len(self.senders), unit.widths
         if unit.form.table_rows:
-            return IndexSlot(out, unit.form.table_rows, self.pipeline.wire(self.dtype), sites)
-        kind = CodedSlot if self.pipeline.wire(self.dtype) == torch.int8 else Slot
+            return IndexSlot(out, unit.form.table_rows, self.reducer.wire(self.dtype), sites)
+        kind = CodedSlot if self.reducer.wire(self.dtype) == torch.int8 else Slot
         return kind(out, width, self._bias(unit), sites)
 
     def _bias(self, unit: FactorUnit) -> int:
         """Number of elements of the bias gradient that is sent beside a unit's rows."""
-        sent = unit.bias is not None and self.pipeline.method.sends_bias
+        sent = unit.bias is not None and self.reducer.method.sends_bias
         return unit.parameters[str(unit.bias)].numel() if sent else 0
 
     def post(self) -> None:
@@ -92,10 +92,10 @@ class FactorStage(Stage):
         return [weight if name == unit.name or bias is None else bias]
 
     def _meter(self, unit: Unit) -> None:
-        transport = self.pipeline.transport
+        transport = self.reducer.transport
         transport.traffic.of(unit.name).bytes += transport.copies * self.bucket.slot_bytes(self._slots[unit.name])
 
-    def _encode(self, unit: Unit) -> Share | None:
+    def _encode(self, unit: Unit) -> FactorPayload | None:
         """Encodes what has arrived; takes note of NaN and Inf, and passes them on as such."""
         assert isinstance(unit, FactorUnit)
         factor = unit.take()
@@ -105,53 +105,53 @@ class FactorStage(Stage):
         if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
             return None
         try:
-            method = self.pipeline.method
+            method = self.reducer.method
             if factor.form.encoded:
                 share = method.encode(unit.name, factor, unit.bias is not None)
                 if method.finds_what_is_not_finite and not share.left.is_cuda:
                     return share
             else:
-                share = Share(factor.deltas, factor.activations)
-            if not self.pipeline.checks or share.finite():
+                share = FactorPayload(factor.deltas, factor.activations)
+            if not self.reducer.checks or share.finite():
                 return share
         except FloatingPointError:
             pass
         kind = 2 if finite(factor.inputs) else 1
-        self.pipeline.faults.append((kind, unit.name))
+        self.reducer.faults.append((kind, unit.name))
         return self._nan(unit)
 
-    def _nan(self, unit: FactorUnit) -> Share:
+    def _nan(self, unit: FactorUnit) -> FactorPayload:
         """What stands for a gradient that is not finite."""
         out, width = unit.widths
         left, right = unit.lead.new_full((1, out), math.nan), unit.lead.new_zeros(1, width)
-        return Share(left, right, left.new_full((self._bias(unit),), math.nan) if self._bias(unit) else None)
+        return FactorPayload(left, right, left.new_full((self._bias(unit),), math.nan) if self._bias(unit) else None)
 
     def room(self, unit: Unit) -> int:
         """Tells how many rows of a unit this site sends in a step."""
         return self.bucket.room(self._slots[unit.name])
 
     def launch(self) -> None:
-        self.bucket.launch(self.pipeline.samples())
+        self.bucket.launch(self.reducer.samples())
 
     def settle_late(self) -> None:
         for unit in self.units:
             assert isinstance(unit, FactorUnit)
-            unit.before_note()
+            unit.before_header()
             if unit.void:
                 self._drop_sent(unit)
             share = self._encode(unit)
             if share is not None:
                 self.bucket.add_late(self._slots[unit.name], share)
-            gradient = unit.lead.grad if unit.dense and self.pipeline.checks else None
+            gradient = unit.lead.grad if unit.dense and self.reducer.checks else None
             if gradient is not None and not finite(gradient):
-                self.pipeline.faults.append((3, unit.name))
+                self.reducer.faults.append((3, unit.name))
 
     def _drop_sent(self, unit: Unit) -> None:
         """Forget what has been sent of a unit, since its gradient has been discarded."""
         self.bucket.drop_late(self._slots[unit.name])
         self._present.discard(unit.name)
-        self.pipeline.method.rollback(unit.name)
-        faults = self.pipeline.faults
+        self.reducer.method.rollback(unit.name)
+        faults = self.reducer.faults
         faults[:] = [fault for fault in faults if fault[1] != unit.name]
 
     def present(self, unit: Unit) -> bool:
@@ -167,7 +167,7 @@ class FactorStage(Stage):
         self._rows = [[share.rows for share in sites] for sites in shares]
         self._decode(shares, self._samples)
 
-    def _decode(self, shares: Sequence[list[Share]], samples: Sequence[int]) -> None:
+    def _decode(self, shares: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
         """Forms the gradients of what has arrived, with each site's share in the samples."""
         self._gradients.clear()
         if any(samples):
@@ -175,15 +175,15 @@ class FactorStage(Stage):
                 with self.timing("decode", unit):
                     self._decode_unit(unit, each, samples)
 
-    def _decode_unit(self, unit: Unit, shares: Sequence[Share], samples: Sequence[int]) -> None:
+    def _decode_unit(self, unit: Unit, shares: Sequence[FactorPayload], samples: Sequence[int]) -> None:
         assert isinstance(unit, FactorUnit)
         assert unit.form is not None
-        whole = unit.complete([share.to(unit.lead.device, self.dtype) for share in shares], self.pipeline.known)
+        whole = unit.complete([share.to(unit.lead.device, self.dtype) for share in shares], self.reducer.known)
         if whole is None:
             return
-        if self.pipeline.method.chains:  # nobody else asks for it, and it is as large as the payloads
-            self.pipeline.known[unit.name] = whole
-        weights, exact = self._weights(samples), self.pipeline.method.exact
+        if self.reducer.method.chains:  # nobody else asks for it, and it is as large as the payloads
+            self.reducer.known[unit.name] = whole
+        weights, exact = self._weights(samples), self.reducer.method.exact
         gradients = decode(whole, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
         self._gradients[unit.name] = gradients
 
@@ -191,23 +191,23 @@ class FactorStage(Stage):
         """Tells each sender's share in the mean."""
         return [count / sum(samples) for count in samples]
 
-    def _counts(self, notes: Sequence[Note]) -> list[int]:
+    def _counts(self, headers: Sequence[StepHeader]) -> list[int]:
         """Tells the samples that each sender's rows stand for."""
-        return [note.samples for note in notes]
+        return [header.samples for header in headers]
 
-    def _void(self, notes: Sequence[Note]) -> list[list[bool]]:
+    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
         """Return, by slot and sender, whether what was sent has been discarded since."""
-        return [[notes[rank].void[index] for rank in self.senders] for index in self._indices()]
+        return [[headers[rank].void[index] for rank in self.senders] for index in self._indices()]
 
-    def _wanted(self, notes: Sequence[Note]) -> list[bool]:
+    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
         """Return, by slot, whether any site has rows."""
-        return [any(note.present[index] for note in notes) for index in self._indices()]
+        return [any(header.present[index] for header in headers) for index in self._indices()]
 
-    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
-        samples = self._counts(notes)
-        extra = [[notes[rank].extra_rows[index] for rank in self.senders] for index in self._indices()]
-        void = self._void(notes)
-        wanted = [write and want for want in self._wanted(notes)]
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        samples = self._counts(headers)
+        extra = [[headers[rank].extra_rows[index] for rank in self.senders] for index in self._indices()]
+        void = self._void(headers)
+        wanted = [write and want for want in self._wanted(headers)]
         missing = any(want and unit.name not in self._gradients for want, unit in zip(wanted, self.units, strict=True))
         if any(map(any, extra)) or any(map(any, void)) or missing or samples != self._samples:
             self._finish_late(extra, void, wanted, samples, write)
@@ -215,9 +215,9 @@ class FactorStage(Stage):
             if want:
                 self._write_gradients(unit, *self._gradients[unit.name])
             if keep:
-                self.pipeline.method.commit(unit.name)
+                self.reducer.method.commit(unit.name)
             else:
-                self.pipeline.method.rollback(unit.name)
+                self.reducer.method.rollback(unit.name)
         self._present.clear()
         self._gradients.clear()
         self.bucket.end_step(self._rows)

@@ -1,4 +1,4 @@
-"""Stages: a bucket and the units that share it, from their gradients' arrival to the agreed ones."""
+"""Handlers: a bucket and the units that share it, from their gradients' arrival to the agreed ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from ..exchange import Traffic, Transport
 from ..methods import Method
 from ..units.base import Unit
-from .step_header import Note
+from .step_header import StepHeader
 
 if TYPE_CHECKING:
-    from .reducer import Pipeline
+    from .reducer import Reducer
 
 
 class Timing:
@@ -43,12 +43,12 @@ class Timing:
             self._traffic.of(unit.name).add(self._kind, seconds / len(self._units))
 
 
-class Stage:
+class BucketHandler:
     """A bucket and the units that fill it; one kind for each path that a parameter can take.
 
     Args:
         units: the units that share the bucket, in the order in which backward is expected to reach them.
-        pipeline: the pipeline that the stage belongs to.
+        reducer: the reducer that the handler belongs to.
     """
 
     bucket_mb: ClassVar[float] = 4.0
@@ -56,9 +56,9 @@ class Stage:
     repeats: ClassVar[bool] = False
     """Whether the exchange can be repeated when a payload that has been sent is void."""
 
-    def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
+    def __init__(self, units: Sequence[Unit], reducer: Reducer) -> None:
         self.units = list(units)
-        self.pipeline = pipeline
+        self.reducer = reducer
         self.dtype = units[0].lead.dtype
         self._slots = {unit.name: slot for slot, unit in enumerate(units)}
         self.missing = len(self.units)
@@ -110,9 +110,9 @@ class Stage:
 
         Args:
             kind: ``"encode"``, ``"decode"`` or ``"wait"``.
-            unit: the unit that it is for; where None, all of the stage have equal shares of it.
+            unit: the unit that it is for; where None, all of the handler have equal shares of it.
         """
-        return Timing(self.pipeline.transport.traffic, kind, self.units if unit is None else (unit,))
+        return Timing(self.reducer.transport.traffic, kind, self.units if unit is None else (unit,))
 
     def share_state(self) -> None:
         """Hands to all sites what of rank 0's state has to be the same; all sites must call it."""
@@ -128,16 +128,16 @@ class Stage:
     def repeat(self) -> None:
         """Drop what has been exchanged in this step, and exchange the present gradients, with the present samples.
 
-        All sites call it, after the notes have been received and before `finish`, if a site's note marks one of the
-        stage's units as ``dense``.
+        All sites call it, after the headers have been received and before `finish`, if a site's header marks one of the
+        handler's units as ``dense``.
         """
         raise NotImplementedError
 
-    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         """Write the agreed gradients, or throw them away.
 
         Args:
-            notes: the notes of all sites.
+            headers: the headers of all sites.
             write: whether gradients are written.
             keep: whether the step counts for what is kept between steps, such as error memory; otherwise that is left
                 as it was before the step. The same on all sites.
@@ -161,7 +161,7 @@ class Stage:
         return unit.lead.numel()
 
     def _indices(self) -> list[int]:
-        return [self.pipeline.index[unit.name] for unit in self.units]
+        return [self.reducer.index[unit.name] for unit in self.units]
 
 
 def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) -> None:
@@ -181,18 +181,18 @@ def gradient_to_form(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> T
     return gradient.detach().view(shape)
 
 
-_KINDS: dict[tuple[str, bool], type[Stage]] = {}
+_KINDS: dict[tuple[str, bool], type[BucketHandler]] = {}
 
 
-def register_stage(*paths: str, merged: bool = False) -> Callable[[type[Stage]], type[Stage]]:
-    """Registers the kind of stage for units that take one of these paths; a class decorator.
+def register_handler(*paths: str, merged: bool = False) -> Callable[[type[BucketHandler]], type[BucketHandler]]:
+    """Registers the kind of handler for units that take one of these paths; a class decorator.
 
     Args:
         paths: the paths.
         merged: whether it is for hierarchical groups, where a machine's processes send as one.
     """
 
-    def decorate(kind: type[Stage]) -> type[Stage]:
+    def decorate(kind: type[BucketHandler]) -> type[BucketHandler]:
         for path in paths:
             _KINDS[path, merged] = kind
         return kind
@@ -200,7 +200,7 @@ def register_stage(*paths: str, merged: bool = False) -> Callable[[type[Stage]],
     return decorate
 
 
-def stage_kind(path: str, transport: Transport) -> type[Stage]:
-    """Finds the kind of stage for a path."""
+def handler_type(path: str, transport: Transport) -> type[BucketHandler]:
+    """Finds the kind of handler for a path."""
     merged = transport.machines is not None and (path, True) in _KINDS
     return _KINDS[path, merged]

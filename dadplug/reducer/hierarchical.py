@@ -1,4 +1,4 @@
-"""Stages of hierarchical groups: a machine's processes hand their gradients to one of them, which sends for all.
+"""Handlers of hierarchical groups: a machine's processes hand their gradients to one of them, which sends for all.
 
 So a lossy method compresses a machine's gradient once, as that of a single site with all the machine's rows; the work
 and the link are shared by taking turns, bucket by bucket.
@@ -15,35 +15,35 @@ from torch import Tensor
 
 from ..exchange.hierarchy import HierarchicalTransport
 from ..exchange.node_gather import Collected, Collection
-from ..exchange.payload import Share, finite
+from ..exchange.payload import FactorPayload, finite
 from ..hooks import Factor
 from ..units.base import Unit, add_gradient
 from ..units.factor import FactorUnit
-from .factors import FactorStage
-from .handler import register_stage
-from .step_header import Note
+from .factors import FactorHandler
+from .handler import register_handler
+from .step_header import StepHeader
 
 if TYPE_CHECKING:
-    from .reducer import Pipeline
+    from .reducer import Reducer
 
 
-@register_stage("lowrank", merged=True)
-class MachineFactorStage(FactorStage):
+@register_handler("lowrank", merged=True)
+class NodeFactorHandler(FactorHandler):
     """Collects rows inside a machine, compresses what they make, and gathers that between machines.
 
-    Rows are weighed before they are put together, by samples over the pipeline's reference: the samples of all sites
+    Rows are weighed before they are put together, by samples over the reducer's reference: the samples of all sites
     are not known yet.
     """
 
     resends_as_gradients = True  # what has been discarded is part of a machine's gradient by then
 
-    def __init__(self, units: Sequence[Unit], pipeline: Pipeline) -> None:
-        assert isinstance(pipeline.transport, HierarchicalTransport)
-        self._machines = pipeline.transport.machines
-        self._owner = next(pipeline.turns) % self._machines.owners
-        super().__init__(units, pipeline)
-        self._collection = Collection(pipeline.transport, self._owner, 2 + 2 * len(units), self.dtype)
-        self._own: list[Share | None] = [None] * len(units)
+    def __init__(self, units: Sequence[Unit], reducer: Reducer) -> None:
+        assert isinstance(reducer.transport, HierarchicalTransport)
+        self._machines = reducer.transport.machines
+        self._owner = next(reducer.turns) % self._machines.owners
+        super().__init__(units, reducer)
+        self._collection = Collection(reducer.transport, self._owner, 2 + 2 * len(units), self.dtype)
+        self._own: list[FactorPayload | None] = [None] * len(units)
         self._weighed_by = 0
         self._finite = True
         self._missing = 0.0  # share of this site's gradients that its weight at the time has left out
@@ -59,7 +59,7 @@ class MachineFactorStage(FactorStage):
         assert isinstance(unit, FactorUnit)
         if self.missing == len(self.units):
             self._collection.post()
-            self._weighed_by, self._finite = self.pipeline.samples(), True
+            self._weighed_by, self._finite = self.reducer.samples(), True
         with self.timing("encode", unit):
             self._own[self._slots[unit.name]] = self._take(unit)
         self._meter(unit)
@@ -71,7 +71,7 @@ class MachineFactorStage(FactorStage):
             return []
         return [sent.left.T @ sent.right] if name == unit.name or sent.bias is None else [sent.bias]
 
-    def _take(self, unit: FactorUnit) -> Share | None:
+    def _take(self, unit: FactorUnit) -> FactorPayload | None:
         """Takes what has arrived as rows, no more of them than the gradient's smaller side has."""
         factor = unit.take()
         if factor is None:
@@ -80,16 +80,16 @@ class MachineFactorStage(FactorStage):
         bias = factor.bias_gradient() if self._bias(unit) else None
         if not (finite(factor.deltas) and finite(factor.activations)):
             self._finite = False
-            self.pipeline.faults.append((2 if finite(factor.inputs) else 1, unit.name))
+            self.reducer.faults.append((2 if finite(factor.inputs) else 1, unit.name))
         if factor.rows > min(unit.shape):
             factor = Factor.formed(factor.gradient())
-        return Share(factor.deltas, factor.activations, bias)
+        return FactorPayload(factor.deltas, factor.activations, bias)
 
     def filled(self) -> None:
         """Hands everything to the owner."""
         if self._collection.is_owner:
             return
-        weight = self._weighed_by / self.pipeline.reference
+        weight = self._weighed_by / self.reducer.reference
         integers, parts = [self._weighed_by, int(self._finite)], []
         for share in self._own:
             if share is None:
@@ -112,7 +112,7 @@ class MachineFactorStage(FactorStage):
         self.bucket.launch(samples)
 
     def _merge(self, collected: Sequence[Collected]) -> None:
-        weight = self._weighed_by / self.pipeline.reference
+        weight = self._weighed_by / self.reducer.reference
         all_finite = self._finite and all(integers[1] for integers, _ in collected)
         starts = [0] * len(collected)
         for slot, (unit, own) in enumerate(zip(self.units, self._own, strict=True)):
@@ -120,7 +120,9 @@ class MachineFactorStage(FactorStage):
             with self.timing("encode", unit):
                 shares = []
                 if own is not None:
-                    shares.append(Share(own.left * weight, own.right, None if own.bias is None else own.bias * weight))
+                    shares.append(
+                        FactorPayload(own.left * weight, own.right, None if own.bias is None else own.bias * weight)
+                    )
                 for place, (integers, numbers) in enumerate(collected):
                     rows, with_bias = integers[2 + 2 * slot : 4 + 2 * slot]
                     if rows >= 0:
@@ -136,24 +138,24 @@ class MachineFactorStage(FactorStage):
 
     def _cut(
         self, unit: FactorUnit, numbers: torch.Tensor, start: int, rows: int, with_bias: bool
-    ) -> tuple[Share, int]:
+    ) -> tuple[FactorPayload, int]:
         (out, width), bias = unit.shape, self._bias(unit) if with_bias else 0
         left, right, rest = numbers[start : start + rows * (out + width) + bias].split([rows * out, rows * width, bias])
-        share = Share(left.view(rows, out), right.view(rows, width), rest if with_bias else None)
+        share = FactorPayload(left.view(rows, out), right.view(rows, width), rest if with_bias else None)
         return share.to(unit.lead.device, self.dtype), start + rows * (out + width) + bias
 
-    def _compress(self, unit: FactorUnit, whole: Share, all_finite: bool) -> Share:
+    def _compress(self, unit: FactorUnit, whole: FactorPayload, all_finite: bool) -> FactorPayload:
         factor = Factor(whole.right, whole.left, bias=whole.bias)
         try:
-            return self.pipeline.method.encode(unit.name, factor, bool(self._bias(unit)))
+            return self.reducer.method.encode(unit.name, factor, bool(self._bias(unit)))
         except FloatingPointError:
             if all_finite:
-                self.pipeline.faults.append((2, unit.name))
+                self.reducer.faults.append((2, unit.name))
             return self._nan(unit)
 
     def settle_late(self) -> None:
         """Turns what came after the bucket had left, or counts for more than it did then, into dense gradients."""
-        samples = self.pipeline.samples()
+        samples = self.reducer.samples()
         self._missing = 0.0 if samples in (0, self._weighed_by) else 1 - self._weighed_by / samples
         for slot, unit in enumerate(self.units):
             assert isinstance(unit, FactorUnit)
@@ -166,9 +168,9 @@ class MachineFactorStage(FactorStage):
             if self._missing and self._own[slot] is not None:
                 self._add_sent(unit, self._missing)
                 unit.dense = True
-            gradient = unit.lead.grad if unit.dense and self.pipeline.checks else None
+            gradient = unit.lead.grad if unit.dense and self.reducer.checks else None
             if gradient is not None and not finite(gradient):
-                self.pipeline.faults.append((3, unit.name))
+                self.reducer.faults.append((3, unit.name))
 
     def _add_sent(self, unit: Unit, factor: float) -> None:
         sent = self._own[self._slots[unit.name]]
@@ -182,18 +184,18 @@ class MachineFactorStage(FactorStage):
     def form_sent(self, unit: Unit) -> None:
         self._add_sent(unit, 1 - self._missing)
 
-    def _void(self, notes: Sequence[Note]) -> list[list[bool]]:
+    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
         return [[False] * len(self.senders) for _ in self.units]
 
-    def _wanted(self, notes: Sequence[Note]) -> list[bool]:
-        wanted = zip(self._indices(), super()._wanted(notes), strict=True)
-        return [want and not any(note.void[index] for note in notes) for index, want in wanted]
+    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
+        wanted = zip(self._indices(), super()._wanted(headers), strict=True)
+        return [want and not any(header.void[index] for header in headers) for index, want in wanted]
 
-    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         for unit, index in zip(self.units, self._indices(), strict=True):
-            if any(note.void[index] for note in notes):
-                self.pipeline.method.rollback(unit.name)
-        super().finish(notes, write, keep)
+            if any(header.void[index] for header in headers):
+                self.reducer.method.rollback(unit.name)
+        super().finish(headers, write, keep)
         self._own = [None] * len(self.units)
 
     def receive(self) -> None:
@@ -202,7 +204,7 @@ class MachineFactorStage(FactorStage):
             self._collection.wait()
 
     def _weights(self, samples: Sequence[int]) -> list[float]:
-        return [self.pipeline.reference / sum(samples)] * len(samples)
+        return [self.reducer.reference / sum(samples)] * len(samples)
 
-    def _counts(self, notes: Sequence[Note]) -> list[int]:
-        return [sum(notes[rank].samples for rank in ranks) for ranks in self._machines.members]
+    def _counts(self, headers: Sequence[StepHeader]) -> list[int]:
+        return [sum(headers[rank].samples for rank in ranks) for ranks in self._machines.members]

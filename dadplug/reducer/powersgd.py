@@ -1,4 +1,4 @@
-"""The stage of PowerSGD: two sums over sites, of which the second waits for the first."""
+"""The handler of PowerSGD: two sums over sites, of which the second waits for the first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..lowrank import orthonormalise
 from ..methods import Method
 from ..methods.powersgd import PowerSGD
 from ..units.base import Unit
-from .dense import DenseStage
-from .handler import gradient_to_form, register_stage
-from .step_header import Note
+from .dense import DenseHandler
+from .handler import gradient_to_form, register_handler
+from .step_header import StepHeader
 
 
 class _Matrix(NamedTuple):
@@ -42,8 +42,8 @@ class _Matrix(NamedTuple):
         return product.addmm_(rows, error, alpha=self.loss_scale)
 
 
-@register_stage("powersgd")
-class PowerStage(DenseStage):
+@register_handler("powersgd")
+class PowerSGDHandler(DenseHandler):
     """With ``M_s`` a site's gradient, its weight and its error: sums ``P = M_s Q``, orthonormalises it, and sums
     ``Q = M_s^T P``. The agreed gradient is ``P Q^T``; each site's error is what M_s has beyond its part of it.
     """
@@ -56,10 +56,10 @@ class PowerStage(DenseStage):
         return method.columns(*unit.shape) * sum(unit.shape)
 
     def _open(self) -> None:
-        method = self.pipeline.method
+        method = self.reducer.method
         assert isinstance(method, PowerSGD)
         self.method = method
-        method.errors.refer(self.pipeline.reference)
+        method.errors.refer(self.reducer.reference)
         self._matrices = [_Matrix(None, 0.0, None, 1.0)] * len(self.units)
         self._bases: list[Tensor | None] = []
         self._ranks = [method.columns(*unit.shape) for unit in self.units]
@@ -72,10 +72,10 @@ class PowerStage(DenseStage):
 
     def share_state(self) -> None:
         for unit in self.units:  # a site may have come with other ones from a checkpoint
-            self.pipeline.transport.broadcast(self.method.basis(unit.name, unit.shape, unit.lead))
+            self.reducer.transport.broadcast(self.method.basis(unit.name, unit.shape, unit.lead))
 
     def _bucket(self, sizes: Sequence[int]) -> DenseBucket | CodedBucket:
-        wire, transport = self.pipeline.wire(self.dtype), self.pipeline.transport
+        wire, transport = self.reducer.wire(self.dtype), self.reducer.transport
         if wire == torch.int8:
             return CodedBucket(sizes, transport, feedback=False)
         return dense_bucket(sizes, transport, wire)
@@ -116,14 +116,14 @@ class PowerStage(DenseStage):
         self._right.wait()
         super().repeat()
 
-    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
-        total = max(1, sum(note.samples for note in notes))
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        total = max(1, sum(header.samples for header in headers))
         with self.timing("wait"):
             rights = self._right.wait()
         for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
-            if write and any(note.present[index] for note in notes):
+            if write and any(header.present[index] for header in headers):
                 with self.timing("decode", unit):
-                    self._decode(slot, rights[slot], self.pipeline.reference / total, 1 / len(notes), keep)
+                    self._decode(slot, rights[slot], self.reducer.reference / total, 1 / len(headers), keep)
         self._put.clear()
 
     def _decode(self, slot: int, right: Tensor, scale: float, share: float, keep: bool) -> None:

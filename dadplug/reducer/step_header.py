@@ -1,4 +1,4 @@
-"""The note that every site sends with each step: what the others need to know to make sense of its payloads."""
+"""The header that every site sends with each step: what the others need to know to make sense of its payloads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ATTACHED = 5  # a fault, of gradients that the reduction does not send
 
 
 @dataclass
-class Note:
-    """One site's note on one step.
+class StepHeader:
+    """One site's header on one step.
 
     Attributes:
         step: number of the step.
@@ -30,7 +30,7 @@ class Note:
         culprit: index of the unit at fault.
         finite: whether no gradient of the site holds NaN or Inf, as far as that has been looked for.
         present: by unit, whether the site has a gradient for it.
-        dense: by unit, whether the site has a gradient for it that its bucket does not carry; of a stage that can
+        dense: by unit, whether the site has a gradient for it that its bucket does not carry; of a handler that can
             repeat its exchange, whether the unit's payload is void, since its gradient has changed.
         void: by unit, whether the rows that its bucket carries have been discarded since.
         extra_rows: by unit, rows that its bucket had no room for, or that came late; 0 for a dense unit.
@@ -49,7 +49,7 @@ class Note:
     extra_rows: list[int] = field(default_factory=list)
 
     def numbers(self) -> list[int]:
-        """Packs the note."""
+        """Packs the header."""
         flags = [
             _PRESENT * here + _DENSE * dense + _VOID * void
             for here, dense, void in zip(self.present, self.dense, self.void, strict=True)
@@ -58,8 +58,8 @@ class Note:
         return [*head, *flags, *self.extra_rows]
 
     @classmethod
-    def unpack(cls, numbers: Sequence[int]) -> Note:
-        """Unpacks a note."""
+    def unpack(cls, numbers: Sequence[int]) -> StepHeader:
+        """Unpacks a header."""
         units = (len(numbers) - _HEAD) // 2
         flags, extra = numbers[_HEAD : _HEAD + units], list(numbers[_HEAD + units :])
         present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
@@ -67,8 +67,8 @@ class Note:
         return cls(step, version, samples, bool(stop), fault, culprit, bool(finite), present, dense, void, extra)
 
 
-class NoteExchange:
-    """Sends notes back and forth.
+class HeaderExchange:
+    """Sends headers back and forth.
 
     Args:
         units: number of units.
@@ -84,41 +84,41 @@ class NoteExchange:
         """Makes ready to receive."""
         self._gather.post()
 
-    def send(self, note: Note) -> None:
-        """Sends this site's note."""
-        self._gather.payload.copy_(torch.tensor(note.numbers(), dtype=torch.int64))
+    def send(self, header: StepHeader) -> None:
+        """Sends this site's header."""
+        self._gather.payload.copy_(torch.tensor(header.numbers(), dtype=torch.int64))
         self._gather.launch()
 
-    def receive(self) -> list[Note]:
-        """Waits for the notes of all sites.
+    def receive(self) -> list[StepHeader]:
+        """Waits for the headers of all sites.
 
         Returns:
-            The notes, by rank.
+            The headers, by rank.
 
         Raises:
             MismatchError: if the sites are not at the same step of the same plan.
         """
-        notes = [Note.unpack(numbers.tolist()) for numbers in self._gather.wait()]
+        headers = [StepHeader.unpack(numbers.tolist()) for numbers in self._gather.wait()]
         sites = self._transport.sites
-        for rank, other in enumerate(notes):
-            if other.step != notes[0].step:
+        for rank, other in enumerate(headers):
+            if other.step != headers[0].step:
                 raise MismatchError(
-                    f"{sites[0]} is at step {notes[0].step} and {sites[rank]} at step {other.step}: every site must "
+                    f"{sites[0]} is at step {headers[0].step} and {sites[rank]} at step {other.step}: every site must "
                     "call synchronize() equally often; a site that has run out of data calls idle()"
                 )
-            if other.version != notes[0].version:
+            if other.version != headers[0].version:
                 raise MismatchError(
                     f"in step {other.step}, {sites[rank]} trains other parameters than {sites[0]}: freeze and free "
                     "parameters on all sites in the same step"
                 )
-        return notes
+        return headers
 
 
-def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites, others: Sequence[str] = ()) -> None:
-    """Raise the error that a note reports, the same on every site.
+def raise_fault(headers: Sequence[StepHeader], units: Sequence[str], sites: Sites, others: Sequence[str] = ()) -> None:
+    """Raise the error that a header reports, the same on every site.
 
     Args:
-        notes: the notes of all sites.
+        headers: the headers of all sites.
         units: names of the units.
         sites: the sites by name.
         others: names of parameters that no unit sends.
@@ -127,12 +127,12 @@ def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites, other
         NonFiniteError: if some site's gradients hold NaN or Inf.
         RuntimeError: if a layer's deltas cannot be recomputed.
     """
-    for rank, note in enumerate(notes):
-        if note.fault:
-            name = (others if note.fault == ATTACHED else units)[note.culprit]
-            if note.fault == CHAIN_BROKEN:
+    for rank, header in enumerate(headers):
+        if header.fault:
+            name = (others if header.fault == ATTACHED else units)[header.culprit]
+            if header.fault == CHAIN_BROKEN:
                 raise RuntimeError(
-                    f"step {note.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
+                    f"step {header.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
                     "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
                     "synchronize(). Use mode='dad'. No gradient has been changed by this step"
                 )
@@ -143,8 +143,8 @@ def raise_fault(notes: Sequence[Note], units: Sequence[str], sites: Sites, other
                 "the loss itself is probably not finite",
                 3: f"the gradient of {name!r}, the first that backward reached",
                 ATTACHED: f"the gradient of rows of {name!r}",
-            }[note.fault]
+            }[header.fault]
             raise NonFiniteError(
-                f"step {note.step}: NaN or Inf at {sites[rank]}, in {what}. No parameter has been changed by this "
+                f"step {header.step}: NaN or Inf at {sites[rank]}, in {what}. No parameter has been changed by this "
                 "step. (Under a GradScaler this is normal: pass check_finite=False.)"
             )

@@ -1,4 +1,4 @@
-"""The stage of top-k: the largest elements of each site's gradient, gathered with their places."""
+"""The handler of top-k: the largest elements of each site's gradient, gathered with their places."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..lowrank import top_k
 from ..methods import Method
 from ..methods.topk import TopK
 from ..units.base import Unit
-from .dense import DenseStage
-from .handler import gradient_to_form, register_stage
-from .step_header import Note
+from .dense import DenseHandler
+from .handler import gradient_to_form, register_handler
+from .step_header import StepHeader
 
 _ALIGNMENT = 16  # bytes
 _INDEX = torch.int32
@@ -31,8 +31,8 @@ class _Sent(NamedTuple):
     loss_scale: float
 
 
-@register_stage("topk")
-class TopKStage(DenseStage):
+@register_handler("topk")
+class TopKHandler(DenseHandler):
     """A payload holds, unit by unit, indices as int32 and then numbers; all sites add them up by rank."""
 
     bucket_mb = 0.25
@@ -44,11 +44,11 @@ class TopKStage(DenseStage):
         return 2 * method.elements(unit.lead.numel())
 
     def _open(self) -> None:
-        method, transport = self.pipeline.method, self.pipeline.transport
+        method, transport = self.reducer.method, self.reducer.transport
         assert isinstance(method, TopK)
         self.method = method
-        method.errors.refer(self.pipeline.reference)
-        self._wire = self.pipeline.wire(self.dtype)
+        method.errors.refer(self.reducer.reference)
+        self._wire = self.reducer.wire(self.dtype)
         if self._wire == torch.int8:
             self._wire = torch.bfloat16  # numbers of one sign and size gain little from a scale
         self._counts = [method.elements(unit.lead.numel()) for unit in self.units]
@@ -92,10 +92,10 @@ class TopKStage(DenseStage):
         with self.timing("wait"):
             self._payloads = self._gather.wait()
 
-    def finish(self, notes: Sequence[Note], write: bool, keep: bool) -> None:
-        scale = self.pipeline.reference / max(1, sum(note.samples for note in notes))
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        scale = self.reducer.reference / max(1, sum(header.samples for header in headers))
         for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
-            want = write and any(note.present[index] for note in notes)
+            want = write and any(header.present[index] for header in headers)
             if want:
                 with self.timing("decode", unit):
                     agreed = gradient_to_form(unit.lead, (-1,)).zero_()

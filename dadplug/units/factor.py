@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..exchange.payload import Share
+from ..exchange.payload import FactorPayload
 from ..hooks import LINEAR, CapturedLayer, Factor, Form, OwnHook, stack_by_form
 from .base import Unit
 from .lazy_gradient import Placeholders, accumulated, is_agreed, mark_agreed
@@ -157,7 +157,7 @@ class FactorUnit(Unit):
         """Let go of what has gone to a bucket; no more of it can arrive in this step."""
         self._sent_factors = []
 
-    def before_note(self) -> None:
+    def before_header(self) -> None:
         """Take back what makes no sense any more, before the other sites are told of this one's step."""
 
     @property
@@ -219,7 +219,9 @@ class FactorUnit(Unit):
         """Numbers of the calls whose rows are sent in this step, in the order of the rows; empty without traces."""
         return self._taken_keys + _keys(self._peek())
 
-    def complete(self, shares: Sequence[Share], known: dict[str, list[Share]]) -> list[Share] | None:
+    def complete(
+        self, shares: Sequence[FactorPayload], known: dict[str, list[FactorPayload]]
+    ) -> list[FactorPayload] | None:
         """Adds to what arrived what the sites do not send, since it follows from what others sent.
 
         Args:

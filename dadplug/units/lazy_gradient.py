@@ -123,7 +123,7 @@ class LazyGradient(Tensor):
             self.parameter.grad = zeros
         return zeros
 
-    def retire(self, value: Tensor | None) -> None:
+    def release(self, value: Tensor | None) -> None:
         """Let go of the factors; those who still hold this tensor get the value."""
         self.source, self.earlier, self.value = None, None, value
 
@@ -246,7 +246,7 @@ class Placeholders:
         """
         for name in names:
             value = read(name) if read is not None and _held_elsewhere(self._active, name) else None
-            self._active.pop(name).retire(value)
+            self._active.pop(name).release(value)
             self._lifted.discard(name)
 
     def resolve(self) -> None:
@@ -263,7 +263,7 @@ class Placeholders:
     def end_step(self) -> None:
         """Give programs that have kept a placeholder the agreed gradient."""
         for name in [name for name in self._spare if _held_elsewhere(self._spare, name)]:
-            self._spare.pop(name).retire(self._parameters[name].grad)
+            self._spare.pop(name).release(self._parameters[name].grad)
 
 
 def _references(table: dict[str, LazyGradient], name: str) -> int:

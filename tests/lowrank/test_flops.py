@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dadplug
 from dadplug.models.vit import ViT
-from dadplug.reducer.factors import FactorStage
+from dadplug.reducer.factors import FactorHandler
 
 RANK = 2
 ROWS = 6
@@ -63,8 +63,8 @@ def counts(name, mode):
     model, inputs = MODELS[name]()
     whole = backward_flops(*MODELS[name]())
     reduction = dadplug.GradientReduction(model, mode=mode, rank=RANK)
-    encoding, fill = [], FactorStage.fill
-    FactorStage.fill = lambda *args: encoding.append(flops(lambda: fill(*args)))
+    encoding, fill = [], FactorHandler.fill
+    FactorHandler.fill = lambda *args: encoding.append(flops(lambda: fill(*args)))
     try:
         for _ in range(3):
             encoding.clear()
@@ -73,7 +73,7 @@ def counts(name, mode):
             backward = flops(loss.backward)
             decoding = flops(reduction.synchronize)
     finally:
-        FactorStage.fill = fill
+        FactorHandler.fill = fill
         reduction.detach()
     factored = [row for row in reduction.plan if row.path in ("factors", "lowrank") and len(row.shape) > 1]
     model, inputs = MODELS[name]()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dadplug
-from dadplug.planning.link_model import Link, measure_link
+from dadplug.planning.link_model import LinkCosts, measure_link
 
 
 def wide_and_long():
@@ -29,7 +29,7 @@ def step(reduction, model, samples, seed=0):
 
 def with_link(reduction, slow: bool):
     """Gives a reduction a link that all sites believe in: bytes cost, or computing does."""
-    reduction._planner.link = Link(1e-4, 1e-6, 1e-6, 0.0) if slow else Link(0.0, 0.0, 0.0, 1e-9)
+    reduction._planner.link = LinkCosts(1e-4, 1e-6, 1e-6, 0.0) if slow else LinkCosts(0.0, 0.0, 0.0, 1e-9)
     return reduction
 
 
@@ -68,7 +68,7 @@ def test_on_a_link_without_cost_nobody_computes_for_others(sites):
     sites(2).run(prefers_less_work)
 
 
-def measures() -> Link:
+def measures() -> LinkCosts:
     model = wide_and_long()
     reduction = dadplug.GradientReduction(model, mode="auto")
     before = reduction.traffic.steps

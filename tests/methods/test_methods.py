@@ -6,7 +6,7 @@ import pytest
 import torch
 from dadplug.hooks import Factor
 
-from dadplug.exchange.payload import Share
+from dadplug.exchange.payload import FactorPayload
 from dadplug.methods import Method, decode, make_method, method_names, register_method
 from dadplug.methods.base import _METHODS
 from dadplug.options import Options
@@ -92,7 +92,7 @@ def test_a_new_method_is_a_class_and_a_registration():
             return rows
 
         def encode(self, name, factor, with_bias):
-            return Share(factor.deltas / 2, factor.activations)
+            return FactorPayload(factor.deltas / 2, factor.activations)
 
     try:
         assert "half" in method_names()

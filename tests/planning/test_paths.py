@@ -14,7 +14,7 @@ import dadplug
 from dadplug.exchange.buckets import FactorBucket
 from dadplug.exchange.factory import open_transport
 from dadplug.exchange.indices import IndexSlot
-from dadplug.exchange.payload import Share
+from dadplug.exchange.payload import FactorPayload
 from dadplug.exchange.traffic import Traffic
 
 
@@ -125,7 +125,7 @@ def test_row_numbers_lie_in_a_payload_of_any_type():
     for wire in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8):
         for table in (2**31 - 1, 2**41):
             bucket = FactorBucket([IndexSlot(2, table, wire, 1)], transport, torch.float32, wire)
-            given = Share(torch.ones(3, 2), numbers % table)
+            given = FactorPayload(torch.ones(3, 2), numbers % table)
             bucket.fill(0, given)
             bucket.launch(3)
             bucket.receive()
