@@ -69,7 +69,7 @@ class Access(SiteState):
         where, targets, away_count = self.stores[table].located(self.rank, self.sites, keys)
         if away_count < keys.shape[0]:
             here = where >= 0
-            kernels.place(self.stores[table].read_rows(where[here]), positions[here], out)
+            kernels.scatter_rows(self.stores[table].read_rows(where[here]), positions[here], out)
             away = ~here
             keys, positions, targets = keys[away], positions[away], targets[away]
         if not keys.shape[0]:
@@ -152,7 +152,7 @@ class Access(SiteState):
         request = self._requests[message.request]
         assert isinstance(request, PullRequest)
         positions, values = message.arrays
-        kernels.place(values, positions, request.out)
+        kernels.scatter_rows(values, positions, request.out)
         request.remaining -= positions.shape[0]
         if request.remaining:
             return
@@ -197,7 +197,7 @@ class Access(SiteState):
         if request.remaining:
             return
         if isinstance(request, SetRequest):
-            kernels.overwrite(self.stores[request.table].rows, request.keys, request.values)
+            kernels.overwrite_replicas(self.stores[request.table].rows, request.keys, request.values)
         del self._requests[message.request], self._unapplied[message.request]
         request.done.set()
         while self._held and (not self._unapplied or next(iter(self._unapplied)) > self._held[0][0]):
@@ -206,5 +206,5 @@ class Access(SiteState):
 
 def _taken(block: Block, rows: NDArray[np.int32]) -> Block:
     out = np.empty((rows.shape[0], block.shape[1]), np.float32)
-    kernels.take(block, rows, out)
+    kernels.gather_rows(block, rows, out)
     return out

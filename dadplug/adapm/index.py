@@ -1,4 +1,4 @@
-"""Open addressing from keys to numbers, for numba kernels: linear probing, keys of at least 0, no tombstones."""
+"""Hash table from int64 keys of at least 0 to int64 numbers, for numba kernels: linear probing, no tombstones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from numpy.typing import NDArray
 
 from ..jit import njit
 
-Index = NDArray[np.int64]  # of shape (power of two, 2): key or -1, and its number; one cache line holds both
+Index = NDArray[np.int64]  # of shape (power of two, 2): key or -1, and number, which share a cache line
 
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 _HALF = np.uint64(32)
 
 
 def empty(size: int) -> Index:
-    """Makes an index with room for `size` keys at a load of at most two thirds."""
+    """Create an index with room for `size` keys at a load of at most two thirds."""
     places = 16
     while 2 * places < 3 * size:
         places *= 2
@@ -24,7 +24,7 @@ def empty(size: int) -> Index:
 
 
 def room(index: Index) -> int:
-    """Says how many keys fit before the index must grow."""
+    """Return the number of keys that fit before the index must grow."""
     return 2 * index.shape[0] // 3
 
 
@@ -35,7 +35,7 @@ def _first(index: Index, key: int) -> int:
 
 @njit(cache=True, nogil=True)
 def get(index: Index, key: int) -> int:
-    """Returns the number of a key, or -1."""
+    """Return the number of a key, or -1."""
     mask = index.shape[0] - 1
     place = _first(index, key)
     while True:
@@ -49,7 +49,7 @@ def get(index: Index, key: int) -> int:
 
 @njit(cache=True, nogil=True)
 def put(index: Index, key: int, number: int) -> int:
-    """Sets the number of a key; returns 1 if the key is new, else 0."""
+    """Set the number of a key; return 1 if the key is new, else 0."""
     mask = index.shape[0] - 1
     place = _first(index, key)
     while index[place, 0] >= 0:
@@ -64,7 +64,7 @@ def put(index: Index, key: int, number: int) -> int:
 
 @njit(cache=True, nogil=True)
 def erase(index: Index, key: int) -> None:
-    """Takes a key out, and moves up what had been put behind it."""
+    """Remove a key, and move the keys probed past it back."""
     mask = index.shape[0] - 1
     hole = _first(index, key)
     while index[hole, 0] != key:
@@ -83,7 +83,7 @@ def erase(index: Index, key: int) -> None:
 
 @njit(cache=True, nogil=True)
 def copy_into(index: Index, larger: Index) -> None:
-    """Puts all keys of an index into another."""
+    """Insert all keys of an index into a larger one."""
     for place in range(index.shape[0]):
         if index[place, 0] >= 0:
             put(larger, index[place, 0], index[place, 1])

@@ -1,6 +1,6 @@
-"""numba kernels of workers' calls: many keys at once, with the GIL released.
+"""numba kernels of pulls, pushes and sets, for many keys at a time and with the GIL released.
 
-Kernels that every remote pull of a key runs take the arrays that they need: the whole tuple costs microseconds.
+Kernels on the path of a remote pull of one key take the arrays that they need: passing the whole tuple takes 1 us.
 """
 
 from __future__ import annotations
@@ -11,10 +11,6 @@ from ..jit import njit
 from .index import MIX, Index, get
 from .rows import (
     DIRECTORY,
-    IDLE,
-    OUTDATED,
-    OWNED,
-    REPLICA,
     ROW_TOP,
     SLOTS,
     Block,
@@ -28,22 +24,24 @@ from .rows import (
     row_of,
     take_row,
 )
+from .states import IDLE, OUTDATED, OWNED, REPLICA
 
 
 @njit(cache=True, nogil=True)
 def read(index: Index, values: Block, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
-    """Copies the values of keys if all can be read here.
+    """Copy the values of keys if this site can read all of them.
 
     Args:
-        index: the store's `Rows.finder`.
-        values: the store's values.
+        index: `Rows.finder` of the store.
+        values: values of the store.
         keys: n keys.
-        limit: keys must be smaller.
-        out: of shape (n, width).
-        where: n numbers, overwritten: the row, or less than 0.
+        limit: upper bound of keys, exclusive.
+        out: of shape (n, width), overwritten.
+        where: n rows, overwritten; less than 0 for keys that cannot be read here.
 
     Returns:
-        How many keys cannot be read here, or -1 - i where key i is out of range; unless 0, nothing has been copied.
+        The number of keys that cannot be read here, or -1 - i if key i is out of range. Unless it is 0, no value has
+        been copied.
     """
     missing = 0
     for i in range(keys.shape[0]):
@@ -62,7 +60,7 @@ def read(index: Index, values: Block, keys: Keys, limit: int, out: Block, where:
 
 @njit(cache=True, nogil=True)
 def read_found(values: Block, where: Numbers, out: Block) -> None:
-    """Copies the values of those keys that `read` has found."""
+    """Copy the values of the keys that `read` has found."""
     for i in range(where.shape[0]):
         row = where[i]
         if row >= 0:
@@ -72,7 +70,7 @@ def read_found(values: Block, where: Numbers, out: Block) -> None:
 
 @njit(cache=True, nogil=True)
 def first_bad_key(keys: Keys, limit: int) -> int:
-    """Returns the position of the first key out of range, or -1."""
+    """Return the position of the first key out of range, or -1."""
     for i in range(keys.shape[0]):
         if keys[i] < 0 or keys[i] >= limit:
             return i
@@ -81,7 +79,7 @@ def first_bad_key(keys: Keys, limit: int) -> int:
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def first_not_finite(block: Block) -> int:
-    """Returns the first row that holds NaN or Inf, or -1."""
+    """Return the first row with NaN or Inf, or -1."""
     for i in range(block.shape[0]):
         zero = np.float32(0)
         for x in range(block.shape[1]):
@@ -93,13 +91,16 @@ def first_not_finite(block: Block) -> int:
 
 @njit(cache=True, nogil=True)
 def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
-    """Adds deltas to keys that are owned, replicated or requested here; returns how many are not.
+    """Add deltas to keys that are owned, replicated or requested at this site.
 
     Args:
         r: the store.
-        keys: n keys, checked.
+        keys: n keys in range.
         deltas: of shape (n, width).
-        where: n numbers, overwritten: the row, or -1.
+        where: n rows, overwritten; -1 for other keys.
+
+    Returns:
+        The number of other keys.
     """
     index, values, states, versions = r.finder, r.values, r.states, r.versions
     slots, dirty, unsent = r.slots, r.dirty, r.deltas
@@ -143,24 +144,24 @@ def locate(
     where: Numbers,
     targets: Codes,
 ) -> tuple[int, int]:
-    """Finds the owners of keys, as far as this site knows.
+    """Find the owners of keys, as far as this site knows.
 
     Args:
-        index: the store's `Rows.finder`.
-        directory: the store's.
-        states: the store's.
-        counts: the store's.
+        index: `Rows.finder` of the store.
+        directory: `Rows.directory` of the store.
+        states: `Rows.states` of the store.
+        counts: `Rows.counts` of the store.
         rank: this site.
         sites: number of sites.
         keys: n keys.
-        where: n numbers, overwritten: the row of a key that is owned here; -2 where it would be but has never been
-            touched; else -1.
-        targets: n numbers, overwritten: the site to ask.
+        where: n rows of keys owned by this site, overwritten; -2 for keys of this site that have no row yet, -1 for
+            keys of other sites.
+        targets: n sites to ask, overwritten.
 
     Returns:
-        How many keys have never been touched, and how many belong to other sites.
+        The number of keys without a row, and the number of keys of other sites.
     """
-    no_replicas, no_moves = counts[SLOTS] == 0, counts[DIRECTORY] == 0  # each saves a look at cold memory
+    no_replicas, no_moves = counts[SLOTS] == 0, counts[DIRECTORY] == 0  # each saves a read of cold memory
     fresh, away = 0, 0
     for i in range(keys.shape[0]):
         row = get(index, keys[i])
@@ -181,7 +182,7 @@ def locate(
 
 @njit(cache=True, nogil=True)
 def readable(r: Rows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
-    """Flags the keys whose value is here, or comes to be here when it is first used."""
+    """Flag the keys whose value this site has, or creates at first use."""
     index, directory = r.finder, r.directory
     for i in range(keys.shape[0]):
         number = get(index, keys[i])
@@ -193,7 +194,7 @@ def readable(r: Rows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
 
 @njit(cache=True, nogil=True)
 def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
-    """Makes rows for the keys that `locate` found untouched; returns how many, numbered in `rows`."""
+    """Allocate rows for the keys without one (-2 in `where`), write them to `rows`, and return their number."""
     created = 0
     for i in range(keys.shape[0]):
         if where[i] != -2:
@@ -209,7 +210,7 @@ def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
 
 @njit(cache=True, nogil=True)
 def add_owned(r: Rows, where: Numbers, deltas: Block) -> None:
-    """Adds deltas to rows that are owned here."""
+    """Add deltas to rows owned by this site."""
     values, versions = r.values, r.versions
     for i in range(where.shape[0]):
         row = where[i]
@@ -219,8 +220,8 @@ def add_owned(r: Rows, where: Numbers, deltas: Block) -> None:
 
 
 @njit(cache=True, nogil=True)
-def take(block: Block, rows: Numbers, out: Block) -> None:
-    """Copies rows of a block, ``out[i] = block[rows[i]]``."""
+def gather_rows(block: Block, rows: Numbers, out: Block) -> None:
+    """Compute ``out[i] = block[rows[i]]``."""
     for i in range(rows.shape[0]):
         row = rows[i]
         for x in range(block.shape[1]):
@@ -228,8 +229,8 @@ def take(block: Block, rows: Numbers, out: Block) -> None:
 
 
 @njit(cache=True, nogil=True)
-def place(values: Block, positions: Numbers, out: Block) -> None:
-    """Copies rows to positions, ``out[positions[i]] = values[i]``."""
+def scatter_rows(values: Block, positions: Numbers, out: Block) -> None:
+    """Compute ``out[positions[i]] = values[i]``."""
     for i in range(positions.shape[0]):
         row = positions[i]
         for x in range(values.shape[1]):
@@ -238,15 +239,15 @@ def place(values: Block, positions: Numbers, out: Block) -> None:
 
 @njit(cache=True, nogil=True)
 def assign(r: Rows, where: Numbers, values: Block) -> None:
-    """Sets rows that are owned here."""
+    """Set rows owned by this site."""
     for i in range(where.shape[0]):
         copy_row(r.values, where[i], values, i)
         r.versions[where[i]] += 1
 
 
 @njit(cache=True, nogil=True)
-def overwrite(r: Rows, keys: Keys, values: Block) -> None:
-    """Lets the replicas here follow what this site has set at their owners; answers under way are older."""
+def overwrite_replicas(r: Rows, keys: Keys, values: Block) -> None:
+    """Set the replicas of this site to the values that it has set at their owners, and outdate replies in flight."""
     for i in range(keys.shape[0]):
         row = get(r.finder, keys[i])
         if row < 0 or r.states[row] != REPLICA:
@@ -256,13 +257,13 @@ def overwrite(r: Rows, keys: Keys, values: Block) -> None:
         if r.dirty[slot]:
             add_row(r.values, row, r.deltas, slot)
         r.versions[row] = -1
-        if r.flight[slot] != IDLE:
-            r.flight[slot] |= OUTDATED
+        if r.in_flight[slot] != IDLE:
+            r.in_flight[slot] |= OUTDATED
 
 
 @njit(cache=True, nogil=True)
 def any_requested(r: Rows, keys: Keys) -> bool:
-    """Says whether one of the keys is on its way here."""
+    """Return whether any of the keys is REQUESTED."""
     found = False
     for i in range(keys.shape[0]):
         found |= get(r.finder, keys[i]) < -1
@@ -280,20 +281,20 @@ def reconcile(
     out: Block,
     absent: Codes,
 ) -> int:
-    """Brings values that came from other sites up to what this site has pushed.
+    """Add this site's pushes to values that other sites have sent.
 
     Args:
-        index: the store's `Rows.finder`.
-        values: the store's.
-        slots: the store's.
-        dirty: the store's.
-        keys: n keys that were asked for elsewhere.
-        positions: their places in `out`.
-        out: the values.
-        absent: n flags, overwritten: 1 where this site knows nothing of a key.
+        index: `Rows.finder` of the store.
+        values: `Rows.values` of the store.
+        slots: `Rows.slots` of the store.
+        dirty: `Rows.dirty` of the store.
+        keys: n keys that other sites have sent.
+        positions: n rows of `out`.
+        out: the values, changed in place.
+        absent: n flags, overwritten: 1 where this site has no row for a key.
 
     Returns:
-        How many are absent.
+        The number of absent keys.
     """
     count = 0
     for i in range(keys.shape[0]):
@@ -308,8 +309,8 @@ def reconcile(
 
 
 @njit(cache=True, nogil=True)
-def owned(r: Rows, rows: Numbers) -> int:
-    """Lists the rows that are owned here; returns how many."""
+def list_owned(r: Rows, rows: Numbers) -> int:
+    """Write the rows owned by this site to `rows`, and return their number."""
     count = 0
     for row in range(r.counts[ROW_TOP]):
         if r.states[row] == OWNED:
@@ -320,7 +321,7 @@ def owned(r: Rows, rows: Numbers) -> int:
 
 @njit(cache=True, nogil=True)
 def count_absent(keys: Keys, others: Keys) -> int:
-    """Counts the keys, of any value, that are not among others."""
+    """Count the keys that are not in `others`; both may hold any int64."""
     bits = 4
     while (1 << bits) < 2 * others.shape[0]:
         bits += 1
@@ -341,31 +342,46 @@ def count_absent(keys: Keys, others: Keys) -> int:
 
 
 @njit(cache=True, nogil=True)
-def unused(r: Rows, clock: int, used: Keys, before: int, found: Numbers) -> int:
-    """Lists the rows that may be dropped: owned, without replicas or intent, and not used since a time.
+def list_evictable(r: Rows, clock: int, used: Keys, before: int, found: Numbers) -> int:
+    """List the rows that may be evicted: owned, without replicas or intent, and not used recently.
 
     Args:
         r: the store.
-        clock: this site's.
+        clock: clock of this site.
         used: time of the last use, by row.
-        before: rows used then or later are kept.
+        before: rows used at this time or later are kept.
         found: room for all rows, overwritten.
 
     Returns:
-        How many there are.
+        The number of rows found.
     """
-    states, peers, until = r.states, r.peers, r.until
+    states, peers, intent_end = r.states, r.peers, r.intent_end
     count = 0
     for row in range(r.counts[ROW_TOP]):
-        if states[row] == OWNED and peers[row] == 0 and until[row] <= clock and used[row] < before:
+        if states[row] == OWNED and peers[row] == 0 and intent_end[row] <= clock and used[row] < before:
             found[count] = row
             count += 1
     return count
 
 
 @njit(cache=True, nogil=True)
-def drop(r: Rows, rows: Numbers) -> None:
-    """Gives rows back, with their values."""
+def free_rows(r: Rows, rows: Numbers) -> None:
+    """Free rows and discard their values."""
     finder, keys, states, slots, counts = r.finder, r.keys, r.states, r.slots, r.counts
     for i in range(rows.shape[0]):
         free_row(finder, keys, states, slots, counts, rows[i])
+
+
+@njit(cache=True, nogil=True)
+def states_of(finder: Index, states: Codes, keys: Keys, out: Codes) -> None:
+    """Look up the states of keys; -1 for absent keys.
+
+    Args:
+        finder: `Rows.finder` of the store.
+        states: `Rows.states` of the store.
+        keys: n keys.
+        out: n states, overwritten.
+    """
+    for i in range(keys.shape[0]):
+        row = row_of(get(finder, keys[i]))
+        out[i] = states[row] if row >= 0 else -1

@@ -1,15 +1,15 @@
-"""The memory of a table at a site, and the states that a key can be in there.
+"""Memory of a table at a site, and numba kernels that allocate and free its rows and slots.
 
-A key is in one of these states at a site:
+A key is in one of these states at a site (`dadplug.adapm.states.KeyState`):
 
-- absent: the site knows at most which site to ask (`Rows.directory`, else the key's home);
-- OWNED: the value here is the true one; `peers` is the set of sites with a replica, as bits;
-- REPLICA: `values` is the last value from the owner plus all that was pushed here since, of which `deltas` holds what
-  has not been sent yet (where `dirty`); `peers` is the site that answered last;
-- REQUESTED: asked for, not here yet. What is pushed here meanwhile waits in `values` (where `dirty`); reads ask the
-  owner and add it.
+- absent: no row; `Rows.directory` holds the site to ask, otherwise it is the key's home;
+- OWNED: this site is the owner, and `values` holds the true value; `peers` is the set of sites with a replica, as bits;
+- REPLICA: `values` holds the last value from the owner plus everything pushed here since, of which `deltas` holds the
+  part that has not been sent (where `dirty`); `peers` is the site that replied last;
+- REQUESTED: an intent has been sent, and the reply has not arrived. Pushes are collected in `values` (where `dirty`);
+  reads ask the owner and add them.
 
-Rows of replicas and requests have a slot besides, with their unsent delta and what is under way.
+Rows of replicas and requested keys also have a slot, with their unsent delta and the state of their messages.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ from numpy.typing import NDArray
 
 from ..jit import njit
 from .index import Index, erase, put
+from .states import FREE, IDLE, OWNED, REPLICA, REQUESTED
 
-FREE, OWNED, REQUESTED, REPLICA = 0, 1, 2, 3
-RELOCATE_OR_REPLICATE, REPLICATE, RELOCATE, STAY = 0, 1, 2, 3  # techniques
-IDLE, ASKED, LEAVING, OUTDATED = 0, 1, 2, 4  # what is under way for a replica; OUTDATED is a bit: ignore the answer
-SAME, VALUE, DROPPED, MOVED, AWAY = 0, 1, 2, 3, 4  # what an owner does with a request
-DIRTY, DROP = 1, 2  # bits of a replica's message
-# Places in Rows.counts
+# Positions in Rows.counts
 ROWS, ROW_TOP, ROW_FREE, SLOTS, SLOT_TOP, SLOT_FREE, DIRECTORY = 0, 1, 2, 3, 4, 5, 6
 
 Keys = NDArray[np.int64]
@@ -37,21 +33,21 @@ Block = NDArray[np.float32]
 
 
 class Rows(NamedTuple):
-    """The memory of one table at one site."""
+    """Memory of one table at one site."""
 
     finder: Index  # key to row where it can be read, to -2 - row where it is REQUESTED
-    directory: Index  # key to (site << 32 | move): where the key went, by the highest move known here
+    directory: Index  # key to (site << 32 | move): the site that the key moved to, by the highest move known here
     values: Block  # (rows, width)
     keys: Keys  # (rows,)
     states: Codes  # (rows,)
     versions: Numbers  # (rows,)
     peers: Keys  # (rows,)
-    until: Keys  # (rows,): clock at which the last intent of this site ends
+    intent_end: Keys  # (rows,): clock at which the last intent of this site ends
     slots: Numbers  # (rows,); of a free row, the next free one
     tracked: Numbers  # (slots,): the row, or -2 - the next free slot
     deltas: Block  # (slots, width)
     dirty: Codes  # (slots,)
-    flight: Codes  # (slots,)
+    in_flight: Codes  # (slots,)
     asked: Keys  # (slots,): round of the last message about this replica
     answered: Keys  # (slots,): round of the last message that was answered
     counts: Keys
@@ -59,7 +55,7 @@ class Rows(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def take_row(r: Rows, key: int, state: int) -> int:
-    """Makes a row for a key that has none; there must be room for it. Its values are what memory held."""
+    """Allocate a row for a key that has none; there must be room. Its values are not initialised."""
     row = r.counts[ROW_FREE]
     if row >= 0:
         r.counts[ROW_FREE] = r.slots[row]
@@ -71,18 +67,18 @@ def take_row(r: Rows, key: int, state: int) -> int:
     r.states[row] = state
     r.versions[row] = 0
     r.peers[row] = 0
-    r.until[row] = 0
+    r.intent_end[row] = 0
     r.slots[row] = -1
     put(r.finder, key, row if state != REQUESTED else -2 - row)
     return row
 
 
-# What loops call takes arrays: to pass the tuple counts references of all of them, which takes a microsecond.
+# Functions called in loops take arrays: passing the tuple counts references of all its arrays, which takes 1 us.
 
 
 @njit(cache=True, nogil=True)
 def free_row(finder: Index, keys: Keys, states: Codes, slots: Numbers, counts: Keys, row: int) -> None:
-    """Gives a row back."""
+    """Free a row."""
     erase(finder, keys[row])
     states[row] = FREE
     slots[row] = counts[ROW_FREE]
@@ -91,8 +87,8 @@ def free_row(finder: Index, keys: Keys, states: Codes, slots: Numbers, counts: K
 
 
 @njit(cache=True, nogil=True)
-def take_slot(r: Rows, row: int, turn: int) -> None:
-    """Gives a row a slot, for its unsent delta and what is under way."""
+def take_slot(r: Rows, row: int, round_number: int) -> None:
+    """Allocate a slot for a row; there must be room."""
     slot = r.counts[SLOT_FREE]
     if slot >= 0:
         r.counts[SLOT_FREE] = -2 - r.tracked[slot]
@@ -102,15 +98,15 @@ def take_slot(r: Rows, row: int, turn: int) -> None:
     r.counts[SLOTS] += 1
     r.tracked[slot] = row
     r.dirty[slot] = 0
-    r.flight[slot] = IDLE
-    r.asked[slot] = turn
+    r.in_flight[slot] = IDLE
+    r.asked[slot] = round_number
     r.answered[slot] = 0
     r.slots[row] = slot
 
 
 @njit(cache=True, nogil=True)
 def free_slot(slots: Numbers, tracked: Numbers, counts: Keys, row: int) -> None:
-    """Gives a row's slot back."""
+    """Free the slot of a row."""
     slot = slots[row]
     tracked[slot] = -2 - counts[SLOT_FREE]
     counts[SLOT_FREE] = slot
@@ -120,25 +116,28 @@ def free_slot(slots: Numbers, tracked: Numbers, counts: Keys, row: int) -> None:
 
 @njit(cache=True, nogil=True)
 def row_of(number: int) -> int:
-    """Returns the row behind a number of the index, readable or not; -1 for none."""
+    """Return the row that a number in `Rows.finder` refers to, readable or not; -1 for none."""
     return number if number >= -1 else -2 - number
 
 
 @njit(cache=True, nogil=True)
-def note(directory: Index, counts: Keys, key: int, site: int, move: int) -> None:
-    """Notes in the directory where a key is, since which move."""
+def record_location(directory: Index, counts: Keys, key: int, site: int, move: int) -> None:
+    """Record in the directory the site of a key, and the number of the move that brought it there."""
     counts[DIRECTORY] += put(directory, key, (site << 32) | move)
 
 
 @njit(cache=True, nogil=True)
 def add_row(to: Block, row: int, block: Block, i: int) -> None:
-    """Adds ``block[i]`` to ``to[row]``."""
+    """Add ``block[i]`` to ``to[row]``."""
     for x in range(to.shape[1]):
         to[row, x] += block[i, x]
 
 
 @njit(cache=True, nogil=True)
 def copy_row(to: Block, row: int, block: Block, i: int) -> None:
-    """Copies ``block[i]`` to ``to[row]``."""
+    """Copy ``block[i]`` to ``to[row]``."""
     for x in range(to.shape[1]):
         to[row, x] = block[i, x]
+
+
+__all__ = ["FREE", "OWNED", "REPLICA", "REQUESTED", "Block", "Codes", "Keys", "Numbers", "Rows"]

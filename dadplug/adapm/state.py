@@ -1,4 +1,4 @@
-"""What the parts of a site's engine share: stores, requests, and how messages are spread over the sites."""
+"""State shared by the parts of a site's engine: stores, requests, and the distribution of messages to sites."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Handler = Callable[[int, Message, Outbox], None]
 
 
 class SiteState:
-    """The state of one site: its stores and requests. What changes it holds the lock.
+    """Stores and requests of one site. Methods that change them hold the lock.
 
     Args:
         rank: this site.
         sites: number of sites, at most 62.
-        send: hands a message to another site; it may be delivered late and out of order, but once.
+        send: function that sends a message to another site. Messages may arrive late and out of order, each once.
     """
 
     def __init__(self, rank: int, sites: int, send: Callable[[int, Message], None]) -> None:
@@ -41,40 +41,36 @@ class SiteState:
         self._requests: dict[int, Request] = {}
         self._unapplied: dict[int, Request] = {}  # pushes and sets, by number
         self._held: deque[tuple[int, Outbox]] = deque()
-        self._drops = 0  # answers that took replicas away
+        self._drops = 0  # number of replies that dropped replicas
         self._handlers: dict[Kind, Handler] = {}
 
     @property
     def waits(self) -> bool:
-        """Whether a request is under way."""
+        """Whether a request is open."""
         return bool(self._requests)
 
     def add_store(self, store: Store) -> None:
-        """Adds a table, numbered in the order in which they are added."""
+        """Add a table; tables are numbered in the order of these calls."""
         store.clock = lambda: self.clock
         with self._lock:
             self.stores.append(store)
 
     def owned(self, table: int) -> tuple[Keys, Block]:
-        """Copies the keys that are owned here, and their values."""
+        """Return copies of the keys owned by this site, and of their values."""
         with self._lock:
             return self.stores[table].owned()
 
     def release(self) -> None:
-        """Ends the wait of all requests: they will not be answered any more."""
+        """End the wait of all requests, since no more replies will arrive."""
         with self._lock:
             for request in self._requests.values():
                 request.done.set()
 
-    def request(self, number: int) -> Request | None:
-        """Return a request under way by its number."""
-        return self._requests.get(number)
-
     def receive(self, sender: int, message: Message) -> None:
-        """Take in a message from another site.
+        """Handle a message from another site.
 
         Raises:
-            ProtocolError: if it does not fit what this site has, or has asked for; nothing has been changed.
+            ProtocolError: if it does not fit the tables and requests of this site. Nothing has been changed.
         """
         self._handle(sender, message, check=True)
 
@@ -82,7 +78,7 @@ class SiteState:
         outbox: Outbox = []
         with self._lock:
             if check:
-                check_message(self, message)
+                check_message(message, self.stores, self._requests)
             self._handlers[message.kind](sender, message, outbox)
         self._post(outbox)
 
@@ -99,7 +95,7 @@ class SiteState:
         return self._last_request
 
     def _after_pushes(self, messages: Outbox, outbox: Outbox) -> None:
-        """Sends messages once the pushes that have been sent until now are answered."""
+        """Send messages once all pushes sent so far have been confirmed."""
         if self._unapplied:
             self._held.append((self._last_request, messages))
         else:
@@ -108,7 +104,7 @@ class SiteState:
     def _spread(
         self, kind: Kind, table: int, origin: int, request: int, targets: NDArray[np.int8], *arrays: NDArray[Any]
     ) -> Outbox:
-        """Split arrays over the sites that they go to, and into messages of at most as many keys as one may have."""
+        """Split arrays by target site, and into messages of at most `most_keys` keys."""
         outbox: Outbox = []
         most = most_keys(self.stores[table].width)
         if targets.shape[0] == 1 or (targets == targets[0]).all():
@@ -125,10 +121,10 @@ class SiteState:
         return outbox
 
     def _serve(self, message: Message, outbox: Outbox) -> tuple[Store, NDArray[np.int32], list[NDArray[Any]]]:
-        """Finds the rows of a message's keys, and sends the part of the message on that belongs to another site.
+        """Find the rows of a message's keys, and forward the part of the message that belongs to other sites.
 
         Returns:
-            The store, the rows of the keys that are owned here, and that part of the message's arrays.
+            The store, the rows of the keys owned by this site, and the part of the message's arrays for these keys.
         """
         store = self.stores[message.table]
         where, targets, away_count = store.located(self.rank, self.sites, message.arrays[0])

@@ -54,12 +54,12 @@ class Store:
             states=np.zeros(rows, np.int8),
             versions=np.empty(rows, np.int32),
             peers=np.empty(rows, np.int64),
-            until=np.empty(rows, np.int64),
+            intent_end=np.empty(rows, np.int64),
             slots=np.empty(rows, np.int32),
             tracked=np.empty(slots, np.int32),
             deltas=np.empty((slots, width), np.float32),
             dirty=np.empty(slots, np.int8),
-            flight=np.empty(slots, np.int8),
+            in_flight=np.empty(slots, np.int8),
             asked=np.empty(slots, np.int64),
             answered=np.empty(slots, np.int64),
             counts=counts,
@@ -86,13 +86,13 @@ class Store:
         needed = int(counts[layout.ROWS]) + rows
         if needed > r.keys.shape[0]:
             size = max(needed, int(_GROWTH * r.keys.shape[0]))
-            names: tuple[str, ...] = ("values", "keys", "states", "versions", "peers", "until", "slots")
+            names: tuple[str, ...] = ("values", "keys", "states", "versions", "peers", "intent_end", "slots")
             self._grow(names, size, int(counts[layout.ROW_TOP]))
             self.rows = self.rows._replace(finder=_grown(self.rows.finder, size))
         needed = int(counts[layout.SLOTS]) + slots
         if needed > r.tracked.shape[0]:
             size = max(needed, int(_GROWTH * r.tracked.shape[0]))
-            names = ("tracked", "deltas", "dirty", "flight", "asked", "answered")
+            names = ("tracked", "deltas", "dirty", "in_flight", "asked", "answered")
             self._grow(names, size, int(counts[layout.SLOT_TOP]))
 
     def touch(self, rows: Numbers) -> None:
@@ -112,11 +112,11 @@ class Store:
         self.touch(np.empty(0, np.int32))
         found = np.empty(self.rows.keys.shape[0], np.int32)
         # A call that is under way has found rows of its own at most two touches ago.
-        found = found[: kernels.unused(self.rows, self.clock(), self._used, self._time - 2, found)]
+        found = found[: kernels.list_evictable(self.rows, self.clock(), self._used, self._time - 2, found)]
         count = min(found.shape[0], count + self.max_rows // 16)
         if count < found.shape[0]:
             found = found[np.argpartition(self._used[found], count)[:count]]
-        kernels.drop(self.rows, found)
+        kernels.free_rows(self.rows, found)
         self.evicted += found.shape[0]
 
     def _grow(self, names: tuple[str, ...], size: int, used: int) -> None:
@@ -166,13 +166,13 @@ class Store:
     def read_rows(self, rows: Numbers) -> Block:
         """Copies values."""
         out = np.empty((rows.shape[0], self.width), np.float32)
-        kernels.take(self.rows.values, rows, out)
+        kernels.gather_rows(self.rows.values, rows, out)
         return out
 
     def owned(self) -> tuple[Keys, Block]:
         """Returns copies of the keys that are owned here, in ascending order, and of their values."""
         rows = np.empty(len(self), np.int32)
-        rows = rows[: kernels.owned(self.rows, rows)]
+        rows = rows[: kernels.list_owned(self.rows, rows)]
         keys = self.rows.keys[rows]
         order = np.argsort(keys)
         return keys[order], self.rows.values[rows[order]]

@@ -12,7 +12,6 @@ from torch import Tensor
 from . import kernels
 from .engine import Engine
 from .initialisers import Constant, Initialiser
-from .lookup import states_of
 from .pending import Pending
 from .sampling import Sampler
 from .store import Store
@@ -210,7 +209,7 @@ class Table:
         out = torch.empty(keys.shape, dtype=torch.int8)
         with self._engine._lock:
             rows = self._store.rows
-            states_of(rows.finder, rows.states, self._flat(keys), out.numpy().reshape(-1))
+            kernels.states_of(rows.finder, rows.states, self._flat(keys), out.numpy().reshape(-1))
         return out
 
     @property

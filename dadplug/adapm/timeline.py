@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exchange.codec import register
-from .rows import OWNED, REPLICA
+from .states import KeyState
 
 if TYPE_CHECKING:
     from .manager import ParameterManager
@@ -34,7 +34,7 @@ class SiteHistory:
         seconds: time since the first moment.
         bytes_sent: payload bytes of the manager since its start.
         counts: by name, what `ParameterManager.counts` had.
-        states: the watched keys: `OWNED`, `REPLICA`, or another number where the key cannot be read at this site.
+        states: of the watched keys, as `KeyState`; -1 for absent keys.
     """
 
     clocks: list[int] = field(default_factory=list)
@@ -176,8 +176,8 @@ def owners(sites: Sequence[SiteHistory]) -> tuple[NDArray[np.int64], NDArray[np.
     """
     moments = min(len(site.states) for site in sites)
     states = np.stack([np.stack(site.states[:moments]) for site in sites])
-    owned = states == OWNED
-    return np.where(owned.any(0), owned.argmax(0), -1), (states == REPLICA).any(0)
+    owned = states == KeyState.OWNED
+    return np.where(owned.any(0), owned.argmax(0), -1), (states == KeyState.REPLICA).any(0)
 
 
 def _draw_keys(figure: Any, sites: Sequence[SiteHistory]) -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dadplug.adapm import rows
 from dadplug.adapm.engine import TECHNIQUES, Engine
 from dadplug.adapm.initialisers import Constant
+from dadplug.adapm.states import SyncCode
 from dadplug.adapm.store import Store
 
 KEYS, WIDTH = 23, 3
@@ -234,7 +234,7 @@ def test_a_replica_that_nobody_changes_is_not_sent_again():
     simulation.deliver()
     ((_, _, answer),) = simulation.on_the_way
     keys, codes, _, values = answer.arrays
-    assert dict(zip(keys.tolist(), codes.tolist(), strict=True)) == {1: rows.SAME, 3: rows.VALUE}
+    assert dict(zip(keys.tolist(), codes.tolist(), strict=True)) == {1: SyncCode.SAME, 3: SyncCode.VALUE}
     assert values.shape == (1, WIDTH)
 
 
