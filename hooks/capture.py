@@ -110,6 +110,8 @@ class CapturedLayer:
             RuntimeError: if the layer's input has been overwritten since backward.
         """
         factors, versions = self._factors, self._versions
+        if not factors:
+            return []
         self.clear()
         for factor, version in zip(factors, versions, strict=True):
             if factor.activations._version != version:

@@ -73,7 +73,7 @@ class Factor:
         Returns:
             A factor with deltas of shape (rows, shape[0]) and activations of shape (rows, product of the others).
         """
-        if self.form == LINEAR:
+        if self.form is LINEAR or self.form == LINEAR:
             return self
         if self.form.transposed:
             return Factor(self.deltas, self.activations, LINEAR, self.bias_gradient(), exchanged=True)
@@ -94,10 +94,18 @@ class Factor:
         return Factor(*pair, Flattened(tuple(gradient.shape)))
 
     def to(self, dtype: torch.dtype) -> Factor:
-        """Converts what is in floating point."""
+        """Convert what is in floating point; return the factor itself where that is nothing."""
+        if self._has(dtype):
+            return self
         activations = self.activations.to(dtype) if self.activations.is_floating_point() else self.activations
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, activations=activations, deltas=self.deltas.to(dtype), bias=bias)
+
+    def _has(self, dtype: torch.dtype) -> bool:
+        activations, bias = self.activations, self.bias
+        if self.deltas.dtype != dtype or (bias is not None and bias.dtype != dtype):
+            return False
+        return activations.dtype == dtype or not activations.is_floating_point()
 
     @staticmethod
     def stack(factors: Sequence[Factor]) -> Factor:
@@ -119,7 +127,9 @@ class Factor:
 
 
 def stack_by_form(factors: Sequence[Factor]) -> list[Factor]:
-    """Stacks those factors that can be; returns one factor a form."""
+    """Stack those factors that can be; return one factor a form."""
+    if len(factors) == 1:
+        return [factors[0]]
     groups: dict[Form, list[Factor]] = {}
     for factor in factors:
         groups.setdefault(factor.form, []).append(factor)

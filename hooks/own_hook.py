@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 
-class OwnHook:
-    """A hook on a tensor that stands for none of the user's.
+class OwnHook(partial[None]):
+    """A hook of this package on a tensor, as opposed to one of the user's.
 
     Args:
-        function: what the hook calls.
+        function: the function to call.
+        args: positional arguments to call it with, before the one that autograd passes.
     """
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        self._function = function
-
-    def __call__(self, argument: Any) -> None:
-        self._function(argument)
 
 
 def has_user_hooks(parameter: Tensor) -> bool:
     """Return whether a parameter has hooks on its gradient that are not ours."""
-    before: Any = parameter._backward_hooks
-    after: Any = parameter._post_accumulate_grad_hooks
-    return any(hooks and not all(type(hook) is OwnHook for hook in hooks.values()) for hooks in (before, after))
+    hooks: Any = parameter._backward_hooks
+    if hooks and not _OWN.issuperset(map(type, hooks.values())):
+        return True
+    hooks = parameter._post_accumulate_grad_hooks
+    return bool(hooks) and not _OWN.issuperset(map(type, hooks.values()))
+
+
+_OWN = {OwnHook}

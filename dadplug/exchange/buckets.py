@@ -124,6 +124,12 @@ class FactorBucket:
         sizes = [self._head + sum(sum(slot.sizes(slot.capacity[place])) for slot in self.slots) for place in places]
         self._gather: Gather = self._transport.gather(self._by_rank(sizes), self._wire)
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
+        self._own_head = self._integers(self._gather.payload)
+        self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
+        place = self.place
+        self._slot_bytes = [
+            0 if place is None else sum(slot.sizes(slot.capacity[place])) * self._wire.itemsize for slot in self.slots
+        ]
 
     def post(self) -> None:
         """Makes ready to receive."""
@@ -144,6 +150,18 @@ class FactorBucket:
             shares.append(share)
         return shares
 
+    def _views(self, payload: Tensor, site: int) -> tuple[Tensor, list[FactorPayload]]:
+        """Return views of a payload's head and slots, made once for a payload that lies in the same place every step.
+
+        Args:
+            payload: the payload of a sender, by place.
+            site: the place.
+        """
+        known = self._received.get(site)
+        if known is None or known[0] is not payload:
+            known = self._received[site] = payload, self._integers(payload), self._cut(payload, site)
+        return known[1:]
+
     def _integers(self, payload: Tensor) -> Tensor:
         """The head of a payload: samples, then rows by slot."""
         return payload[: self._head].view(torch.uint8)[: 4 * (1 + len(self.slots))].view(torch.int32)
@@ -154,8 +172,12 @@ class FactorBucket:
         own = self._own[index]
         fit = min(share.rows, own.rows)
         packed = self.slots[index].pack(share.part(0, fit))
-        own.left[:fit], own.right[:fit] = packed.left, packed.right
-        own.left[fit:], own.right[fit:] = 0, 0
+        if fit == own.rows:
+            own.left.copy_(packed.left)
+            own.right.copy_(packed.right)
+        else:
+            own.left[:fit], own.right[:fit] = packed.left, packed.right
+            own.left[fit:], own.right[fit:] = 0, 0
         if own.bias is not None and packed.bias is not None:
             own.bias.copy_(packed.bias)
         self._rows[index] = fit
@@ -199,7 +221,7 @@ class FactorBucket:
         """
         self.post()
         if self.place is not None:
-            self._integers(self._gather.payload).copy_(torch.tensor([samples, *self._rows], dtype=torch.int32))
+            self._own_head.copy_(torch.tensor([samples, *self._rows], dtype=torch.int32))
         self._gather.launch()
 
     def room(self, index: int) -> int:
@@ -208,8 +230,7 @@ class FactorBucket:
 
     def slot_bytes(self, index: int) -> int:
         """Tells how many bytes of this site's payload a slot takes."""
-        slot = self.slots[index]
-        return 0 if self.place is None else sum(slot.sizes(slot.capacity[self.place])) * self._wire.itemsize
+        return self._slot_bytes[index]
 
     def wait(self) -> None:
         """Waits until every site's payload is there."""
@@ -224,9 +245,10 @@ class FactorBucket:
         samples: list[int] = []
         shares: list[list[FactorPayload]] = [[] for _ in self.slots]
         for site, payload in enumerate(self._of_senders(self._gather.wait())):
-            count, *rows = self._integers(payload).tolist()
+            head, views = self._views(payload, site)
+            count, *rows = head.tolist()
             samples.append(count)
-            for index, share in enumerate(self._cut(payload, site)):
+            for index, share in enumerate(views):
                 share = self.slots[index].unpack(share.part(0, rows[index]))
                 shares[index].append(share.to(payload.device, self._dtype))
         return samples, shares

@@ -27,7 +27,9 @@ class FactorPayload(NamedTuple):
         return self.left.shape[0]
 
     def part(self, start: int, end: int | None = None, *, with_bias: bool = True) -> FactorPayload:
-        """Returns some of the rows."""
+        """Return some of the rows; the payload itself where that is all of it."""
+        if start == 0 and end == len(self.left) and with_bias:
+            return self
         return FactorPayload(self.left[start:end], self.right[start:end], self.bias if with_bias else None)
 
     def without_rows(self) -> FactorPayload:
@@ -42,12 +44,14 @@ class FactorPayload(NamedTuple):
         return FactorPayload(torch.cat([self.left, other.left]), torch.cat([self.right, other.right]), bias)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FactorPayload:
-        """Moves the share to a device, and what is in floating point to a type."""
+        """Move the payload to a device, and what is in floating point to a type."""
 
-        def move(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part.to(device, dtype if part.is_floating_point() else None)
+        def move(part: Tensor) -> Tensor:
+            if part.dtype == dtype and part.device == device:
+                return part
+            return part.to(device, dtype if part.is_floating_point() else None)
 
-        return FactorPayload(*map(move, self))  # type: ignore[arg-type]
+        return FactorPayload(move(self.left), move(self.right), None if self.bias is None else move(self.bias))
 
     def finite(self) -> bool:
         """Says whether the share holds neither NaN nor Inf."""

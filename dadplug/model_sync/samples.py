@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..hooks import eager
+
+_TENSORS = {Tensor}  # a subclass may be a container to pytree
 
 
 class SampleCounter:
@@ -49,14 +51,14 @@ class SampleCounter:
         self._inside = False
         self._handles: list[Any] = []
         self._model = model
-        self._watched: list[nn.Module] = []
+        self._watched: dict[int, nn.Module] = {}
         self.follow()
 
     def follow(self) -> None:
         """Watch modules that have been added to the model since."""
         for module in (self._model, *self._model.children()):
-            if not any(module is watched for watched in self._watched):
-                self._watched.append(module)
+            if id(module) not in self._watched:
+                self._watched[id(module)] = module
                 self._handles.append(module.register_forward_pre_hook(_Before(self), with_kwargs=True))
                 after = _After(self, module is self._model)
                 self._handles.append(module.register_forward_hook(after, always_call=True))
@@ -126,13 +128,15 @@ class SampleCounter:
             handle.remove()
         self._handles.clear()
 
-    def enter(self, inputs: Any) -> None:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
         if self._depth == 1:
+            only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
+            inputs = list(args if only_tensors else tensors_of((args, kwargs)))
             if torch.is_grad_enabled():
                 self._on_forward()
-                self.owned.update(leaf.untyped_storage().data_ptr() for leaf in tensors_of(inputs) if _is_plain(leaf))
-            size = batch_size(inputs)
+                self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
+            size = _first_dimension(inputs)
             self.current, self._told = size or 0, size is not None
             if self._inside and self._said is not None:
                 self.current, self._told = self._said.samples, True
@@ -147,7 +151,8 @@ class SampleCounter:
         known = self._told
         if not known and (size := batch_size(outputs)) is not None:
             samples, known = size, True
-        reached = [leaf for leaf in tensors_of(outputs) if leaf.requires_grad]
+        leaves = (outputs,) if type(outputs) is Tensor else tensors_of(outputs)
+        reached = [leaf for leaf in leaves if leaf.requires_grad]
         said = self._said if self._inside and self._said is not None else _Said(samples)
 
         def count(_: Tensor) -> None:
@@ -187,7 +192,11 @@ class _Said:
 
 def batch_size(batch: Any) -> int | None:
     """Return the first dimension of the first tensor in a batch; None where there is none."""
-    first = next((leaf for leaf in tensors_of(batch) if leaf.dim() > 0), None)
+    return _first_dimension(tensors_of(batch))
+
+
+def _first_dimension(leaves: Iterable[Tensor]) -> int | None:
+    first = next((leaf for leaf in leaves if leaf.dim() > 0), None)
     return None if first is None else first.shape[0]
 
 
@@ -222,7 +231,7 @@ class _Before:
 
     @eager
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._counter.enter((args, kwargs))
+        self._counter.enter(args, kwargs)
 
     def __reduce__(self) -> Any:
         return _Nothing, ()

@@ -33,11 +33,18 @@ class _Put(NamedTuple):
     @classmethod
     def of(cls, unit: Unit) -> _Put:
         gradient = unit.lead.grad
-        version = 0 if gradient is None or gradient.is_inference() else gradient._version
-        return cls(gradient, version, unit.arrivals)
+        return cls(gradient, _version(gradient), unit.arrivals)
 
-    def same(self, other: _Put) -> bool:
-        return self.gradient is other.gradient and self[1:] == other[1:]
+    def still_of(self, unit: Unit) -> bool:
+        """Return whether the unit has the same gradient, unchanged, and no other has arrived."""
+        gradient = unit.lead.grad
+        if gradient is not self.gradient or unit.arrivals != self.arrivals:
+            return False
+        return _version(gradient) == self.version
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None or gradient.is_inference() else gradient._version
 
 
 @register_handler("allreduce")
@@ -123,7 +130,7 @@ class DenseHandler(BucketHandler):
         """Find the units whose payload is void: a gradient has come, changed or gone since, or the samples have."""
         other_samples = self.reducer.samples() != self._samples
         for unit in self.units:
-            unit.dense = other_samples or not self._put[unit.name].same(_Put.of(unit))
+            unit.dense = other_samples or not self._put[unit.name].still_of(unit)
             if unit.dense:
                 faults, gradient = self.reducer.faults, unit.lead.grad
                 faults[:] = [fault for fault in faults if fault[1] != unit.name]

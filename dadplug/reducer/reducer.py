@@ -217,13 +217,17 @@ class Reducer:
 
     def _repeat(self, headers: Sequence[StepHeader]) -> None:
         """Exchange again, on all sites, what has changed at some site since it was sent."""
+        if not any(True in header.dense for header in headers):
+            return
         for handler in self._handlers:
             void = any(header.dense[self.index[unit.name]] for header in headers for unit in handler.units)
             if handler.repeats and void:
                 handler.repeat()
 
     def _reduce_dense(self, headers: Sequence[StepHeader], weights: Sequence[float]) -> None:
-        """All-reduces gradients that no bucket carries, on all sites if any has one."""
+        """All-reduce gradients that no bucket carries, on all sites if any has one."""
+        if not any(True in header.dense or True in header.void for header in headers):
+            return
         for index, unit in enumerate(self.units):
             handler = self._handler_of[unit.name]
             void = handler.resends_as_gradients and any(header.void[index] for header in headers)

@@ -15,6 +15,7 @@ class Unit:
 
     Attributes:
         name: name of the parameter that leads it.
+        lead: that parameter.
         arrivals: times its gradient has arrived since the last synchronisation.
         expected: the most that ever arrived in one step; with so many it is taken to be complete.
         sent: whether its share has gone to a bucket in this step.
@@ -30,6 +31,7 @@ class Unit:
     def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
         self.name = name
         self.parameters = parameters
+        self.lead = parameters[name]
         self.arrivals = 0
         self.expected = 0
         self.sent = False
@@ -38,11 +40,6 @@ class Unit:
         self.discards = 0
         self.expected_discards = 0
         self._hooks: list = []
-
-    @property
-    def lead(self) -> nn.Parameter:
-        """The parameter that leads the unit."""
-        return self.parameters[self.name]
 
     @property
     def shape(self) -> tuple[int, int]:

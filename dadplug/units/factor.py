@@ -151,7 +151,10 @@ class FactorUnit(Unit):
 
     def _is_small(self, factors: Sequence[Factor]) -> bool:
         """Return whether factors may stay after they have left: in the room of the gradient that will be formed."""
-        return sum(factor.numel for factor in factors) <= max(self.lead.numel(), _SMALL)
+        room = max(self.lead.numel(), _SMALL)
+        for factor in factors:
+            room -= factor.activations.numel() + factor.deltas.numel()
+        return room >= 0
 
     def release_sent(self) -> None:
         """Let go of what has gone to a bucket; no more of it can arrive in this step."""
@@ -207,7 +210,13 @@ class FactorUnit(Unit):
         return any(layer.fed_by_data for layer in self.layers)
 
     def _peek(self) -> list[Factor]:
-        return self._held + [factor for layer in self.layers for factor in layer.peek()]
+        return self._held + self._arrived()
+
+    def _arrived(self) -> list[Factor]:
+        """Return what the layers have committed and nobody has taken."""
+        if len(self.layers) == 1:
+            return self.layers[0].peek()
+        return [factor for layer in self.layers for factor in layer.peek()]
 
     @property
     def rows(self) -> int:
@@ -255,10 +264,14 @@ class FactorUnit(Unit):
         return fitting
 
     def _collect(self) -> list[Factor]:
-        factors = self._held + [factor for layer in self.layers for factor in layer.take()]
-        self._held = []
+        factors, self._held = self._held, []
+        for layer in self.layers:
+            factors = factors + layer.take()
+        if not factors:
+            return factors
         self._taken_keys += _keys(factors)
-        return [factor.to(self.lead.dtype) for factor in factors]
+        dtype = self.lead.dtype
+        return [factor.to(dtype) for factor in factors]
 
     def prepare(self, owned: Container[int], *, exact: bool) -> None:
         """Prepare for sending or holding factors that have arrived.
@@ -272,8 +285,7 @@ class FactorUnit(Unit):
         """
         if self.sent and not self.void and not exact:
             self.reclaim()
-        arrived = [factor for layer in self.layers for factor in layer.peek()]
-        if self.sent or self._is_small(arrived):
+        if self.sent or self._is_small(self._arrived()):
             for layer in self.layers:
                 layer.keep_inputs(owned)
 
@@ -285,7 +297,11 @@ class FactorUnit(Unit):
         """
         for layer in self.layers:
             layer.keep_inputs(owned)
-        if sum(factor.numel for factor in self._peek() if factor.form.may_be_dense) >= self.lead.numel():
+        room = self.lead.numel()
+        for factor in self._peek():
+            if factor.form.may_be_dense:
+                room -= factor.numel
+        if room <= 0:
             self._condense()
 
     def _condense(self) -> None:

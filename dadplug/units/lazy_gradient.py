@@ -212,11 +212,12 @@ class Placeholders:
 
     def gone(self) -> list[str]:
         """Return the names of the parameters whose placeholder a program has taken away or replaced."""
-        return [name for name, lazy in self._active.items() if not self._in_place(name, lazy)]
-
-    def _in_place(self, name: str, lazy: LazyGradient) -> bool:
-        gradient = self._parameters[name].grad
-        return gradient is lazy or (name in self._lifted and gradient is not None)
+        gone = []
+        for name, lazy in self._active.items():
+            gradient = self._parameters[name].grad
+            if gradient is not lazy and (gradient is None or name not in self._lifted):
+                gone.append(name)
+        return gone
 
     def earlier(self, name: str) -> Tensor | None:
         """Return the formed part of a parameter's gradient."""
@@ -299,10 +300,12 @@ def mark_agreed(parameter: nn.Parameter, reduction: int) -> None:
         parameter: the parameter.
         reduction: number of the reduction that has synchronized it.
     """
-    if parameter.grad is not None:
-        parameter.grad._dadplug_agreed = reduction  # type: ignore[attr-defined]
+    gradient = parameter.grad
+    if gradient is not None:
+        gradient._dadplug_agreed = reduction  # type: ignore[attr-defined]
 
 
 def is_agreed(parameter: nn.Parameter, reduction: int) -> bool:
     """Return whether ``.grad`` holds nothing but what a reduction has left there; not what a program has put there."""
-    return parameter.grad is None or getattr(parameter.grad, "_dadplug_agreed", None) == reduction
+    gradient = parameter.grad
+    return gradient is None or getattr(gradient, "_dadplug_agreed", None) == reduction
