@@ -174,9 +174,9 @@ class GradientReduction:
                 planner.reducer = None  # no site has had any data yet
             planner.mark_agreed()
             if self._attached is not None and all(header.finite for header in headers):
-                self._attached.settle(self.share)
+                self._attached.apply_share(self.share)
             elif self._attached is not None:
-                self._attached.spoil()
+                self._attached.fill_with_inf()
         finally:
             self._epoch_samples += self._counter.count
             self._end_step()

@@ -5,9 +5,9 @@ from .loader import AdaDataLoader
 from .manager import ParameterManager
 from .model import AdaModel
 from .pending import Pending
-from .recorder import IntentError
 from .row_optimizers import RowwiseAdagrad
 from .sampling import Sample, Sampler
+from .shapes import IntentError
 from .shards import join_shards, load_shards, save_shards
 from .table import Table
 from .timeline import Timeline

@@ -1,4 +1,4 @@
-"""Clipping by the norm of a gradient of which managed rows are spread over the sites."""
+"""Clipping by the norm of gradients, including those of managed rows of all sites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..lowrank import sparse
 
 if TYPE_CHECKING:
-    from .layers import ManagedWeight
+    from .managed_weight import ManagedWeight
     from .manager import ParameterManager
 
 
@@ -23,14 +23,14 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    """Scale gradients so that their norm, that of the sites' sum for managed rows, is at most `max_norm`.
+    """Scale gradients so that their norm is at most `max_norm`; gradients of managed rows are summed over the sites.
 
     Args:
-        manager: connects the sites.
+        manager: the parameter manager.
         weights: managed weights, in the same order on all sites.
-        others: gradients that are the same on all sites.
-        max_norm: the largest norm.
-        norm_type: the order of the norm.
+        others: gradients that are equal on all sites.
+        max_norm: upper bound of the norm.
+        norm_type: order of the norm.
 
     Returns:
         The norm before clipping, on the CPU.
@@ -49,7 +49,7 @@ def clip_grad_norm(
 
 
 def _rows_of_all_sites(manager: ParameterManager, weights: list[ManagedWeight]) -> list[Tensor]:
-    """Sum the sites' gradients of managed rows; returns a matrix a weight, of the rows that any site has."""
+    """Sum the gradients of managed rows over the sites; return one matrix per weight, of shape (rows, width)."""
     own = [weight.rows_of_gradient() for weight in weights]
     counts = manager.gather_objects([keys.numel() for keys, _ in own])
     found = []

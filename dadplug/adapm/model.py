@@ -16,11 +16,13 @@ from ..model_sync.structure import mark_managed, without_managed
 from ..reduction import GradientReduction
 from .clip import clip_grad_norm
 from .initialisers import Initialiser, Normal
-from .layers import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, find_layers
+from .layers import ManagedEmbedding, ManagedEmbeddingBag, find_layers
+from .managed_weight import ManagedWeight
 from .manager import ParameterManager
-from .recorder import IntentError, Recorder
-from .row_optimizers import rule_of
+from .recorder import Recorder
+from .row_optimizers import row_optimizer_for
 from .row_steps import RowSteps, group_of
+from .shapes import IntentError
 
 _CHUNK = 65536  # rows that are gathered or set at a time
 
@@ -154,7 +156,7 @@ class AdaModel(nn.Module):
         self.managed[name] = weight = ManagedWeight(
             name,
             parameter,
-            rule_of(optimizer, group_of(optimizer, parameter)),
+            row_optimizer_for(optimizer, group_of(optimizer, parameter)),
             lambda width, first, capacity: self.manager.table(
                 name, width, rows=parameter.shape[0], initialiser=first, capacity=capacity
             ),
@@ -186,7 +188,7 @@ class AdaModel(nn.Module):
         if self.reduction is not None:
             self.reduction.synchronize()
         else:
-            self._steps.settle(None)
+            self._steps.apply_share(None)
 
     def step_managed(self, optimizer: Optimizer) -> None:
         """Push what an optimizer adds to managed rows, and move the clock on; ``optimizer.step()`` calls it."""
@@ -210,7 +212,7 @@ class AdaModel(nn.Module):
         Raises:
             RuntimeError: if `synchronize` has not been called since the last backward pass.
         """
-        self._steps.settle_late("clip_grad_norm_()")
+        self._steps.finish("clip_grad_norm_()")
         given = {id(parameter): parameter for parameter in (self.parameters() if parameters is None else parameters)}
         weights = [weight for weight in self.managed.values() if given.pop(id(weight.parameter), None) is not None]
         others = [parameter.grad for parameter in given.values() if parameter.grad is not None]
@@ -277,10 +279,10 @@ class AdaModel(nn.Module):
         """Gathers the state of the rows' optimizer by weight, as torch's own has it."""
         found = {}
         for name, weight in self.managed.items():
-            if parts := weight.rule.names:
+            if parts := weight.row_optimizer.state_names:
                 state = self._gather(weight, slice(weight.width, None)).chunk(len(parts), 1)
                 own = {part: value.contiguous() for part, value in zip(parts, state, strict=True)}
-                step = {"step": torch.tensor(float(weight.steps))} if weight.rule.counts_steps else {}
+                step = {"step": torch.tensor(float(weight.steps))} if weight.row_optimizer.counts_steps else {}
                 found[name] = step | own
         return found
 
@@ -311,11 +313,11 @@ class AdaModel(nn.Module):
         self.manager.wait_sync(everywhere=True)
         for name, rows in own.items():
             weight = self.managed[name]
-            if not rows or not weight.rule.names:
+            if not rows or not weight.row_optimizer.state_names:
                 continue
-            if missing := [part for part in weight.rule.names if part not in rows]:
+            if missing := [part for part in weight.row_optimizer.state_names if part not in rows]:
                 raise ValueError(f"the optimizer's state of {name} lacks {missing}: it is another optimizer's")
-            state = torch.cat([rows[part].float().cpu() for part in weight.rule.names], 1)
+            state = torch.cat([rows[part].float().cpu() for part in weight.row_optimizer.state_names], 1)
             if state.shape != (weight.rows, weight.table.width - weight.width):
                 raise ValueError(f"the optimizer's state of {name} has shape {tuple(state.shape)}, which does not fit")
             weight.steps = int(rows.get("step", 0))

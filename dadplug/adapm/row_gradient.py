@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-
-if TYPE_CHECKING:
-    from .layers import ManagedWeight
 
 _NORMS = {torch.norm, Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm}
 _CLAMPS = {torch.clamp, torch.clamp_, Tensor.clamp, Tensor.clamp_}
@@ -17,10 +15,10 @@ _CLAMPS |= {torch._foreach_clamp_min_, torch._foreach_clamp_max_}
 
 
 class RowGradient(Tensor):
-    """The gradient of the rows that this site has looked up; a sparse tensor.
+    """Sparse gradient of the rows that this site has looked up.
 
-    Arithmetic, `zero_` and GradScaler work on it as on every sparse gradient. Norms and bounds depend on what other
-    sites have for the same rows, and raise where there are others.
+    Arithmetic, `zero_` and GradScaler treat it as any sparse gradient. Norms and clamps depend on the gradients of
+    other sites for the same rows, and raise if there are other sites.
 
     Attributes:
         alone: whether there is no other site.
@@ -30,10 +28,10 @@ class RowGradient(Tensor):
 
     @staticmethod
     def of(gradient: Tensor, alone: bool) -> Tensor:
-        """Return a gradient as one of this class."""
-        if isinstance(gradient, RowGradient) or gradient.requires_grad:  # with a graph, for derivatives of it
+        """Return a gradient as a `RowGradient`; one with a graph (for its own derivatives) is returned unchanged."""
+        if isinstance(gradient, RowGradient) or gradient.requires_grad:
             return gradient
-        made: RowGradient = Tensor._make_subclass(RowGradient, gradient)  # type: ignore[attr-defined]
+        made: RowGradient = Tensor._make_subclass(RowGradient, gradient)
         made.alone = alone
         return made
 
@@ -49,7 +47,11 @@ class RowGradient(Tensor):
 
 
 def _values(gradient: RowGradient) -> Tensor:
-    """Return the rows of a gradient, each once, where they are all there is."""
+    """Return the rows of a gradient, each once.
+
+    Raises:
+        RuntimeError: if there are other sites.
+    """
     if not gradient.alone:
         raise RuntimeError(_refusal("measured"))
     return gradient.detach().coalesce().values()
@@ -63,27 +65,29 @@ def _refusal(what: str) -> str:
     )
 
 
-class PulledRows(torch.autograd.Function):
-    """Rows from a table as a function of the weight that stands for it: backward gives the weight a sparse gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, rows: Tensor, weight: ManagedWeight, lookup: Lookup) -> Tensor:
-        ctx.weight, ctx.lookup = weight, lookup
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.weight.gradient_of(ctx.lookup, gradients[0]), None, None, None
-
-
 class Lookup:
     """One lookup of a weight.
 
     Args:
-        keys: the distinct keys.
-        values: what was pulled for them, with the state of their optimizer.
-        steps: steps of the weight before it.
+        keys: the distinct keys, of shape (k,).
+        values: the pulled values, of shape (k, width and optimizer state).
+        steps: number of optimizer steps of the weight before the lookup.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, steps: int) -> None:
         self.keys, self.values, self.steps = keys, values, steps
+
+
+class PulledRows(torch.autograd.Function):
+    """Pulled rows as a function of the parameter that they replace; backward gives the parameter a sparse gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: Tensor, rows: Tensor, gradient_of: Callable[[Lookup, Tensor], Tensor], lookup: Lookup
+    ) -> Tensor:
+        ctx.gradient_of, ctx.lookup = gradient_of, lookup
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.gradient_of(ctx.lookup, gradients[0]), None, None, None

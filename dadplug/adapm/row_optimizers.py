@@ -1,9 +1,11 @@
-"""Optimizers of managed rows: from values and gradients to what is pushed. Values are ``[weights | state]``."""
+"""Optimizers of managed rows: they turn values ``[weights | state]`` and gradients into the deltas to push."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,54 +13,60 @@ from torch import Tensor
 from .initialisers import Constant, Initialiser
 
 
-class Rule(Protocol):
-    """The step of one optimizer on rows, as deltas, so that the steps of several sites add up.
+class RowOptimizer(ABC):
+    """Step of an optimizer on rows, as deltas, so that the steps of several sites add up.
 
     Attributes:
-        names: torch's names of the state's parts, of equal widths; rows of a checkpoint's state have them.
-        counts_steps: whether a checkpoint's state has a number of steps besides.
+        state_names: torch's names of the parts of the state, of equal widths; checkpoints use them.
+        counts_steps: whether a checkpoint's state also has a number of steps.
     """
 
-    names: tuple[str, ...]
-    counts_steps: bool
+    state_names: ClassVar[tuple[str, ...]] = ()
+    counts_steps: ClassVar[bool] = False
 
-    def state(self, width: int) -> list[tuple[int, Initialiser]]:
-        """Returns the columns of the state beside weights of this width, and what they begin with."""
+    @abstractmethod
+    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
+        """Return the columns of the state for weights of a width: numbers of columns and their initialisers."""
 
+    @abstractmethod
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
-        """Computes what is to be added.
+        """Compute the deltas of one step.
 
         Args:
-            values: of shape (n, width and state), as pulled.
+            values: pulled values, of shape (n, width and state).
             gradients: of shape (n, width).
             step: number of this step, from 1.
-            options: those of the optimizer's parameter group.
+            options: options of the parameter group of the optimizer.
+
+        Returns:
+            The deltas, of the shape of `values`.
         """
 
 
-class SGD:
-    """torch.optim.SGD: ``w -= lr g``."""
+class SGDRows(RowOptimizer):
+    """Rows stepped as by torch.optim.SGD: ``w -= lr g``."""
 
-    names: tuple[str, ...] = ()
-    counts_steps = False
-
-    def state(self, width: int) -> list[tuple[int, Initialiser]]:
+    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
         return []
 
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
         return gradients * -float(options["lr"])
 
 
-class Adagrad:
-    """torch.optim.Adagrad: ``s += g^2; w -= lr g / (sqrt(s) + eps)``."""
+class AdagradRows(RowOptimizer):
+    """Rows stepped as by torch.optim.Adagrad: ``s += g^2; w -= lr g / (sqrt(s) + eps)``.
 
-    names: tuple[str, ...] = ("sum",)
+    Args:
+        initial: initial value of ``s``.
+    """
+
+    state_names = ("sum",)
     counts_steps = True
 
     def __init__(self, initial: float) -> None:
         self.initial = initial
 
-    def state(self, width: int) -> list[tuple[int, Initialiser]]:
+    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
         return [(width, Constant(self.initial))]
 
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
@@ -68,13 +76,12 @@ class Adagrad:
         return torch.cat([-rate * (gradients / (sums.sqrt() + options["eps"])), squares], 1)
 
 
-class RowwiseAdagradRule:
-    """`RowwiseAdagrad`: ``s += mean(g^2); w -= lr g / (sqrt(s) + eps)``, one s a row."""
+class RowwiseAdagradRows(RowOptimizer):
+    """Rows stepped as by `RowwiseAdagrad`: ``s += mean(g^2); w -= lr g / (sqrt(s) + eps)``, with one s per row."""
 
-    names: tuple[str, ...] = ("sum",)
-    counts_steps = False
+    state_names = ("sum",)
 
-    def state(self, width: int) -> list[tuple[int, Initialiser]]:
+    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
         return [(1, Constant())]
 
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
@@ -83,20 +90,20 @@ class RowwiseAdagradRule:
         return torch.cat([gradients * (-float(options["lr"]) / (sums.sqrt() + options["eps"])), squares], 1)
 
 
-class Adam:
-    """torch.optim.SparseAdam, or Adam's formula on the rows that have a gradient; other rows' moments stay.
+class AdamRows(RowOptimizer):
+    """Rows stepped as by torch.optim.SparseAdam or torch.optim.Adam; moments of rows without a gradient do not change.
 
     Args:
-        sparse: eps stands beside the uncorrected root, as in SparseAdam.
+        sparse: whether eps is added to the uncorrected root, as in SparseAdam.
     """
 
-    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    state_names = ("exp_avg", "exp_avg_sq")
     counts_steps = True
 
     def __init__(self, sparse: bool) -> None:
         self.sparse = sparse
 
-    def state(self, width: int) -> list[tuple[int, Initialiser]]:
+    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
         return [(2 * width, Constant())]
 
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
@@ -112,12 +119,25 @@ class Adam:
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one accumulator a row of a matrix, as recommenders use it: ``s += mean(g^2)`` over the row.
+    """Adagrad with one accumulator per row of a matrix, as used for recommenders: ``s += mean(g^2)`` over the row.
 
     Args:
-        params: matrices, or any parameters: what is no matrix counts as one row.
+        params: parameters or parameter groups. A parameter that is not a matrix counts as one row.
         lr: learning rate.
-        eps: keeps the denominator from zero.
+        eps: term added to the denominator.
+
+    Raises:
+        ValueError: if `lr` or `eps` is negative.
+
+    Example:
+        >>> import torch
+        >>> from dadplug.adapm import RowwiseAdagrad
+        >>> table = torch.nn.Embedding(10, 4)
+        >>> optimizer = RowwiseAdagrad(table.parameters(), lr=0.1)
+        >>> table(torch.tensor([1, 2])).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[table.weight]["sum"].shape
+        torch.Size([10, 1])
     """
 
     def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-10) -> None:
@@ -126,8 +146,15 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Makes a step; rows whose gradient is zero stay as they are."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one step. Rows whose gradient is zero do not change.
+
+        Args:
+            closure: function that computes the loss again and returns it.
+
+        Returns:
+            The loss of the closure, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -144,11 +171,15 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         return loss
 
 
-def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    """Finds the rule for a parameter group of a torch optimizer.
+def row_optimizer_for(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
+    """Return the row optimizer that corresponds to a parameter group of a torch optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        group: its parameter group with the managed weight.
 
     Raises:
-        ValueError: if the optimizer, or an option of it, has no form that touches only the rows of a batch.
+        ValueError: if the optimizer or one of its options cannot step only the rows of a batch.
     """
     for option in ("momentum", "weight_decay", "amsgrad", "maximize"):
         if group.get(option):
@@ -157,13 +188,13 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
                 "give them a parameter group, or an optimizer, without it"
             )
     if isinstance(optimizer, torch.optim.SGD):
-        return SGD()
+        return SGDRows()
     if isinstance(optimizer, torch.optim.Adagrad):
-        return Adagrad(group["initial_accumulator_value"])
+        return AdagradRows(group["initial_accumulator_value"])
     if isinstance(optimizer, RowwiseAdagrad):
-        return RowwiseAdagradRule()
+        return RowwiseAdagradRows()
     if isinstance(optimizer, torch.optim.SparseAdam) or type(optimizer) is torch.optim.Adam:
-        return Adam(isinstance(optimizer, torch.optim.SparseAdam))
+        return AdamRows(isinstance(optimizer, torch.optim.SparseAdam))
     raise ValueError(
         f"managed embeddings cannot be stepped by {type(optimizer).__name__}: use SGD, Adagrad, SparseAdam, Adam or "
         "dadplug.adapm.RowwiseAdagrad for them"

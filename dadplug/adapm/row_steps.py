@@ -1,4 +1,4 @@
-"""Steps of managed rows beside an optimizer's step of all other parameters."""
+"""Steps of managed rows, along with an optimizer's step of all other parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from .layers import ManagedWeight
+from .managed_weight import ManagedWeight
 
 if TYPE_CHECKING:
     from ..reduction import GradientReduction
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 class RowSteps:
-    """The gradients of managed weights between backward and the end of a step.
+    """Gradients of managed weights from backward to the end of the optimizer's step.
+
+    It is the `dadplug.reducer.attached.AttachedGradients` of the reduction.
 
     Args:
         managed: the managed weights by name.
-        padding: keys without a gradient, by weight.
-        manager: connects the sites.
+        padding: keys whose gradient is ignored, by name of the weight.
+        manager: the parameter manager.
         reduction: the reduction of the other parameters; None if there are none.
         reduce: ``"mean"`` or ``"sum"``, see `AdaModel`.
     """
@@ -42,17 +44,17 @@ class RowSteps:
         if reduction is not None:
             reduction.attach(self)
 
-    # What the reduction asks
+    # Interface of the reduction
 
     @property
     def arrived(self) -> bool:
-        """Whether backward has brought gradients that are not agreed on yet, cleared or not."""
-        return any(weight.fresh for weight in self._managed.values())
+        """Whether backward has added gradients since the last synchronization, cleared or not."""
+        return any(weight.has_arrived for weight in self._managed.values())
 
     @property
     def cleared(self) -> bool:
-        """Whether all those have been cleared."""
-        return not self._unsettled()
+        """Whether the program has cleared all of them."""
+        return not self._unweighted()
 
     @property
     def names(self) -> list[str]:
@@ -62,50 +64,57 @@ class RowSteps:
     def first_not_finite(self) -> int | None:
         """Return the number of the first weight whose gradient holds NaN or Inf; None if there is none."""
         weights = enumerate(self._managed.values())
-        return next((number for number, weight in weights if weight.unsettled and not weight.is_finite), None)
+        return next((number for number, weight in weights if weight.needs_share and not weight.is_finite), None)
 
-    def settle(self, share: float | None) -> None:
-        """Weight the rows' gradients by this site's share of the samples; None where that is not known."""
+    def apply_share(self, share: float | None) -> None:
+        """Weight the gradients that have arrived.
+
+        Args:
+            share: this site's share of the samples; None if it is not known.
+        """
         if self._reduce == "sum":
             share = 0.0 if share == 0.0 else 1.0
         elif share is None:
             share = 1.0 / self._sites
         for weight in self._managed.values():
-            weight.settle(share)
+            weight.apply_share(share)
 
-    def spoil(self) -> None:
-        """Make the gradients Inf on this site too, since those of another are not finite."""
+    def fill_with_inf(self) -> None:
+        """Replace the gradients by ones with Inf, since the gradients of some site are not finite."""
         for weight in self._managed.values():
-            weight.spoil()
+            weight.fill_with_inf()
 
     # The optimizer's step
 
-    def settle_late(self, what: str) -> None:
-        """Settle what no `synchronize` has; where there has to be one, raise.
+    def finish(self, what: str) -> None:
+        """Weight gradients that no `synchronize` has weighted, if that needs no other site.
+
+        Args:
+            what: the operation that needs the gradients, for the message of the error.
 
         Raises:
-            RuntimeError: if gradients have arrived since the last `synchronize`.
+            RuntimeError: if `synchronize` has to be called first.
         """
-        late = self._unsettled()
+        late = self._unweighted()
         if late and self._reduction is not None and self._sites > 1:
             raise RuntimeError(
                 f"{what} before the gradient of {late[0]!r} is agreed: call synchronize() after backward()"
             )
         if late:
-            self.settle(None)
+            self.apply_share(None)
 
-    def _unsettled(self) -> list[str]:
-        return [name for name, weight in self._managed.items() if weight.unsettled]
+    def _unweighted(self) -> list[str]:
+        return [name for name, weight in self._managed.items() if weight.needs_share]
 
     def begin(self, args: Any, kwargs: Any) -> Any:
-        """Keep managed weights from the optimizer, also after a closure has brought their gradients.
+        """Hide the gradients of managed weights from the optimizer, also those that a closure computes.
 
         Args:
-            args: of ``step``, with the optimizer.
-            kwargs: of ``step``.
+            args: positional arguments of ``step``, with the optimizer.
+            kwargs: keyword arguments of ``step``.
 
         Returns:
-            Both anew, or None if they stay.
+            The arguments that replace them; None if they do not change.
         """
         closures = {id(each): self._hiding(each) for each in (*args[1:], *kwargs.values()) if callable(each)}
         if not closures:
@@ -124,7 +133,7 @@ class RowSteps:
         return call
 
     def _hide(self) -> None:
-        self.settle_late("optimizer.step()")
+        self.finish("optimizer.step()")
         for name, weight in self._managed.items():
             if weight.parameter.grad is not None:
                 self._hidden[name], weight.parameter.grad = weight.parameter.grad, None
@@ -135,9 +144,9 @@ class RowSteps:
             self._managed[name].parameter.grad = gradient
 
     def step(self, optimizer: Optimizer) -> None:
-        """Push what an optimizer adds to the rows."""
+        """Push the deltas of one step of an optimizer."""
         self._show()
-        # Fused optimizers get these from a GradScaler, which leaves the rest to them.
+        # A GradScaler sets these on fused optimizers, which unscale the gradients themselves.
         found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
         if found_inf is not None and found_inf.item():
             return
@@ -147,10 +156,10 @@ class RowSteps:
 
 
 def group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the optimizer's options for a managed parameter.
+    """Return the parameter group of a managed parameter.
 
     Raises:
-        ValueError: if it is not in there any more.
+        ValueError: if the optimizer no longer has the parameter.
     """
     for group in optimizer.param_groups:
         if any(parameter is other for other in group["params"]):

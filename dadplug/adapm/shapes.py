@@ -1,7 +1,7 @@
-"""A forward pass in which whole numbers are computed and floating-point tensors have only a shape.
+"""Forward passes in which whole numbers are computed and floating-point tensors are stubs, which have only a shape.
 
-What an operation or a layer of torch makes of shapes alone is kept, so that a pass does it once for each shape. The
-model's own Python code runs in every pass.
+The output shapes of an operation or a layer of torch are cached by its input shapes. The model's own Python code runs
+in every pass.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..hooks.override import ForwardOverride, overridden
 
-_MOST = 10_000  # results that are kept
+_CACHE_SIZE = 10_000  # cached results
 _META = torch.device("meta")
 
 
 class IntentError(RuntimeError):
-    """The rows that a batch looks up cannot be known before its forward pass; the message names the line."""
+    """Error for a batch whose lookups cannot be known before its forward pass; the message names the line."""
 
 
-def ghost(tensor: Tensor) -> Tensor:
-    """Returns a tensor of which only the shape is known: on torch's meta device."""
+def stub(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape on torch's meta device."""
     return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 class _Unknown(Exception):
-    """An argument that cannot be part of a key."""
+    """An argument that cannot be part of a cache key."""
 
 
 def _describe(item: Any, tensors: list[Tensor]) -> Any:
-    """Returns what an argument's effect on shapes depends on; its tensors are added to a list."""
+    """Return the part of an argument that output shapes depend on, as a cache key; append its tensors to a list."""
     if item is None or item.__class__ in _PLAIN:
         return item.__class__, item
     if isinstance(item, Tensor):
@@ -52,13 +52,13 @@ _PLAIN = {bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 
 
 class _Shapes:
-    """Results, as shapes, by what they depend on."""
+    """Cache of results that consist of stubs."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
 
     def get(self, key: Any) -> Any:
-        """Makes the result that belongs to a key; None if it is not known."""
+        """Return new stubs for a key; None if it is not in the cache."""
         known = self._known.get(key)
         if known is None:
             return None
@@ -71,7 +71,7 @@ class _Shapes:
         return tree_unflatten(made, spec)
 
     def put(self, key: Any, result: Any) -> None:
-        """Keeps a result, if it consists of shapes alone."""
+        """Add a result to the cache if it consists of stubs only."""
         leaves, spec = tree_flatten(result)
         kept: list[Any] = []
         for leaf in leaves:
@@ -81,13 +81,13 @@ class _Shapes:
                 kept.append(None)
             else:
                 return
-        if len(self._known) >= _MOST:
+        if len(self._known) >= _CACHE_SIZE:
             self._known.clear()
         self._known[key] = kept[0] if isinstance(result, Tensor) else [kept, spec]
 
 
 class ShapesOnly(TorchDispatchMode):
-    """Runs operations on ghosts as shapes, and all others as they are."""
+    """Dispatch mode that runs operations with stub arguments on shapes only, and all others unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class ShapesOnly(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(map(_has_ghost, args)) and not any(map(_has_ghost, kwargs.values())):
+        if not any(map(_has_stub, args)) and not any(map(_has_stub, kwargs.values())):
             if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("device") != _META:
                 raise IntentError("it draws random numbers, which the training step would draw anew")
             return func(*args, **kwargs)
@@ -103,12 +103,7 @@ class ShapesOnly(TorchDispatchMode):
             raise IntentError("it needs the value of a floating-point number, of which only the shape is known")
         mutable = func._schema.is_mutable
         if mutable:
-            for given, argument in zip(args, func._schema.arguments, strict=False):
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(given, Tensor) and not given.is_meta:
-                    raise IntentError(
-                        "it writes floating-point results, of which only the shape is known, into a tensor"
-                    )
+            _check_outputs(func, args)
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], _without_masks(args[1]))
         key = None
@@ -120,7 +115,7 @@ class ShapesOnly(TorchDispatchMode):
             else:
                 if (result := self._shapes.get(key)) is not None:
                     return result
-        args, kwargs = tree_map_only(Tensor, ghost, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, stub, (args, kwargs))
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
         result = func(*args, **kwargs)
@@ -129,17 +124,29 @@ class ShapesOnly(TorchDispatchMode):
         return result
 
 
+def _check_outputs(func: Any, args: Any) -> None:
+    """Raise if an operation with stub arguments writes into a tensor that has values.
+
+    Raises:
+        IntentError: if so.
+    """
+    for given, argument in zip(args, func._schema.arguments, strict=False):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and isinstance(given, Tensor) and not given.is_meta:
+            raise IntentError("it writes floating-point results, of which only the shape is known, into a tensor")
+
+
 _READERS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
 
 
-def _has_ghost(item: Any) -> bool:
+def _has_stub(item: Any) -> bool:
     if isinstance(item, Tensor):
         return item.is_meta
-    return item.__class__ in (list, tuple) and any(map(_has_ghost, item))
+    return item.__class__ in (list, tuple) and any(map(_has_stub, item))
 
 
 def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Replaces masks whose values are known by the positions that they choose, whose number is a shape."""
+    """Replace masks with known values by the positions that they select."""
     found: list[Tensor | None] = []
     for index in indices:
         if index is not None and not index.is_meta and index.dtype in (torch.bool, torch.uint8):
@@ -150,7 +157,11 @@ def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 class _ShapeLayer(ForwardOverride):
-    """A layer of torch's own, whose result for shapes alone is kept."""
+    """Forward of a layer of torch.nn that caches its results for stubs.
+
+    Args:
+        module: the layer.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -172,9 +183,9 @@ class _ShapeLayer(ForwardOverride):
 
 
 def keep_shapes(model: nn.Module) -> None:
-    """Has torch's own layers in a model keep what they make of shapes.
+    """Cache the output shapes of the torch.nn layers of a model.
 
-    They are layers of torch.nn that hold nothing else: no layer of the user's, no hooks, no whole numbers.
+    Layers are left out if they contain other classes than those of torch.nn, hooks, or integer buffers.
     """
     for module in _pure(model):
         _ShapeLayer(module)

@@ -292,15 +292,18 @@ def _without_tables(model: AdaModel, tables: dict[str, Any], optimizer: Optimize
             "columns": weight.table.width,
             "names": aliases,
             "place": place,
-            "parts": list(weight.rule.names),
-            "counts_steps": weight.rule.counts_steps,
+            "parts": list(weight.row_optimizer.state_names),
+            "counts_steps": weight.row_optimizer.counts_steps,
             "steps": weight.steps,
         }
     return {"model": state, "optimizer": given | {"state": kept}}
 
 
 def _compare(model: AdaModel, tables: Mapping[str, Any], folder: Path) -> None:
-    here = {name: [weight.rows, weight.width, list(weight.rule.names)] for name, weight in model.managed.items()}
+    here = {
+        name: [weight.rows, weight.width, list(weight.row_optimizer.state_names)]
+        for name, weight in model.managed.items()
+    }
     saved = {name: [table["rows"], table["width"], table["parts"]] for name, table in tables.items()}
     if here != saved:
         raise ValueError(

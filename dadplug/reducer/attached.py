@@ -27,12 +27,12 @@ class AttachedGradients(Protocol):
     def first_not_finite(self) -> int | None:
         """Return the number of the first parameter whose gradient holds NaN or Inf; None if there is none."""
 
-    def settle(self, share: float) -> None:
+    def apply_share(self, share: float) -> None:
         """Weight the gradients that have arrived; called at the end of a synchronization.
 
         Args:
             share: this site's weight in the mean of the step.
         """
 
-    def spoil(self) -> None:
-        """Make the gradients Inf, as those of some site are; called instead of `settle`, for a GradScaler to find."""
+    def fill_with_inf(self) -> None:
+        """Make the gradients Inf, as those of some site are; replaces `apply_share`."""

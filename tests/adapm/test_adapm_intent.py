@@ -238,7 +238,11 @@ class OnValues(nn.Module):
     ("kind", "line", "message"),
     [
         ("branch", 'if self.kind == "branch" and rows.sum() > 0:', "needs the value of a floating-point number"),
-        ("ids", "return self.words(rows.argmax(-1))", "the ids for words.weight come out of floating-point numbers"),
+        (
+            "ids",
+            "return self.words(rows.argmax(-1))",
+            "for words.weight are computed from floating-point numbers",
+        ),
         ("chance", "return self.words(torch.randint(30, (3,)))", "draws random numbers"),
         ("written", "flags[:] = rows.sum(-1)", "writes floating-point results"),
         ("list", "return rows.tolist()", ""),
