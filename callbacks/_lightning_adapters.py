@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dadplug.model_sync.samples import batch_size
-
+from ..model_sync.samples import batch_size
 from . import monitors
 
 

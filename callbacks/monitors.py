@@ -6,8 +6,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from dadplug import GradientReduction
-from dadplug.errors import MismatchError
+from ..errors import MismatchError
+from ..reduction import GradientReduction
 
 
 class Means:

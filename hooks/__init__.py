@@ -10,7 +10,6 @@ from . import (  # noqa: F401  (each registers its family)
     transposed,
 )
 from .capture import CapturedLayer, LayerCapture
-from .chain import Trace
 from .eager import eager
 from .elementwise import Elementwise, register_elementwise
 from .factor import Factor, stack_by_form
@@ -18,6 +17,7 @@ from .form import LINEAR, Form
 from .override import ForwardOverride, overridden
 from .own_hook import OwnHook
 from .registry import LayerFamily, Recorder, capturable_layers, family_of, refusal_of, register_family
+from .trace import Trace
 
 __all__ = [
     "CapturedLayer",

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .chain import ChainTracer, Trace
+from .chain import ChainTracer
 from .eager import eager
 from .factor import Factor, stack_by_form
 from .form import LINEAR, Form
 from .override import ForwardOverride
 from .own_hook import OwnHook, has_user_hooks
 from .registry import LayerFamily, Recorder, capturable_layers, family_of
+from .trace import Trace
 
 
 def _backward_pass() -> int:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,33 +18,27 @@ from torch import Tensor, nn
 from .chain_breaks import why_broken
 from .elementwise import IDENTITY, Elementwise
 from .form import LINEAR, Form
-
-if TYPE_CHECKING:
-    from .capture import CapturedLayer
-    from .registry import Recorder
+from .registry import Recorder
+from .trace import Trace
 
 _CALL, _MODULE = "chain call", "chain module"  # what autograd's nodes are marked with
 _MOST_NODES = 10_000  # looked at behind a chain break
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What became of the output of one call of a layer.
+class TracedLayer(Protocol):
+    """A layer whose calls are traced.
 
     Attributes:
-        key: number of the call's pass through backward.
-        follower: name of the layer that had the output as its input, it alone; empty where there is none.
-        function: the function between the two.
-        follower_key: number of the follower's call.
-        chain_break: why a layer that the output led to does not follow all the same, in words; empty for none.
+        name: name of the layer in the model.
+        module: the layer.
     """
 
-    key: int
-    follower: str = ""
-    function: Elementwise = IDENTITY
-    follower_key: int = -1
-    chain_break: str = ""
+    name: str
+    module: nn.Module
+
+    def record(self, activations: Tensor, deltas: Tensor, form: Form, trace: Trace | None) -> None:
+        """Store one call's factors and its trace."""
 
 
 class _Claim(NamedTuple):
@@ -61,7 +54,7 @@ class _Claim(NamedTuple):
 class _Call:
     """One call of a layer; records in the layer's stead."""
 
-    def __init__(self, layer: CapturedLayer, source: _Call | None, function: Elementwise) -> None:
+    def __init__(self, layer: TracedLayer, source: _Call | None, function: Elementwise) -> None:
         self.layer = layer
         self._source = source
         self._function = function
@@ -148,7 +141,7 @@ class ChainTracer:
             hook.remove()
         self._naming = []
 
-    def call(self, layer: CapturedLayer, inputs: Tensor, forward: Callable[[Recorder], Tensor]) -> Tensor:
+    def call(self, layer: TracedLayer, inputs: Tensor, forward: Callable[[Recorder], Tensor]) -> Tensor:
         """Calls a layer.
 
         Args:

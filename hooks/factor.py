@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .chain import Trace
 from .form import LINEAR, Flattened, Form
+from .trace import Trace
 
 
 @dataclass(frozen=True)

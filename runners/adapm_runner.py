@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from dadplug import GradientReduction
-from dadplug.adapm import AdaModel
-from dadplug.options import Options
-
+from ..adapm import AdaModel
+from ..options import Options
+from ..reduction import GradientReduction
 from .distributed_runner import DistributedRunner
 from .lookahead_loader import LookaheadLoader
-from .management import Idle, Management, check_names, embeddings_of, give_back
+from .management import Idle, Management, check_names, clip, embeddings_of, give_back
 
 _KEYS = ("input_key", "output_key", "target_key", "loss_key", "split_data", "process_group")
 
@@ -125,6 +124,10 @@ class AdaPMRunner(DistributedRunner):
             return
         with self.loader.watch():
             super()._train_batch()
+
+    def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
+        """Clip the agreed gradients, those of the rows of all sites included."""
+        return super().clip_gradients(function) if self.managed is None else clip(self.managed, function)
 
     # Checkpoints
 

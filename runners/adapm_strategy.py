@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dadplug.errors import SiteError
-
+from ..errors import SiteError
 from . import dad_strategy
 from ._lightning.registration import needs_lightning
 from .management import Management, check_names, embeddings_of, give_back
 
 if TYPE_CHECKING:
-    from dadplug.adapm import AdaModel
+    from ..adapm import AdaModel
 
 
 class AdaPMStrategy(dad_strategy.DADStrategy):
@@ -207,13 +206,13 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self._shards is not None and self.managed is not None:
-            from dadplug.adapm import load_shards
+            from ..adapm import load_shards
 
             load_shards(self.managed, self._shards, self._optimizer, self._stamp)
             self._shards = None
             self._load_states()
         elif self._shards is not None:
-            from dadplug.adapm import join_shards
+            from ..adapm import join_shards
 
             whole = {**checkpoint, "state_dict": join_shards(self._shards, self._stamp)["model"]}
             super().load_model_state_dict(whole, strict=strict)  # type: ignore[misc]
@@ -241,7 +240,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         if not self._sharded or self.managed is None:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
-        from dadplug.adapm.shards import ShardSave, on_all_sites
+        from ..adapm.shards import ShardSave, on_all_sites
 
         save = ShardSave(self.managed, shards_of(filepath), self._optimizer)
         checkpoint["dadplug_shards"] = save.write()
@@ -257,7 +256,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
 
     def _write_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Write Lightning's file so that it is there whole or not at all."""
-        from dadplug.adapm.shard_files import put_in_place
+        from ..adapm.shard_files import put_in_place
 
         if type(self.checkpoint_io).__name__ != "TorchCheckpointIO":  # it may write later, or no file
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)

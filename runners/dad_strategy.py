@@ -13,18 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dadplug import GradientReduction
-from dadplug.exchange import Traffic, Transport, open_transport
-from dadplug.exchange.addresses import choose_interface, gloo_interface
-from dadplug.exchange.membership import describe
-from dadplug.model_sync.samples import batch_size
-from dadplug.model_sync.uneven_inputs import has_turn
-from dadplug.options import Options
-
+from ..exchange import Traffic, Transport, open_transport
+from ..exchange.addresses import choose_interface, gloo_interface
+from ..exchange.membership import describe
+from ..model_sync.samples import batch_size
+from ..model_sync.uneven_inputs import has_turn
+from ..options import Options
+from ..reduction import GradientReduction
 from ._lightning.environment import SiteEnvironment
 from ._lightning.registration import needs_lightning
 from ._lightning.uneven_loader import TurnLoader, agree_on_steps
-from .exit_report import detach
 
 _SIGTERM = "_broadcast_sigterm_tensor"  # of Lightning's loop over batches, since 2.6
 
@@ -179,7 +177,7 @@ class DADStrategy:
     def teardown(self) -> None:
         try:
             if self.reduction is not None:
-                detach(self.reduction)
+                self.reduction.detach(discard=True)  # after an error or a stop some gradients are left
             self._steps = None
             super().teardown()  # type: ignore[misc]
         finally:

@@ -7,6 +7,7 @@ import io
 import warnings
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from catalyst.engines.torch import CPUEngine, GPUEngine
 from catalyst.runners.supervised import SupervisedRunner
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dadplug import GradientReduction, connect
-from dadplug.errors import MismatchError
-from dadplug.model_sync.uneven_inputs import batches_before, has_turn
-from dadplug.options import Options
-
+from ..errors import MismatchError
+from ..exchange import connect
+from ..model_sync.uneven_inputs import batches_before, has_turn
+from ..options import Options
+from ..reduction import GradientReduction
 from ._catalyst.engine import SiteEngine
 from ._catalyst.fixes import adapt, load_model, load_runner
 from ._catalyst.loaders import SPLIT_DATA, begin_epoch
@@ -277,6 +278,10 @@ class DistributedRunner(SupervisedRunner):
         """Take part in the other sites' step where this site has skipped its batch, without a backward pass."""
         if self.reduction.step == self._agreed_before:
             self.reduction.idle()
+
+    def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
+        """Clip the agreed gradients by a function of the parameters; return what it returns."""
+        return function(self.reduction.model.parameters())
 
     @property
     def update_due(self) -> bool:

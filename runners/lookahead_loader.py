@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dadplug.adapm import AdaDataLoader, AdaModel, IntentError
-from dadplug.adapm.loader import Ids
-from dadplug.adapm.recorder import count_missing
+from ..adapm import AdaDataLoader, AdaModel, IntentError
+from ..adapm.loader import Ids
+from ..adapm.recorder import count_missing
 
 
 class LookaheadLoader(AdaDataLoader):

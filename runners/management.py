@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dadplug.options import Options
+from ..options import Options
 
 if TYPE_CHECKING:
-    from dadplug.adapm import AdaModel
+    from ..adapm import AdaModel
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Management:
     backend: str = "builtin"
 
     def __post_init__(self) -> None:
-        from dadplug.adapm.backends import BACKENDS
-        from dadplug.adapm.engine import TECHNIQUES
+        from ..adapm.backends import BACKENDS
+        from ..adapm.engine import TECHNIQUES
 
         BACKENDS[self.backend]  # or an error
         if self.intent is not None and self.intent != "auto" and not callable(self.intent):
@@ -71,7 +71,7 @@ class Management:
             optimizer: the optimizer of its embeddings.
             options: those of `AdaModel` for all other parameters.
         """
-        from dadplug.adapm import AdaModel, ParameterManager
+        from ..adapm import AdaModel, ParameterManager
 
         manager = ParameterManager(
             backend=self.backend,
@@ -113,7 +113,7 @@ def embeddings_of(owner: str, model: nn.Module, optimizers: list[Any]) -> Any:
     Raises:
         ValueError: if there is no optimizer, or several have embeddings.
     """
-    from dadplug.adapm.layers import find_layers
+    from ..adapm.layers import find_layers
 
     if not optimizers:
         raise ValueError(f"{owner} needs an optimizer")

@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from catalyst.core.engine import Engine
 
-from dadplug import GradientReduction
-from dadplug.exchange import Traffic, Transport, open_transport
-from dadplug.exchange.addresses import gloo_interface
-from dadplug.exchange.membership import describe
-
-from ..exit_report import detach
+from ...exchange import Traffic, Transport, open_transport
+from ...exchange.addresses import gloo_interface
+from ...exchange.membership import describe
+from ...reduction import GradientReduction
 from .loaders import DeviceLoader, site_loader
 from .metrics import merge_metrics
 from .patches import patched_metrics
@@ -82,7 +80,7 @@ class SiteEngine(Engine):
             raise
         finally:
             if self.reduction is not None:
-                detach(self.reduction)
+                self.reduction.detach(discard=True)  # after an error or a stop some gradients are left
             _restore(os.environ, {_HASH_SEED: hash_seed})  # Catalyst sets it with each seed
             while self._prepared:
                 _restore(*self._prepared.pop())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from catalyst.callbacks.backward import BackwardCallback
 from catalyst.callbacks.checkpoint import Checkpoint, CheckpointCallback
@@ -12,11 +12,8 @@ from catalyst.callbacks.optimizer import OptimizerCallback
 from catalyst.core.callback import Callback, CallbackWrapper
 from catalyst.utils.torch import pack_checkpoint, unpack_checkpoint
 
-from ..management import clip as clip_managed
 from .engine import save_whole
-
-if TYPE_CHECKING:
-    from ..distributed_runner import DistributedRunner
+from .site_runner import SiteRunner
 
 
 def adapt(callback: Callback) -> Callback:
@@ -29,19 +26,19 @@ def adapt(callback: Callback) -> Callback:
         wrapper = copy.copy(callback)
         wrapper.callback = adapt(callback.callback)
         return wrapper
-    for stock, mended in _MENDED.items():
+    for stock, fixed in _FIXED.items():
         if isinstance(callback, stock):
             kind: Any = type(callback)
-            adapted: Any = object.__new__(mended if kind is stock else type(kind.__name__, (kind, mended), {}))
+            adapted: Any = object.__new__(fixed if kind is stock else type(kind.__name__, (kind, fixed), {}))
             adapted.__dict__ = vars(callback)
             return adapted
     return callback
 
 
-class MendedBackward(BackwardCallback):
+class FixedBackward(BackwardCallback):
     """Accumulates without traffic until an update is due, and clips the agreed gradients (upstream raises)."""
 
-    def on_batch_end(self, runner: DistributedRunner) -> None:
+    def on_batch_end(self, runner: SiteRunner) -> None:
         if not runner.is_train_loader:
             return
         loss = runner.batch_metrics[self.metric_key] / runner.micro_batches
@@ -55,7 +52,7 @@ class MendedBackward(BackwardCallback):
             runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm
 
 
-class MendedOptimizer(OptimizerCallback):
+class FixedOptimizer(OptimizerCallback):
     """Steps when an update is due, the last group of an epoch included, and clips before it (upstream never does).
 
     An optimizer without momentum has none among the metrics; upstream has None there, and fails on it.
@@ -64,7 +61,7 @@ class MendedOptimizer(OptimizerCallback):
     def _get_lr_momentum_stats(self) -> dict[str, Any]:
         return {name: value for name, value in super()._get_lr_momentum_stats().items() if value is not None}
 
-    def on_batch_end(self, runner: DistributedRunner) -> None:
+    def on_batch_end(self, runner: SiteRunner) -> None:
         if runner.is_train_loader and runner.update_due:
             runner.take_part()
             norm = _clip(self.grad_clip_fn, runner)
@@ -75,15 +72,14 @@ class MendedOptimizer(OptimizerCallback):
         runner.batch_metrics.update(self._get_lr_momentum_stats())
 
 
-def _clip(clip: Any, runner: DistributedRunner) -> Any:
+def _clip(clip: Any, runner: SiteRunner) -> Any:
     if clip is None:
         return None
     runner.engine.unscale_gradients()
-    managed = getattr(runner, "managed", None)  # of AdaPMRunner
-    return clip(runner.reduction.model.parameters()) if managed is None else clip_managed(managed, clip)
+    return runner.clip_gradients(clip)
 
 
-class MendedCheckpoint(CheckpointCallback):
+class FixedCheckpoint(CheckpointCallback):
     """Site 0 writes, whole files, with every site's compressor state; all sites load what site 0 has."""
 
     @property
@@ -91,7 +87,7 @@ class MendedCheckpoint(CheckpointCallback):
         """The method that the stock callback has chosen, which is bound to the user's callback."""
         return types.MethodType(vars(self)["on_epoch_end"].__func__, self)
 
-    def _save(self, runner: DistributedRunner, obj: Any, logprefix: str) -> str:
+    def _save(self, runner: SiteRunner, obj: Any, logprefix: str) -> str:
         logpath = f"{logprefix}.pth"
         states = runner.reduction_states() if self.mode == "runner" else None
         parts = runner.checkpoint_parts(saving=True)
@@ -105,7 +101,7 @@ class MendedCheckpoint(CheckpointCallback):
             save_whole(parts["model"].state_dict(), logpath)
         return logpath
 
-    def _handle_epoch(self, runner: DistributedRunner, score: float) -> None:
+    def _handle_epoch(self, runner: SiteRunner, score: float) -> None:
         if runner.engine.is_main_process:
             super()._handle_epoch(runner, score)
             return
@@ -119,7 +115,7 @@ class MendedCheckpoint(CheckpointCallback):
 
     def _load(
         self,
-        runner: DistributedRunner,
+        runner: SiteRunner,
         resume_logpath: Any = None,
         resume_model: str | None = None,
         resume_runner: str | None = None,
@@ -131,7 +127,7 @@ class MendedCheckpoint(CheckpointCallback):
             load_runner(runner, runner.load_shared(resume_runner))
 
 
-def load_model(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
+def load_model(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
     """Loads a model from a checkpoint of either mode."""
     if any(str(key).startswith("model") and str(key).endswith("state_dict") for key in checkpoint):
         unpack_checkpoint(checkpoint=checkpoint, model=runner.checkpoint_parts(saving=False)["model"])
@@ -139,7 +135,7 @@ def load_model(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
         runner.checkpoint_parts(saving=False)["model"].load_state_dict(checkpoint)
 
 
-def load_runner(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
+def load_runner(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
     """Loads everything that a checkpoint of mode ``"runner"`` holds: training goes on where it was."""
     if "epoch_step" not in checkpoint:
         raise ValueError(
@@ -153,4 +149,4 @@ def load_runner(runner: DistributedRunner, checkpoint: dict[str, Any]) -> None:
         runner.reduction.load_states(states)
 
 
-_MENDED = {BackwardCallback: MendedBackward, OptimizerCallback: MendedOptimizer, CheckpointCallback: MendedCheckpoint}
+_FIXED = {BackwardCallback: FixedBackward, OptimizerCallback: FixedOptimizer, CheckpointCallback: FixedCheckpoint}

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from dadplug.errors import MismatchError
-from dadplug.exchange import Transport
+from ...errors import MismatchError
+from ...exchange import Transport
 
 SPLIT_DATA = ("auto", True, False)
 _PROBES = 8  # samples that a fingerprint looks at

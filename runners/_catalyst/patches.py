@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from dadplug.exchange import Transport
+from ...exchange import Transport
 
 # These import `all_gather` by name, and Catalyst's own sends everything through CUDA.
 _GATHERING = ("_auc", "_classification", "_confusion_matrix", "_segmentation")

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from dadplug.adapm import AdaModel, IntentError
-from dadplug.adapm.loader import Ids
-
+from ...adapm import AdaModel, IntentError
+from ...adapm.loader import Ids
 from ..lookahead_loader import LookaheadLoader
 from ..management import Idle, nothing, shape_only
 

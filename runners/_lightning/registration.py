@@ -40,7 +40,7 @@ def _missing() -> list[str]:
 
 
 def _register(package: str) -> None:
-    from dadplug.methods import method_names, on_registration
+    from ...methods import method_names, on_registration
 
     registry = sys.modules[f"{package}.strategies"].StrategyRegistry
 

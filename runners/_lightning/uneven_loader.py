@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dadplug.exchange import Transport
-from dadplug.model_sync.uneven_inputs import has_turn
+from ...exchange import Transport
+from ...model_sync.uneven_inputs import has_turn
 
 
 class TurnLoader:
