@@ -42,23 +42,18 @@ LAYERS = (
 
 # Exceptions that are left. "importing folder -> imported folder": number of imports.
 UPWARD_IMPORTS = {
-    "callbacks -> dadplug": 1,
     "model_sync -> reduction": 1,
     "options -> methods": 1,
-    "runners -> dadplug": 5,
 }
 # Folder: number of its modules that are part of an import cycle.
 MODULES_IN_CYCLES = {
     "adapm": 3,
-    "dadplug": 1,
     "exchange": 3,
-    "hooks": 3,
     "methods": 9,
     "model_sync": 1,
     "options": 1,
     "reducer": 8,
     "reduction": 1,
-    "runners": 8,
 }
 LONG_FILES = {
     "dadplug/reduction.py",
@@ -72,7 +67,7 @@ LONG_FUNCTIONS = {
     "dadplug/exchange/rendezvous.py:connect",
     "dadplug/lowrank/compress.py:compress",
     "dadplug/lowrank/kernels.py:eigh",
-    "dadplug/planning/partition.py:find_units",
+    "dadplug/planning/partition.py:partition_parameters",
     "examples/ctr_lightning.py:by_lightning",
 }
 
@@ -102,24 +97,11 @@ REPLACED = {
     "flight": "in_flight",
 }
 REPLACED_BUT_LEFT = {
-    "FirstStep",
-    "Looks",
-    "Pipeline",
-    "Share",
-    "Sight",
-    "Stage",
-    "agree",
-    "breach",
-    "find_units",
     "ghost",
     "lane",
     "lanes",
-    "mended",
-    "pipeline",
-    "retire",
     "settle",
     "stage",
-    "take_down",
     "told",
 }
 
