@@ -56,7 +56,7 @@ def train(arguments, data, dtype, method: str) -> list[float]:
             if method.endswith("reordered"):
                 inputs, targets = inputs.flip(0), targets.flip(0)
         else:
-            inputs, targets = pair[reduction.rank]
+            inputs, targets = pair[reduction.site_rank]
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()

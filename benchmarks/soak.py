@@ -148,8 +148,8 @@ def soak(name: str, arguments: argparse.Namespace) -> Verdict:
     model = Wandering()
     attached = Attached(model, name, timeout=arguments.timeout)
     reduction = attached.reduction
-    chance = random.Random(f"{arguments.seed} {reduction.rank}")
-    torch.manual_seed(1000 * arguments.seed + reduction.rank)
+    chance = random.Random(f"{arguments.seed} {reduction.site_rank}")
+    torch.manual_seed(1000 * arguments.seed + reduction.site_rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     look = max(1, min(arguments.look, arguments.steps // 10))
     verdict, start = Verdict(), time.perf_counter()
@@ -182,7 +182,7 @@ def soak(name: str, arguments: argparse.Namespace) -> Verdict:
             now = memory()
             if step >= SETTLED:
                 verdict.memory.append(now)
-            if reduction.rank == 0:
+            if reduction.site_rank == 0:
                 pace = step / (time.perf_counter() - start)
                 print(f"{name} step {step}: {now:.0f} MB, {pace:.0f} steps/s", flush=True)
     attached.detach()

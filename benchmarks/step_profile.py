@@ -45,7 +45,7 @@ def main() -> None:
     alone = copy.deepcopy(model)
     reduction = dadplug.GradientReduction(model, mode=arguments.mode, rank=arguments.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs = torch.randn(arguments.batch_size, 1, 28, 28, generator=torch.Generator().manual_seed(reduction.rank))
+    inputs = torch.randn(arguments.batch_size, 1, 28, 28, generator=torch.Generator().manual_seed(reduction.site_rank))
     targets = torch.arange(arguments.batch_size) % 10
 
     def train() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
             times["step"].append(whole)
             for kind in ("encode", "decode", "wait"):
                 times[kind].append(sum(getattr(layer, f"{kind}_seconds") for layer in layers))
-    if arguments.trace and reduction.rank == 0:
+    if arguments.trace and reduction.site_rank == 0:
         with torch.profiler.profile() as profiler:
             for _ in range(5):
                 train()
@@ -78,7 +78,7 @@ def main() -> None:
     elif arguments.trace:
         for _ in range(5):
             train()
-    if reduction.rank == 0:
+    if reduction.site_rank == 0:
         print(reduction.traffic)
         medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
         print("medians in ms:", ", ".join(f"{name} {value:.2f}" for name, value in medians.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ class GradientReduction:
     Attributes:
         options: the options.
         traffic: the meter: bytes sent and time spent waiting.
-        rank: number of this site.
+        site_rank: number of this site, from 0.
         world_size: number of sites.
         stopped: whether some site has asked all to stop after the last step.
         share: this site's weight in the mean of the last step; None before the first.
@@ -83,7 +84,7 @@ class GradientReduction:
         self._transport = open_transport(
             process_group, self.traffic, device, self.options.timeout, self.options.hierarchy
         )
-        self.rank, self.world_size = self._transport.rank, self._transport.world_size
+        self.site_rank, self.world_size = self._transport.rank, self._transport.world_size
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
         replicas.check_alike(model, settings, self._transport)
         replicas.broadcast_model(model, self._transport)
@@ -169,7 +170,7 @@ class GradientReduction:
             headers = planner.reducer.finish(self._step, stop, self._attached)
             self.stopped = any(header.stop for header in headers)
             self._agreed_samples = sum(header.samples for header in headers)
-            self.share = headers[self.rank].samples / self._agreed_samples if self._agreed_samples else 0.0
+            self.share = headers[self.site_rank].samples / self._agreed_samples if self._agreed_samples else 0.0
             if not planner.settled:
                 planner.reducer = None  # no site has had any data yet
             planner.mark_agreed()
@@ -281,6 +282,12 @@ class GradientReduction:
     def plan(self) -> Plan:
         """Which parameter takes which path, and what it costs; final after the first step."""
         return make_plan(self._planner)
+
+    @property
+    def rank(self) -> int:
+        """Deprecated name of `site_rank`, which is not the option ``rank``."""
+        warnings.warn("reduction.rank is deprecated: use reduction.site_rank", DeprecationWarning, stacklevel=2)
+        return self.site_rank
 
     @property
     def quality(self) -> dict[str, Quality]:
@@ -412,8 +419,8 @@ class GradientReduction:
         Raises:
             ValueError: if the states are of another mode.
         """
-        if self.rank < len(states):
-            self.load_state_dict(states[self.rank])
+        if self.site_rank < len(states):
+            self.load_state_dict(states[self.site_rank])
         elif states:
             self.load_state_dict(
                 states[0] | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}

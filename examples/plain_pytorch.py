@@ -11,7 +11,7 @@ model = nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(25
 reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 data = load_dataset("digits")
-mine = data.train.subset(site_indices(data.train.labels, reduction.rank, reduction.world_size))
+mine = data.train.subset(site_indices(data.train.labels, reduction.site_rank, reduction.world_size))
 loader = torch.utils.data.DataLoader(mine, batch_size=32, shuffle=True)
 for _ in range(5):
     for images, labels in loader:
@@ -20,5 +20,5 @@ for _ in range(5):
         reduction.synchronize()
         optimizer.step()
 accuracy = float((model(data.test.images).argmax(1) == data.test.labels).float().mean())
-if reduction.rank == 0:
+if reduction.site_rank == 0:
     print(f"accuracy {accuracy:.3f}; {reduction.traffic}")

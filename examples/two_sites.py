@@ -98,7 +98,7 @@ class History:
 
     def end_epoch(self, reduction: GradientReduction, epoch: int, accuracy: float) -> None:
         self.accuracies.append(accuracy)
-        if reduction.rank == 0:
+        if reduction.site_rank == 0:
             traffic, steps = reduction.traffic, len(self.losses) // epoch
             print(
                 f"  epoch {epoch:2d}/{self.epochs}   loss {statistics.fmean(self.losses[-steps:]):.4f}   held-out "

@@ -122,7 +122,7 @@ def curve(mode: str) -> list[float]:
     model = MNISTNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     reduction = GradientReduction(model, mode, sync_batchnorm=True)
-    mine = site_indices(data.train.labels, reduction.rank, reduction.world_size, "by-class")
+    mine = site_indices(data.train.labels, reduction.site_rank, reduction.world_size, "by-class")
     losses = []
     for step in range(20):
         picked = mine[torch.arange(32 * step, 32 * (step + 1)) % len(mine)]
@@ -360,3 +360,9 @@ def thaws(mode: str) -> None:
 @pytest.mark.parametrize("mode", EXACT)
 def test_parameters_can_be_frozen_and_freed(sites, mode):
     sites(2).run(thaws, mode)
+
+
+def test_the_old_name_of_the_site_rank_warns():
+    reduction = dadplug.GradientReduction(torch.nn.Linear(2, 2), mode="rankdad", rank=3)
+    with pytest.warns(DeprecationWarning, match=r"use reduction\.site_rank"):
+        assert reduction.rank == reduction.site_rank == 0

@@ -1,21 +1,37 @@
-"""What keeps a user from mistakes that would go unseen."""
+"""Checks that turn silent mistakes into errors."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..hooks import overridden
 
-if TYPE_CHECKING:
-    from ..reduction import GradientReduction
+
+class Synchronized(Protocol):
+    """A model whose gradients are synchronized before the optimizer's step.
+
+    Attributes:
+        model: the model.
+        pending: whether gradients have arrived that are not synchronized yet.
+    """
+
+    model: nn.Module
+
+    @property
+    def pending(self) -> bool: ...
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses a model with parameters that have no shape yet, or that another capture works on."""
+    """Check that a model can be captured.
+
+    Raises:
+        ValueError: if a parameter has no shape yet, or if a layer is captured already.
+    """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")
@@ -24,8 +40,12 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")
 
 
-def refuse_unsynchronised(reduction: GradientReduction) -> Any:
-    """A hook on optimizers that finds a forgotten `synchronize` before it lets the replicas drift apart."""
+def refuse_unsynchronised(reduction: Synchronized) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    """Return a pre-hook for optimizers that raises an error where `synchronize` has been forgotten before ``step``.
+
+    Args:
+        reduction: the reduction; the hook holds it weakly.
+    """
     reference = weakref.ref(reduction)
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

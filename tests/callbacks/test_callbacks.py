@@ -21,12 +21,12 @@ def trains(mode: str, options: dict, monitor, steps: int, disturb: int | None = 
     monitor.start()
     for step in range(steps):
         monitor.begin()
-        generator = torch.Generator().manual_seed(2 * step + reduction.rank)
+        generator = torch.Generator().manual_seed(2 * step + reduction.site_rank)
         model(torch.randn(24, 40, generator=generator)).square().mean().backward()
         reduction.synchronize()
         optimizer.step()
         optimizer.zero_grad()
-        if step == disturb and reduction.rank == 1:
+        if step == disturb and reduction.site_rank == 1:
             with torch.no_grad():
                 model[2].bias[0] += 1
         logged.append(monitor.end(reduction, 24))
