@@ -135,10 +135,10 @@ def test_a_site_with_bad_input_does_not_keep_the_other_waiting(tmp_path):
 
 def test_the_vision_transformer_on_photos(tmp_path):
     pytest.importorskip("linformer")
-    from test_photos import files
+    from data_files import photo_files
 
     (tmp_path / "train").mkdir()
-    for name, content in files(12).items():
+    for name, content in photo_files(12).items():
         (tmp_path / "train" / name).write_bytes(content)
     small = '{"image_size": 32, "patch_size": 8, "depth": 1, "dim": 32, "heads": 2, "k": 4}'
     data = ["--model", "vit", "--model-kwargs", small, "--dataset", "dogsvscats", "--data-dir", str(tmp_path)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from comparison import gradients, off_by, shares
 from torch import nn
 
 import dadplug
@@ -19,30 +20,12 @@ EXACT = ("dsgd", "dad")
 MODES = (*EXACT, "rankdad")
 
 
-def shares(samples: int, rank: int, world_size: int, step: int) -> slice:
-    """Cuts a batch unevenly, in another way each step."""
-    cuts = sorted((17 * (step + 1) * (site + 1)) % (samples - 1) + 1 for site in range(world_size - 1))
-    bounds = [0, *cuts, samples]
-    return slice(bounds[rank], bounds[rank + 1])
-
-
 def reference_loss(name, model, inputs, targets, world_size, step):
     """The loss on all sites' rows; batch by batch where the way through the model depends on the batch."""
     if name not in zoo.BY_BATCH:
         return zoo.loss(model, inputs, targets)
     pieces = [shares(len(targets), rank, world_size, step) for rank in range(world_size)]
     return sum(zoo.loss(model, inputs[piece], targets[piece]) * len(targets[piece]) / len(targets) for piece in pieces)
-
-
-def gradients(model):
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def off_by(found, expected):
-    """The relative error of a gradient; a gradient that is nothing but noise counts as right."""
-    assert found.is_sparse == expected.is_sparse
-    error, size = (found - expected).to_dense().norm(), expected.to_dense().norm()
-    return 0.0 if size < 1e-14 else float(error / size)
 
 
 def matches_one_process(name: str, mode: str, steps: int, options: dict) -> int:

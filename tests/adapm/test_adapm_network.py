@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import support
 import torch
-from test_adapm_protocol import Simulation
+from simulation import Simulation
 
 from dadplug import SiteError
 from dadplug.adapm import ParameterManager, connections, messages

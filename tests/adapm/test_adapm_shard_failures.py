@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import support
 import torch
-from test_adapm_shards import end, make, same, steps, whole
+from shard_programs import end, make, same, steps, whole
 
 import dadplug.adapm.shards as shards
 from dadplug.adapm import join_shards, load_shards, save_shards
@@ -133,8 +133,8 @@ def test_full_disks_leave_the_checkpoint_before_them(sites, tmp_path):
 KILLED = """
     import os, signal
     from pathlib import Path
-    sys.path[:0] = {tests!r}
-    from test_adapm_shards import make, steps, whole
+    sys.path.insert(0, {helpers!r})
+    from shard_programs import make, steps, whole
     import dadplug.adapm.shards as shards
     folder, when = Path({folder!r}), {when!r}
     managed, optimizer = make("adagrad")
@@ -162,9 +162,7 @@ KILLED = """
 @pytest.mark.parametrize("when", ["1 after its shard", "0 before the commit"])
 def test_a_site_killed_in_a_save_is_named_and_the_checkpoint_before_it_loads(tmp_path, when):
     folder = tmp_path / "saved"
-    code = KILLED.format(
-        tests=[str(Path(support.__file__).parent), str(Path(__file__).parent)], folder=str(folder), when=when
-    )
+    code = KILLED.format(helpers=str(Path(support.__file__).parent), folder=str(folder), when=when)
     ended = support.run_programs(support.site_scripts(code, tmp_path))
     killed = int(when[0])
     assert ended[killed].status == -9, ended[killed].errors

@@ -12,40 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_adamodel import OPTIMIZERS, Recommender, batch
+from recommender import Recommender
+from shard_programs import KINDS, end, make, same, steps, whole
 
-from dadplug.adapm import AdaModel, join_shards, load_shards, save_shards
-
-KINDS = {**OPTIMIZERS, "sparse": lambda parameters: torch.optim.Adam(parameters, lr=0.1)}
-
-
-def make(kind, seed=1):
-    torch.manual_seed(seed)
-    model = Recommender()
-    optimizer = KINDS[kind](model.parameters())
-    return AdaModel(model, optimizer), optimizer
-
-
-def steps(managed, optimizer, numbers):
-    manager = managed.manager
-    for step in numbers:
-        inputs, targets = batch(step, manager.rank, manager.world_size)
-        managed.intent({"items.weight": inputs[0], "tags.weight": inputs[2]}, manager.current_clock, step + 3)
-        optimizer.zero_grad()
-        (managed(*inputs) - targets).square().mean().backward()
-        managed.synchronize()
-        optimizer.step()
-        manager.wait_sync(everywhere=True)
-
-
-def whole(managed, optimizer):
-    return {"model": managed.state_dict(), "optimizer": managed.optimizer_state_dict(optimizer)}
-
-
-def end(managed):
-    managed.manager.barrier()
-    managed.close()
-    managed.manager.close()
+from dadplug.adapm import join_shards, load_shards, save_shards
 
 
 def saves(kind, folder):
@@ -65,14 +35,6 @@ def saves(kind, folder):
     end(again)
     end(managed)
     return later
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return list(map(str, one)) == list(map(str, other)) if isinstance(one, list) else one == other
 
 
 def loads(kind, folder):
@@ -200,12 +162,11 @@ def test_sites_with_disks_of_their_own_and_errors_on_all(sites, tmp_path):
 
 def fits(folder):
     pl = pytest.importorskip("pytorch_lightning")
-    import support
+    import scores_lightning as scores
     from torch.utils.data import DataLoader
 
     from dadplug import AdaPMStrategy
 
-    zoo = support.load(str(Path(__file__).parents[1] / "runners" / "test_adapm_strategy.py"))
     site = int(os.environ["RANK"])
 
     class Full(pl.Callback):
@@ -222,12 +183,12 @@ def fits(folder):
 
     def run(epochs, resume=None, checkpoint="sharded", more=()):
         torch.manual_seed(0)
-        module = zoo.Scores("adagrad")
+        module = scores.Scores("adagrad")
         saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
         strategy = AdaPMStrategy(checkpoint=checkpoint)
         callbacks = [saver, *more]
-        trainer = zoo.make_trainer(strategy, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True)
-        trainer.fit(module, DataLoader(zoo.data(site), batch_size=zoo.BATCH), ckpt_path=resume)
+        trainer = scores.make_trainer(strategy, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(module, DataLoader(scores.data(site), batch_size=scores.BATCH), ckpt_path=resume)
         return module, trainer
 
     expected, trainer = run(3)
@@ -237,8 +198,8 @@ def fits(folder):
         resumed, _ = run(3, f"{folder}/{name}.ckpt", checkpoint)
         for parameter, other in zip(resumed.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6)
-    fresh = zoo.Scores("adagrad")
-    trainer.validate(fresh, DataLoader(zoo.data(0), zoo.BATCH), ckpt_path=f"{folder}/epoch=2.ckpt", verbose=False)
+    fresh = scores.Scores("adagrad")
+    trainer.validate(fresh, DataLoader(scores.data(0), scores.BATCH), ckpt_path=f"{folder}/epoch=2.ckpt", verbose=False)
     for parameter, other in zip(fresh.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6)
     trainer.strategy.remove_checkpoint(f"{folder}/epoch=0.ckpt")

@@ -7,6 +7,7 @@ import gzip
 import numpy as np
 import pytest
 import torch
+from data_files import clicks_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,17 +91,8 @@ def test_a_cut_archive_is_told(tmp_path):
         read_criteo(tmp_path)
 
 
-def sample(n: int = 10) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    return {
-        "dense": rng.random((n, 13), np.float32),
-        "labels": (np.arange(n) % 2).astype(np.int8),
-        "sparse": rng.integers(0, 33_762_564, (n, 26), dtype=np.int32),
-    }
-
-
 def test_a_sample_is_read_from_its_file_or_folder(tmp_path):
-    arrays = sample()
+    arrays = clicks_sample()
     (tmp_path / "criteo").mkdir()
     np.savez(tmp_path / "criteo" / "sample.npz", **arrays)
     for place in (tmp_path, tmp_path / "criteo", tmp_path / "criteo" / "sample.npz"):
@@ -131,7 +123,7 @@ def test_a_sample_is_read_from_its_file_or_folder(tmp_path):
     ],
 )
 def test_damaged_samples_are_told(tmp_path, change, message):
-    arrays = {name: array for name, array in (sample() | change).items() if array is not None}
+    arrays = {name: array for name, array in (clicks_sample() | change).items() if array is not None}
     np.savez(tmp_path / "sample.npz", **arrays)
     with pytest.raises(DataError, match=message):
         read_criteo(tmp_path / "sample.npz")
@@ -143,7 +135,7 @@ def test_missing_foreign_and_cut_samples_are_told(tmp_path):
     with pytest.raises(DataError, match=r"neither train\.txt nor a \.npz"):
         load_dataset("criteo", tmp_path)
     path = tmp_path / "a.npz"
-    np.savez_compressed(path, **sample(200))
+    np.savez_compressed(path, **clicks_sample(200))
     whole = path.read_bytes()
     for content in (whole[:-100], whole[: len(whole) // 2], b"", b"nonsense", whole[:300] + b"\0" * 50 + whole[350:]):
         path.write_bytes(content)

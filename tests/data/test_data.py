@@ -5,34 +5,17 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.server
-import struct
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from data_files import idx, write_mnist
 
 from dadplug.data import MNIST, DataError, DataPair, Images, download, fold_indices, load_dataset, mnist, site_indices
 from dadplug.data.idx import read_idx
 from dadplug.data.transforms import Compose, Normalize, ToTensor
-
-
-def idx(values: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
-
-
-def write_mnist(folder: Path, samples: int = 6, compressed: bool = True) -> None:
-    folder.mkdir(exist_ok=True)
-    rng = np.random.default_rng(0)
-    for part in ("train", "t10k"):
-        images = rng.integers(0, 256, (samples, 28, 28), dtype=np.uint8)
-        labels = (np.arange(samples) % 10).astype(np.uint8)
-        for name, values in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
-            if compressed:
-                (folder / f"{name}.gz").write_bytes(gzip.compress(idx(values)))
-            else:
-                (folder / name).write_bytes(idx(values))
 
 
 def test_digits_have_mnists_shape_and_all_classes():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import zipfile
 
 import pytest
 import torch
+from data_files import photo_files
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -16,23 +16,10 @@ from dadplug.data.transforms import RandomHorizontalFlip, RandomResizedCrop, Res
 from dadplug.models import build_for, build_model  # noqa: E402
 
 
-def photo(label: str, number: int, width: int = 40, height: int = 30) -> bytes:
-    generator = torch.Generator().manual_seed(number)
-    pixels = torch.randint(0, 120, (height, width, 3), generator=generator, dtype=torch.uint8)
-    pixels[..., 0 if label == "cat" else 2] += 120
-    stream = io.BytesIO()
-    Image.fromarray(pixels.numpy()).save(stream, "JPEG")
-    return stream.getvalue()
-
-
-def files(each: int = 10) -> dict[str, bytes]:
-    return {f"{label}.{number}.jpg": photo(label, number) for label in ("cat", "dog") for number in range(each)}
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "train").mkdir()
-    for name, content in files().items():
+    for name, content in photo_files().items():
         (tmp_path / "train" / name).write_bytes(content)
     return tmp_path
 
@@ -42,7 +29,7 @@ def archive(tmp_path):
     path = tmp_path / "zipped" / "train.zip"
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as target:
-        for name, content in files().items():
+        for name, content in photo_files().items():
             target.writestr(f"train/{name}", content)
     return path
 

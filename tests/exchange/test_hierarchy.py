@@ -10,9 +10,9 @@ import support
 import torch
 import torch.distributed as dist
 import zoo
-from test_reduction import off_by
-from test_zoo import notices, trains
+from comparison import off_by
 from torch import nn
+from zoo_training import notices, trains
 
 import dadplug
 from dadplug.exchange import Traffic

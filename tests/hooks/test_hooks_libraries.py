@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from dadplug.hooks import LayerCapture, capturable_layers
 from dadplug.hooks.registry import refusal_of
-from test_hooks_layers import matches_autograd
+from layer_gradients import matches_autograd
 from torch import Tensor, nn
 
 import dadplug

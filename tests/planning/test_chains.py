@@ -8,9 +8,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from chained_models import chained, compare, draw, loss, mlp, pair
 from dadplug.hooks import Elementwise, register_elementwise
 from dadplug.hooks.elementwise import _KINDS
-from test_edad import chained, compare, draw, loss, mlp, pair
 from torch import nn
 
 import dadplug

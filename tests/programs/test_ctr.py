@@ -207,9 +207,9 @@ def test_the_example_trains_at_two_sites_and_draws(tmp_path):
 def test_the_example_trains_in_lightning_on_criteos_files(tmp_path):
     pytest.importorskip("pytorch_lightning")
     pytest.importorskip("matplotlib")
-    from test_criteo import sample
+    from data_files import clicks_sample
 
-    np.savez(tmp_path / "sample.npz", **sample(300))
+    np.savez(tmp_path / "sample.npz", **clicks_sample(300))
     url = f"tcp://127.0.0.1:{support.free_port()}"
     flags = ["--trainer", "lightning", "--data", str(tmp_path), "--epochs", "1", "--batch-size", "40"]
     commands = [[CTR, "--rank", rank, *flags, "--dist-url", url, "--log-dir", str(tmp_path / "logs")] for rank in "01"]

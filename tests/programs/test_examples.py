@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import support
-from test_data import write_mnist
+from data_files import write_mnist
 
 pytest.importorskip("catalyst")
 ROOT = Path(__file__).resolve().parents[2]

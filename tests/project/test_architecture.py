@@ -56,7 +56,6 @@ LONG_FILES = {
     "dadplug/reduction.py",
     "tests/adapm/test_adapm_bindings.py",
     "tests/helpers/adapm_loops.py",
-    "tests/methods/test_edad.py",
     "tests/runners/test_distributed_runner.py",
 }
 LONG_FUNCTIONS = {

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-from pathlib import Path
 
 import pytest
-import support
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 BOUND = 0.1
-
-
-def zoo(name):
-    return support.load(str(Path(__file__).parent / f"test_adapm_{name}.py"))
 
 
 def in_one_process(model, batches, clipped):
@@ -38,9 +32,9 @@ def compare(model, expected):
 
 
 def fits(how):
-    from dadplug import AdaPMStrategy
+    import scores_lightning as strategy
 
-    strategy = zoo("strategy")
+    from dadplug import AdaPMStrategy
 
     class Discarding(strategy.Manual):
         """Runs a backward pass for something else than the step, and clears what it has brought."""
@@ -70,9 +64,9 @@ def test_lightning_clips_and_discards_as_one_process(sites, how):
 
 
 def runs():
+    import scores_catalyst as runner
     from catalyst import dl
 
-    runner = zoo("runner")
     model = runner.Scores()
     expected = copy.deepcopy(model)
     backward = dl.BackwardCallback(
@@ -90,9 +84,10 @@ def test_catalyst_clips_as_one_process(sites):
 
 def test_clipping_by_value_is_refused():
     pytest.importorskip("pytorch_lightning")
+    import scores_lightning as strategy
+
     from dadplug import AdaPMStrategy
 
-    strategy = zoo("strategy")
     trainer = strategy.make_trainer(AdaPMStrategy(), gradient_clip_val=0.1, gradient_clip_algorithm="value")
     with pytest.raises(ValueError, match="cannot be clipped by value: use gradient_clip_algorithm='norm'"):
         trainer.fit(strategy.Scores(), DataLoader(strategy.data(0), batch_size=4))
