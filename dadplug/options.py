@@ -10,9 +10,10 @@ from typing import Any
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.topology import check_hierarchy
+from .exchange.wire import FORMATS
 
 WEIGHTINGS = ("samples", "uniform")
-WIRES = ("fp32", "bf16", "int8")
+WIRES = tuple(FORMATS)
 DENSES = ("allreduce", "lowrank")
 
 

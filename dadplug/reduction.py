@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .exchange import Traffic, open_transport
+from .exchange.wire import wire_format
 from .methods import Quality, loss_scale, make_method
 from .methods.feedback import ErrorFeedback
 from .model_sync import replicas
@@ -103,7 +104,7 @@ class GradientReduction:
         self._planner = Planner(model, self._method, self.options, self._transport, self._samples, self._arrived)
         self._attached: AttachedGradients | None = None
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
-        self._remembers = self._method.errors.enabled or self.options.wire == "int8"
+        self._remembers = self._method.errors.enabled or wire_format(self.options.wire).quantised
         if self._remembers:
             loss_scale.watch()
             self._unwatch = weakref.finalize(self, loss_scale.unwatch)

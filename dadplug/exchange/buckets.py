@@ -1,4 +1,4 @@
-"""Buckets: several units' payloads in one exchange, which starts as soon as they are all there."""
+"""Buckets of factors: the rows of several units in one all-gather, which starts as soon as all of them are there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .payload import FactorPayload, finite
-from .transport import Gather, Reduction, Transport
+from .payload import FactorPayload
+from .transport import Gather, Transport
+from .wire import WireFormat
 
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
 _SHRINK_AFTER = 16  # steps with fewer rows before a slot gives room back
@@ -26,12 +27,19 @@ class Slot:
         width: width of the rows of `right`.
         bias: number of elements of the bias gradient that is sent beside the rows, 0 for none.
         world_size: number of sites.
+        wire: format of the payload.
+
+    Attributes:
+        out: payload elements of a row of `left`.
+        width: payload elements of a row of `right`.
+        bias: payload elements of the bias gradient.
     """
 
-    def __init__(self, out: int, width: int, bias: int, world_size: int) -> None:
-        self.out = out
-        self.width = width
-        self.bias = bias
+    def __init__(self, out: int, width: int, bias: int, world_size: int, wire: WireFormat) -> None:
+        self.out = wire.row_size(out)
+        self.width = wire.row_size(width)
+        self.bias = wire.row_size(bias)
+        self.wire = wire
         self.capacity = [0] * world_size
         self._fewer = [(0, 0)] * world_size  # steps with fewer rows in a row, and the most rows among them
 
@@ -65,12 +73,18 @@ class Slot:
         return FactorPayload(left, right, bias), start + bias_size
 
     def pack(self, share: FactorPayload) -> FactorPayload:
-        """Turns a share into what lies in the payload."""
-        return share
+        """Encode a share. Elements that are only cast stay as they are: the copy into the payload casts them."""
+        if not self.wire.quantised:
+            return share
+        encode, bias = self.wire.encode, share.bias
+        return FactorPayload(encode(share.left), encode(share.right), None if bias is None else encode(bias[None])[0])
 
     def unpack(self, share: FactorPayload) -> FactorPayload:
-        """Turns what lay in a payload into a share."""
-        return share
+        """Decode a share that has been cut out of a payload."""
+        if not self.wire.quantised:
+            return share
+        decode, bias = self.wire.decode, share.bias
+        return FactorPayload(decode(share.left), decode(share.right), None if bias is None else decode(bias[None])[0])
 
 
 def _aligned(size: int) -> int:
@@ -87,7 +101,7 @@ class FactorBucket:
         slots: the slots, in the order in which backward fills them.
         transport: the transport.
         dtype: type of the gradients.
-        wire: type on the wire.
+        wire: format of the payloads.
         senders: ranks of the sites that send; all where None. Lists by site are by sender.
 
     Attributes:
@@ -99,7 +113,7 @@ class FactorBucket:
         slots: Sequence[Slot],
         transport: Transport,
         dtype: torch.dtype,
-        wire: torch.dtype,
+        wire: WireFormat,
         senders: Sequence[int] | None = None,
     ) -> None:
         self.slots = list(slots)
@@ -122,7 +136,7 @@ class FactorBucket:
         """
         places = range(len(self._senders))
         sizes = [self._head + sum(sum(slot.sizes(slot.capacity[place])) for slot in self.slots) for place in places]
-        self._gather: Gather = self._transport.gather(self._by_rank(sizes), self._wire)
+        self._gather: Gather = self._transport.gather(self._by_rank(sizes), self._wire.dtype)
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
         self._own_head = self._integers(self._gather.payload)
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
@@ -267,7 +281,7 @@ class FactorBucket:
         sites = range(len(self._senders))
         late = [[index for index in range(len(self.slots)) if extra[index][site]] for site in sites]
         sizes = [sum(sum(self.slots[index].sizes(extra[index][site])) for index in late[site]) for site in sites]
-        gather = self._transport.gather(self._by_rank(sizes), self._wire)
+        gather = self._transport.gather(self._by_rank(sizes), self._wire.dtype)
 
         def cut(payload: Tensor, site: int) -> dict[tuple[int, int], FactorPayload]:
             shares, start = {}, 0
@@ -295,76 +309,3 @@ class FactorBucket:
             self._lay_out()
         self._rows = [0] * len(self.slots)
         self.extra_rows = [0] * len(self.slots)
-
-
-class DenseBucket:
-    """Gradients of several parameters that are summed in one all-reduce.
-
-    Args:
-        sizes: number of elements of each gradient.
-        transport: the transport.
-        dtype: type on the wire.
-    """
-
-    def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> None:
-        self._transport = transport
-        self._flat = torch.zeros(sum(sizes), dtype=dtype, device=transport.device)
-        self._parts = self._flat.split(list(sizes))
-        self._reduction: Reduction | None = None
-
-    def fill(self, index: int, gradient: Tensor | None, weight: float) -> None:
-        """Puts a gradient into its place, times the site's weight; None counts as zero."""
-        part = self._parts[index]
-        if gradient is None or weight == 0.0:
-            part.zero_()
-        elif gradient.is_sparse:
-            part.copy_(gradient.to_dense().reshape(-1) * weight)
-        elif gradient.dtype == part.dtype and gradient.device == part.device:
-            torch.mul(gradient.reshape(-1), weight, out=part)
-        else:
-            part.copy_(gradient.reshape(-1) * weight)
-
-    def finite(self, index: int) -> bool:
-        """Says whether a filled part holds neither NaN nor Inf."""
-        return finite(self._parts[index])
-
-    def launch(self) -> None:
-        """Starts the sum."""
-        self._reduction = self._transport.all_reduce(self._flat)
-
-    def wait(self) -> Sequence[Tensor]:
-        """Waits for the sums, one flat tensor a gradient; they hold until the next `fill`."""
-        assert self._reduction is not None
-        self._reduction.wait()
-        return self._parts
-
-
-class GatheredBucket(DenseBucket):
-    """Gradients of several parameters that every site gathers, and sums in the same order.
-
-    The sum replaces rank 0's payload; numbers of a narrow type are summed in single precision, beside it.
-    """
-
-    def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> None:
-        self._transport = transport
-        self._gather = transport.gather([sum(sizes)] * transport.world_size, dtype)
-        self._sizes = list(sizes)
-        self._parts = self._gather.payload.split(self._sizes)
-        wide = torch.promote_types(dtype, torch.float32)
-        self._total = None if wide == dtype else torch.empty(sum(sizes), dtype=wide, device=transport.device)
-
-    def launch(self) -> None:
-        self._gather.launch()
-
-    def wait(self) -> Sequence[Tensor]:
-        first, *others = self._gather.wait()
-        total = first if self._total is None else self._total.copy_(first)
-        for payload in others:
-            total.add_(payload)
-        return total.split(self._sizes)
-
-
-def dense_bucket(sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> DenseBucket:
-    """Makes the kind of bucket that sums gradients of these sizes soonest."""
-    gathers = transport.prefers_gather(sum(sizes) * dtype.itemsize)
-    return GatheredBucket(sizes, transport, dtype) if gathers else DenseBucket(sizes, transport, dtype)

@@ -1,4 +1,4 @@
-"""Row numbers in a bucket: integers that travel to the bit beside numbers of any type."""
+"""Row numbers in a bucket: integers that are sent exactly, beside values in any wire format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .buckets import Slot
 from .payload import FactorPayload
-from .quantised import SCALE, pack, unpack
+from .wire import WireFormat
 
 _SPARE = 16  # one row in so many is kept free
 
@@ -17,21 +17,21 @@ _SPARE = 16  # one row in so many is kept free
 class IndexSlot(Slot):
     """Room for rows of a table: in `left` their deltas, in `right` their row numbers, shape (rows, 1).
 
-    Row numbers lie in the payload as integers, in as many of its elements as one takes: what is rounded on the wire are
-    the deltas alone.
+    Row numbers lie in the payload as integers, each in as many elements as it needs. Only the deltas are rounded to the
+    wire format.
 
     Args:
         out: width of the table's rows.
         table_rows: number of the table's rows.
-        wire: type of the payload's elements.
+        wire: format of the payload.
         world_size: number of sites.
     """
 
-    def __init__(self, out: int, table_rows: int, wire: torch.dtype, world_size: int) -> None:
+    def __init__(self, out: int, table_rows: int, wire: WireFormat, world_size: int) -> None:
         small = table_rows <= torch.iinfo(torch.int32).max and wire.itemsize <= torch.int32.itemsize
         self._integers = torch.int32 if small else torch.int64
-        self._coded = wire == torch.int8
-        super().__init__(out + SCALE * self._coded, self._integers.itemsize // wire.itemsize, 0, world_size)
+        super().__init__(out, 0, 0, world_size, wire)
+        self.width = self._integers.itemsize // wire.itemsize
 
     def learn(self, rows: Sequence[int]) -> bool:
         # Every batch looks up another number of rows; without some room to spare each record would take a second round.
@@ -42,7 +42,7 @@ class IndexSlot(Slot):
         return share._replace(right=share.right.view(self._integers)), end
 
     def pack(self, share: FactorPayload) -> FactorPayload:
-        return share._replace(left=pack(share.left)) if self._coded else share
+        return share._replace(left=self.wire.encode(share.left)) if self.wire.quantised else share
 
     def unpack(self, share: FactorPayload) -> FactorPayload:
-        return share._replace(left=unpack(share.left)) if self._coded else share
+        return share._replace(left=self.wire.decode(share.left)) if self.wire.quantised else share

@@ -3,7 +3,7 @@
 from . import sparse
 from .compress import Carry, Compressed, compress, compress_matrix, squared_norm
 from .dispatch import warmup
-from .packing import dequantise, orthonormalise, quantise, rounded, sum_of_products, sum_one_by_one, top_k
+from .packing import dequantise, orthonormalise, quantise, sum_of_products, sum_one_by_one, top_k
 
 __all__ = [
     "Carry",
@@ -13,7 +13,6 @@ __all__ = [
     "dequantise",
     "orthonormalise",
     "quantise",
-    "rounded",
     "sparse",
     "squared_norm",
     "sum_of_products",

@@ -36,10 +36,10 @@ class Kernels(Protocol):
     def gram_vectors(self, of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
         """See `kernels.gram_vectors`."""
 
-    def quantise(self, rows: Tensor, codes: Tensor, scales: Tensor) -> None:
+    def quantise(self, rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
         """See `packing.quantise`."""
 
-    def dequantise(self, codes: Tensor, scales: Tensor, rows: Tensor) -> None:
+    def dequantise(self, quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
         """See `packing.dequantise`."""
 
     def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
@@ -89,11 +89,11 @@ class NumbaKernels:
     def gram_vectors(self, of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
         return self._kernels.gram_vectors(of_deltas.numpy(), of_activations.numpy(), jitter, found.numpy())
 
-    def quantise(self, rows: Tensor, codes: Tensor, scales: Tensor) -> None:
-        self._packing.quantise(rows.numpy(), codes.numpy(), scales.numpy())
+    def quantise(self, rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
+        self._packing.quantise(rows.numpy(), quantised.numpy(), scales.numpy())
 
-    def dequantise(self, codes: Tensor, scales: Tensor, rows: Tensor) -> None:
-        self._packing.dequantise(codes.numpy(), scales.numpy(), rows.numpy())
+    def dequantise(self, quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
+        self._packing.dequantise(quantised.numpy(), scales.numpy(), rows.numpy())
 
     def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
         if values.dtype == torch.float32:
@@ -132,7 +132,7 @@ def warmup() -> None:
         kernels.gram_vectors(gram, gram, 0.0, gram.clone())
         kernels.product(gram, gram, gram.clone())
     kernels.eigh(gram)
-    rows, codes, scales = torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.int8), torch.zeros(1)
-    kernels.quantise(rows, codes, scales)
-    kernels.dequantise(codes, scales, rows)
+    rows, quantised, scales = torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.int8), torch.zeros(1)
+    kernels.quantise(rows, quantised, scales)
+    kernels.dequantise(quantised, scales, rows)
     kernels.top_k(scales, torch.zeros(1, dtype=torch.int64), scales.clone())

@@ -1,4 +1,4 @@
-"""What travels, and back: int8 codes with a scale a row, the largest elements of a gradient, sums of products.
+"""What travels, and back: int8 rows with a scale each, the largest elements of a gradient, sums of products.
 
 On the CPU by numba, on the tensors' own memory with the GIL released; on CUDA tensors and where numba cannot run by
 torch, with equal results.
@@ -18,7 +18,7 @@ _FEW = 12  # rows up to which the own product beats BLAS
 _BLOCK = 1 << 17  # numbers of a result that stay in the cache between two products
 
 
-def quantise(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
+def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
     """Rounds each row to whole multiples, -127 to 127, of a scale of its own.
 
     The error of an element is at most half the scale, a 254th of the row's largest element. A row with NaN or Inf
@@ -26,37 +26,21 @@ def quantise(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
 
     Args:
         rows: of shape (k, width), float32.
-        codes: int8 of the same shape, contiguous; filled.
+        quantised: int8 of the same shape, contiguous; filled.
         scales: float32 of shape (k,), contiguous; filled.
     """
-    kernels_for(rows).quantise(rows.detach().contiguous(), codes, scales)
+    kernels_for(rows).quantise(rows.detach().contiguous(), quantised, scales)
 
 
-def dequantise(codes: Tensor, scales: Tensor, rows: Tensor) -> None:
-    """Turns codes back into numbers.
+def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
+    """Compute the values of quantised rows.
 
     Args:
-        codes: int8 of shape (k, width), contiguous.
+        quantised: int8 of shape (k, width), contiguous.
         scales: float32 of shape (k,).
         rows: float32 of shape (k, width), contiguous; filled.
     """
-    kernels_for(rows).dequantise(codes, scales, rows)
-
-
-def rounded(rows: Tensor) -> Tensor:
-    """Tells what is left of rows that travel as codes.
-
-    Args:
-        rows: of shape (k, width), any floating-point type.
-
-    Returns:
-        float32 of the same shape.
-    """
-    codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
-    scales, result = torch.empty(len(rows), device=rows.device), torch.empty(rows.shape, device=rows.device)
-    quantise(rows.float(), codes, scales)
-    dequantise(codes, scales, result)
-    return result
+    kernels_for(rows).dequantise(quantised, scales, rows)
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""numba kernels between gradients and what travels: int8 codes, the largest elements, sums of products."""
+"""numba kernels between gradients and what travels: int8 rows, the largest elements, sums of products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COARSE = 15  # of the 31 bits of a number's size, those of the first histogram:
 
 
 @njit(nogil=True)
-def quantise(rows: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
+def quantise(rows: NDArray[np.float32], quantised: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
     """Rounds each row to whole multiples, -127 to 127, of its scale; a row with NaN or Inf gets NaN for a scale."""
     sizes = rows.view(np.uint32)  # whole numbers, whose maximum vectorises; Inf and NaN are the largest
     for i in range(rows.shape[0]):
@@ -21,7 +21,7 @@ def quantise(rows: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray
             bits = max(bits, sizes[i, x] & np.uint32(0x7FFFFFFF))
         if bits >= np.uint32(0x7F800000):
             scales[i] = np.nan
-            codes[i] = 0
+            quantised[i] = 0
             continue
         largest = np.float32(0.0)
         for x in range(rows.shape[1]):
@@ -31,16 +31,16 @@ def quantise(rows: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray
         scales[i] = largest / np.float32(127.0)
         inverse = np.float32(127.0) / largest if scales[i] > 0.0 else np.float32(0.0)
         for x in range(rows.shape[1]):
-            codes[i, x] = np.int8(np.rint(rows[i, x] * inverse))
+            quantised[i, x] = np.int8(np.rint(rows[i, x] * inverse))
 
 
 @njit(nogil=True)
-def dequantise(codes: NDArray[np.int8], scales: NDArray[np.float32], rows: NDArray[np.float32]) -> None:
-    """Multiplies the codes by their row's scale."""
-    for i in range(codes.shape[0]):
+def dequantise(quantised: NDArray[np.int8], scales: NDArray[np.float32], rows: NDArray[np.float32]) -> None:
+    """Multiply quantised rows by their scales."""
+    for i in range(quantised.shape[0]):
         scale = scales[i]
-        for x in range(codes.shape[1]):
-            rows[i, x] = np.float32(codes[i, x]) * scale
+        for x in range(quantised.shape[1]):
+            rows[i, x] = np.float32(quantised[i, x]) * scale
 
 
 @njit(nogil=True)

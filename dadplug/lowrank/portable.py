@@ -55,18 +55,18 @@ def gram_vectors(of_deltas: Tensor, of_activations: Tensor, jitter: float, found
     return math.sqrt(max(0.0, float(values[k - 1])) / float(values[0])) if values[0] > 0 else 0.0
 
 
-def quantise(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
+def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
     """Rounds rows to int8; see `packing.quantise`."""
     largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
     spoilt = ~torch.isfinite(rows).all(1)
     scales.copy_(torch.where(spoilt, math.nan, largest / 127.0))
     inverse = torch.where(scales > 0, 127.0 / largest, 0.0)
-    codes.copy_(torch.where(spoilt[:, None], 0.0, rows * inverse[:, None]).round())
+    quantised.copy_(torch.where(spoilt[:, None], 0.0, rows * inverse[:, None]).round())
 
 
-def dequantise(codes: Tensor, scales: Tensor, rows: Tensor) -> None:
-    """Turns int8 codes back into numbers; see `packing.dequantise`."""
-    torch.mul(codes, scales[:, None], out=rows)
+def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
+    """Computes the values of int8 rows; see `packing.dequantise`."""
+    torch.mul(quantised, scales[:, None], out=rows)
 
 
 def top_k(values: Tensor, indices: Tensor, found: Tensor) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..exchange.payload import FactorPayload
+from ..exchange.wire import wire_format
 from ..hooks import Factor
-from ..lowrank import Carry, compress, compress_matrix, rounded, squared_norm
+from ..lowrank import Carry, compress, compress_matrix, squared_norm
 from .base import Method, Quality, register_method
 from .feedback import ErrorFeedback
 
@@ -89,12 +90,15 @@ class RankDAD(Method):
             carry = compressed.carry
         residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size)
         left, right = compressed.left.T[:kept], compressed.right.T[:kept]
+        wire = wire_format(self.options.wire, left.dtype)
         if self.errors.enabled:
             right = right * loss_scale if loss_scale != 1.0 else right
-            whole.addmm_(self._on_the_wire(left).T, self._on_the_wire(right), alpha=-1 / loss_scale)
-        elif self.options.wire == "int8":
-            wired = self._on_the_wire(left), self._on_the_wire(right)
-            lost = FactorPayload(torch.cat([left, -wired[0]]), torch.cat([right, wired[1]]).div_(loss_scale))
+            whole.addmm_(wire.round_trip(left).T, wire.round_trip(right), alpha=-1 / loss_scale)
+        elif wire.quantised:
+            lost = FactorPayload(
+                torch.cat([left, -wire.round_trip(left)]),
+                torch.cat([right, wire.round_trip(right)]).div_(loss_scale),
+            )
         self._staged[name] = _State(carry, lost, state.calls + 1, Quality(kept, residual))
         return FactorPayload(left, right, factor.bias_gradient() if with_bias else None)
 
@@ -105,12 +109,6 @@ class RankDAD(Method):
         beta = 0.0 if error is None else 1.0
         before = whole if error is None else error
         return torch.addmm(before, factor.deltas.T, factor.activations, beta=beta, alpha=1 / loss_scale, out=whole)
-
-    def _on_the_wire(self, part: Tensor) -> Tensor:
-        """Return the values after rounding to the wire format."""
-        if self.options.wire == "int8":
-            return rounded(part).to(part)
-        return part.bfloat16().to(part) if self.options.wire == "bf16" else part
 
     def commit(self, name: str) -> None:
         self.errors.commit(name)

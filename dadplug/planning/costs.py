@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..exchange import Transport
+from ..exchange.wire import wire_format
 from ..model_sync.structure import is_managed
 from ..reducer import DenseHandler, handler_type
 from ..units.factor import FactorUnit
@@ -31,7 +32,7 @@ def make_plan(planner: Planner) -> Plan:
         else:
             kind = handler_type(unit.path, transport)
             assert issubclass(kind, DenseHandler)
-            nbytes = kind.payload_bytes(unit, planner.method, options.wire, transport)
+            nbytes = kind.payload_bytes(unit, planner.method, wire_format(options.wire, unit.lead.dtype), transport)
         reason = planner.reasons.get(name) or planner.notices.get(name, "")
         path = planner.paths.get(name)
         if path is None:  # the next step plans anew
@@ -48,7 +49,7 @@ def dense_bytes(parameter: nn.Parameter, transport: Transport) -> int:
 
 def _factor_bytes(planner: Planner, unit: FactorUnit, name: str) -> int:
     copies = planner.transport.copies
-    size = {"bf16": 2, "int8": 1}.get(planner.options.wire, unit.lead.element_size())
+    size = wire_format(planner.options.wire, unit.lead.dtype).itemsize
     if name != unit.name:
         rows = planner.reducer.room(unit) if planner.reducer is not None and planner.settled else None
         sends = planner.method.sends_bias and (rows is None or rows > 0)

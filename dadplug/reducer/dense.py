@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..exchange import Transport
-from ..exchange.buckets import GatheredBucket, dense_bucket
 from ..exchange.payload import finite
-from ..exchange.quantised import CodedBucket
+from ..exchange.summed_buckets import GatheredBucket, summed_bucket
+from ..exchange.wire import WireFormat
 from ..methods import Method
 from ..units.base import Unit
 from .handler import BucketHandler, register_handler, write_gradient
@@ -49,12 +48,13 @@ def _version(gradient: Tensor | None) -> int:
 
 @register_handler("allreduce")
 class DenseHandler(BucketHandler):
-    """All-reduces gradients in a bucket, or gathers them as codes."""
+    """All-reduces gradients in a bucket, or gathers them quantised."""
 
     repeats = True
 
     def __init__(self, units: Sequence[Unit], reducer: Reducer) -> None:
         super().__init__(units, reducer)
+        self._wire = reducer.wire(self.dtype)
         self._samples = 0
         self._put: dict[str, _Put] = {}
         self._open()
@@ -62,9 +62,7 @@ class DenseHandler(BucketHandler):
     def _open(self) -> None:
         """Makes the bucket."""
         sizes = [unit.lead.numel() for unit in self.units]
-        wire, transport = self.reducer.wire(self.dtype), self.reducer.transport
-        coded = wire == torch.int8
-        self.bucket = CodedBucket(sizes, transport) if coded else dense_bucket(sizes, transport, wire)
+        self.bucket = summed_bucket(sizes, self.reducer.transport, self._wire)
         self._sums: Sequence[Tensor] = ()
 
     gathers: ClassVar[bool] = False
@@ -77,38 +75,34 @@ class DenseHandler(BucketHandler):
         return small if transport.prefers_gather(int(1e6 * small)) else cls.bucket_mb
 
     @classmethod
-    def payload_bytes(cls, unit: Unit, method: Method, wire: str, transport: Transport, gathered: bool = False) -> int:
+    def payload_bytes(
+        cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = False
+    ) -> int:
         """Tells how many bytes a site hands to the transport for a unit in a step.
 
         Args:
             unit: the unit.
             method: the method.
-            wire: type of numbers on the wire.
+            wire: format of the payload.
             transport: the transport.
             gathered: whether the unit's bucket is gathered though it might be summed on its way.
         """
-        size = {"bf16": 2, "int8": 1}.get(wire, unit.lead.element_size())
-        rate = transport.copies if gathered or cls.gathers or wire == "int8" else transport.ring
-        return int(rate * cls.numbers(unit, 0, method) * size)
+        rate = transport.copies if gathered or cls.gathers or wire.quantised else transport.ring
+        return int(rate * cls.numbers(unit, 0, method) * wire.itemsize)
 
     def sent_bytes(self, unit: Unit) -> int:
         """Tells how many bytes this site hands to the transport for a unit in a step."""
-        transport, wire = self.reducer.transport, self.reducer.options.wire
         gathered = not self.gathers and isinstance(self.bucket, GatheredBucket)
-        return self.payload_bytes(unit, self.reducer.method, wire, transport, gathered)
+        return self.payload_bytes(unit, self.reducer.method, self._wire, self.reducer.transport, gathered)
 
     def rounding(self) -> dict[str, Tensor]:
-        if not isinstance(self.bucket, CodedBucket):
-            return {}
-        return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost, strict=True)}
+        return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost)}  # a bucket may keep nothing
 
     def put(self, unit: Unit, weight: float) -> bool:
         """Puts a unit's gradient into the bucket, times the site's weight; says whether it is finite."""
         slot, gradient = self._slots[unit.name], None if unit.lead.grad is None else unit.lead.grad.detach()
-        if isinstance(self.bucket, CodedBucket):
-            self.bucket.fill(slot, gradient, weight, self.reducer.method.loss_scales.of(unit.name))
-        else:
-            self.bucket.fill(slot, gradient, weight)
+        loss_scale = self.reducer.method.loss_scales.of(unit.name) if self.bucket.feedback else 1.0
+        self.bucket.fill(slot, gradient, weight, loss_scale)
         return not self.reducer.checks or self.bucket.finite(slot)
 
     def fill(self, unit: Unit) -> None:
@@ -159,8 +153,7 @@ class DenseHandler(BucketHandler):
             if want:
                 with self.timing("decode", unit):
                     write_gradient(unit.lead, value, scale)
-        if isinstance(self.bucket, CodedBucket):
-            self.bucket.commit([keep and want for want in wanted])
+        self.bucket.commit([keep and want for want in wanted])
         self._put.clear()
 
     def _gradient(self, unit: Unit) -> Tensor | None:

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..exchange.buckets import FactorBucket, Slot
 from ..exchange.indices import IndexSlot
 from ..exchange.payload import FactorPayload, finite
-from ..exchange.quantised import CodedSlot
 from ..methods import Method, decode
 from ..units.base import Unit, add_gradient
 from ..units.factor import FactorUnit
@@ -56,8 +54,7 @@ class FactorHandler(BucketHandler):
         sites, (out, width) = len(self.senders), unit.widths
         if unit.form.table_rows:
             return IndexSlot(out, unit.form.table_rows, self.reducer.wire(self.dtype), sites)
-        kind = CodedSlot if self.reducer.wire(self.dtype) == torch.int8 else Slot
-        return kind(out, width, self._bias(unit), sites)
+        return Slot(out, width, self._bias(unit), sites, self.reducer.wire(self.dtype))
 
     def _bias(self, unit: FactorUnit) -> int:
         """Number of elements of the bias gradient that is sent beside a unit's rows."""

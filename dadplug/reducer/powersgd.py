@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..exchange.buckets import DenseBucket, dense_bucket
 from ..exchange.payload import finite
-from ..exchange.quantised import CodedBucket
+from ..exchange.summed_buckets import SummedBucket, summed_bucket
 from ..lowrank import orthonormalise
 from ..methods import Method
 from ..methods.powersgd import PowerSGD
@@ -74,11 +73,8 @@ class PowerSGDHandler(DenseHandler):
         for unit in self.units:  # a site may have come with other ones from a checkpoint
             self.reducer.transport.broadcast(self.method.basis(unit.name, unit.shape, unit.lead))
 
-    def _bucket(self, sizes: Sequence[int]) -> DenseBucket | CodedBucket:
-        wire, transport = self.reducer.wire(self.dtype), self.reducer.transport
-        if wire == torch.int8:
-            return CodedBucket(sizes, transport, feedback=False)
-        return dense_bucket(sizes, transport, wire)
+    def _bucket(self, sizes: Sequence[int]) -> SummedBucket:
+        return summed_bucket(sizes, self.reducer.transport, self._wire, feedback=False)
 
     def rounding(self) -> dict[str, Tensor]:
         return {}

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..exchange import Transport
-from ..exchange.buckets import DenseBucket
 from ..exchange.payload import FactorPayload
+from ..exchange.summed_buckets import AllReducedBucket
+from ..exchange.wire import WireFormat, wire_format
 from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..options import Options
@@ -18,8 +19,6 @@ from ..units.factor import FactorUnit
 from . import BucketHandler, DenseHandler, handler_type, write_gradient
 from .attached import AttachedGradients
 from .step_header import ATTACHED, CHAIN_BROKEN, HeaderExchange, StepHeader, raise_fault
-
-_WIRES = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Reducer:
@@ -55,7 +54,7 @@ class Reducer:
         self.samples = samples
         self.reference = max(reference, 1)
         self.faults: list[tuple[int, str]] = []
-        self.checks = options.check_finite or method.keeps_state or options.wire == "int8"
+        self.checks = options.check_finite or method.keeps_state or wire_format(options.wire).quantised
         self.known: dict[str, list[FactorPayload]] = {}  # what has arrived in the step, complete, by unit and site
         self.index = {unit.name: index for index, unit in enumerate(self.units)}
         self.turns = itertools.count()  # of those that work for their machine, under hierarchical groups
@@ -80,10 +79,9 @@ class Reducer:
         handlers += [kind(group, self) for (kind, _), (group, _) in open_groups.items()]
         return handlers
 
-    def wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Says in which type numbers of a parameter's type travel."""
-        narrower = dtype.itemsize > 2 and dtype.is_floating_point
-        return _WIRES.get(self.options.wire, dtype) if narrower else dtype
+    def wire(self, dtype: torch.dtype) -> WireFormat:
+        """Return the format in which gradients of parameters of a type are sent."""
+        return wire_format(self.options.wire, dtype)
 
     def arrive(self, unit: Unit) -> None:
         """Takes a unit whose gradient is complete, and launches what can leave."""
@@ -236,7 +234,7 @@ class Reducer:
             if void:
                 handler.form_sent(unit)
             for parameter in unit.parameters.values():
-                bucket = DenseBucket([parameter.numel()], self.transport, parameter.dtype)
+                bucket = AllReducedBucket([parameter.numel()], self.transport, parameter.dtype)
                 bucket.fill(0, parameter.grad, weights[self.transport.rank])
                 bucket.launch()
                 write_gradient(parameter, bucket.wait()[0], 1.0)

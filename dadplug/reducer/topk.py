@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..exchange.payload import finite
 from ..exchange.transport import Gather
+from ..exchange.wire import wire_format
 from ..lowrank import top_k
 from ..methods import Method
 from ..methods.topk import TopK
@@ -48,13 +49,12 @@ class TopKHandler(DenseHandler):
         assert isinstance(method, TopK)
         self.method = method
         method.errors.refer(self.reducer.reference)
-        self._wire = self.reducer.wire(self.dtype)
-        if self._wire == torch.int8:
-            self._wire = torch.bfloat16  # numbers of one sign and size gain little from a scale
+        # Values of one sign and size gain little from a scale.
+        self._values = wire_format("bf16", self.dtype) if self._wire.quantised else self._wire
         self._counts = [method.elements(unit.lead.numel()) for unit in self.units]
         self._starts = [0]
         for count in self._counts:
-            for size in (count * _INDEX.itemsize, count * self._wire.itemsize):
+            for size in (count * _INDEX.itemsize, count * self._values.itemsize):
                 self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         self._gather: Gather = transport.gather([self._starts[-1]] * transport.world_size, torch.uint8)
         self._sent: dict[str, _Sent] = {}
@@ -63,7 +63,7 @@ class TopKHandler(DenseHandler):
         """Cuts a unit's indices and numbers out of a payload."""
         count, (first, second) = self._counts[slot], self._starts[2 * slot : 2 * slot + 2]
         indices = payload[first : first + count * _INDEX.itemsize].view(_INDEX)
-        return indices, payload[second : second + count * self._wire.itemsize].view(self._wire)
+        return indices, payload[second : second + count * self._values.itemsize].view(self._values.dtype)
 
     def rounding(self) -> dict[str, Tensor]:
         return {}

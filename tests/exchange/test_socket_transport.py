@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 import dadplug
 from dadplug.exchange import Traffic, open_transport
-from dadplug.exchange.buckets import GatheredBucket, dense_bucket
 from dadplug.exchange.socket_transport import StreamGather
+from dadplug.exchange.summed_buckets import GatheredBucket, summed_bucket
+from dadplug.exchange.wire import WireFormat
 
 SIZES = (1, 0, 100_000, 7, 3_000_000, 5)
 
@@ -204,7 +205,7 @@ except dadplug.SiteError as error:
 def sums(dtype_name: str, sizes: tuple[int, ...]) -> tuple[bool, list[float]]:
     meeting = transport()
     dtype = getattr(torch, dtype_name)
-    bucket = dense_bucket(sizes, meeting, dtype)
+    bucket = summed_bucket(sizes, meeting, WireFormat(dtype))
     totals = []
     for step in range(2):
         for index, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""What travels, and back: int8 codes, the largest elements, sums of products, by every implementation."""
+"""What travels, and back: int8 rows, the largest elements, sums of products, by every implementation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _implementation(request, monkeypatch):
 
 
 def round_trip(rows):
-    codes, scales, back = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows)), torch.empty(rows.shape)
-    quantise(rows, codes, scales)
-    dequantise(codes, scales, back)
-    return codes, scales, back
+    quantised, scales, back = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows)), torch.empty(rows.shape)
+    quantise(rows, quantised, scales)
+    dequantise(quantised, scales, back)
+    return quantised, scales, back
 
 
 def random(*shape, seed=0, dtype=torch.float32):
@@ -32,19 +32,19 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 @given(rows=st.integers(0, 6), width=st.integers(0, 70), seed=st.integers(0, 99), power=st.integers(-30, 30))
 @settings(deadline=None, max_examples=60)
-def test_codes_are_as_near_as_their_scale_allows(rows, width, seed, power):
+def test_quantised_values_are_as_near_as_their_scale_allows(rows, width, seed, power):
     values = random(rows, width, seed=seed) * 10.0**power
     _, scales, back = round_trip(values)
     assert torch.equal(scales, (values.abs().amax(1) if width else torch.zeros(rows)) / 127)
     assert ((back - values).abs() <= 0.5001 * scales[:, None]).all()
 
 
-def test_the_implementations_give_the_same_codes():
+def test_the_implementations_quantise_alike():
     values = random(5, 333)
-    codes, scales, _ = round_trip(values)
-    others, other_scales = torch.empty_like(codes), torch.empty_like(scales)
+    quantised, scales, _ = round_trip(values)
+    others, other_scales = torch.empty_like(quantised), torch.empty_like(scales)
     portable.quantise(values, others, other_scales)
-    assert torch.equal(codes, others)
+    assert torch.equal(quantised, others)
     assert torch.equal(scales, other_scales)
 
 

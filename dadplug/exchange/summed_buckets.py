@@ -1,0 +1,232 @@
+"""Buckets of dense gradients that are summed over sites, by an all-reduce or by each site for itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .payload import finite
+from .transport import Gather, Reduction, Transport
+from .wire import WireFormat
+
+_ROW = 512  # elements of a quantised gradient that share a scale
+
+
+class SummedBucket(ABC):
+    """Gradients of several parameters that are summed over sites in one exchange. Made by `summed_bucket`.
+
+    Attributes:
+        feedback: whether it keeps what rounding to the wire format takes away, for the next step.
+        lost: what rounding to the wire format has taken away and the next step adds, without the loss scale: one flat
+            tensor for each gradient; empty for buckets that keep nothing.
+    """
+
+    feedback = False
+
+    @property
+    def lost(self) -> Sequence[Tensor]:
+        return ()
+
+    @abstractmethod
+    def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
+        """Put a gradient into its place, times the site's weight, plus what was lost of it before.
+
+        Args:
+            index: its place.
+            gradient: the gradient, of any shape; None counts as zero.
+            weight: the site's weight.
+            loss_scale: the factor that the gradient contains.
+        """
+
+    @abstractmethod
+    def finite(self, index: int) -> bool:
+        """Return whether a filled part holds neither NaN nor Inf."""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Start the exchange."""
+
+    @abstractmethod
+    def wait(self) -> Sequence[Tensor]:
+        """Wait for the sums, one flat tensor for each gradient; they hold until the next `fill`."""
+
+    def commit(self, kept: Sequence[bool]) -> None:  # noqa: B027  (most buckets keep nothing)
+        """Replace what was lost before by what this step has lost.
+
+        Args:
+            kept: for each gradient, whether the step counts; otherwise its memory stays as it was.
+        """
+
+
+class _FlatBucket(SummedBucket):
+    """Gradients side by side in one flat tensor of the type on the wire.
+
+    Args:
+        flat: the tensor.
+        sizes: number of elements of each gradient.
+    """
+
+    def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
+        self._flat = flat
+        self._sizes = list(sizes)
+        self._parts = flat.split(self._sizes)
+
+    def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
+        part = self._parts[index]
+        if gradient is None or weight == 0.0:
+            part.zero_()
+        elif gradient.is_sparse:
+            part.copy_(gradient.to_dense().reshape(-1) * weight)
+        elif gradient.dtype == part.dtype and gradient.device == part.device:
+            torch.mul(gradient.reshape(-1), weight, out=part)
+        else:
+            part.copy_(gradient.reshape(-1) * weight)
+
+    def finite(self, index: int) -> bool:
+        return finite(self._parts[index])
+
+
+class AllReducedBucket(_FlatBucket):
+    """Gradients that are summed in one all-reduce.
+
+    Args:
+        sizes: number of elements of each gradient.
+        transport: the transport.
+        dtype: type on the wire.
+    """
+
+    def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> None:
+        super().__init__(torch.zeros(sum(sizes), dtype=dtype, device=transport.device), sizes)
+        self._transport = transport
+        self._reduction: Reduction | None = None
+
+    def launch(self) -> None:
+        self._reduction = self._transport.all_reduce(self._flat)
+
+    def wait(self) -> Sequence[Tensor]:
+        assert self._reduction is not None
+        self._reduction.wait()
+        return self._parts
+
+
+class GatheredBucket(_FlatBucket):
+    """Gradients that every site gathers, and sums in the order of ranks.
+
+    The sum replaces rank 0's payload; values of a narrow type are summed in single precision, beside it.
+
+    Args:
+        sizes: number of elements of each gradient.
+        transport: the transport.
+        dtype: type on the wire.
+    """
+
+    def __init__(self, sizes: Sequence[int], transport: Transport, dtype: torch.dtype) -> None:
+        self._gather = transport.gather([sum(sizes)] * transport.world_size, dtype)
+        super().__init__(self._gather.payload, sizes)
+        wide = torch.promote_types(dtype, torch.float32)
+        self._total = None if wide == dtype else torch.empty(sum(sizes), dtype=wide, device=transport.device)
+
+    def launch(self) -> None:
+        self._gather.launch()
+
+    def wait(self) -> Sequence[Tensor]:
+        first, *others = self._gather.wait()
+        total = first if self._total is None else self._total.copy_(first)
+        for payload in others:
+            total.add_(payload)
+        return total.split(self._sizes)
+
+
+class QuantisedBucket(SummedBucket):
+    """Gradients that every site gathers in a quantised format, and sums in the order of ranks.
+
+    The rounding error is kept, and added to the next step's gradient, once `commit` says that the step counts. A site
+    sends (S - 1) bytes for each element, where an all-reduce in single precision sends 8 (S - 1) / S.
+
+    Args:
+        sizes: number of elements of each gradient.
+        transport: the transport.
+        wire: the format.
+        feedback: whether the rounding error is kept.
+    """
+
+    def __init__(self, sizes: Sequence[int], transport: Transport, wire: WireFormat, feedback: bool = True) -> None:
+        self._transport = transport
+        self._wire = wire
+        self.feedback = feedback
+        elements = -(-sum(sizes) // _ROW) * _ROW
+        self._rows = torch.zeros(elements // _ROW, _ROW, device=transport.device)
+        *self._parts, self._padding = self._rows.view(-1).split([*sizes, elements - sum(sizes)])
+        self._sizes = list(sizes)
+        self._lost, self._next = (torch.zeros_like(self._rows) if feedback else self._rows[:0] for _ in range(2))
+        self._loss_scales = [1.0] * len(self._sizes)
+        self._gather: Gather | None = None
+
+    @property
+    def lost(self) -> Sequence[Tensor]:
+        return self._split(self._lost) if self.feedback else ()
+
+    def _split(self, rows: Tensor) -> Sequence[Tensor]:
+        return rows.view(-1)[: sum(self._sizes)].split(self._sizes)
+
+    def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
+        part = self._parts[index]
+        if self.feedback:
+            torch.mul(self.lost[index], loss_scale, out=part)
+            self._loss_scales[index] = loss_scale
+        else:
+            part.zero_()
+        if gradient is not None and weight != 0.0:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            part.add_(gradient.reshape(-1).to(part), alpha=weight)
+
+    def finite(self, index: int) -> bool:
+        return finite(self._parts[index])
+
+    def launch(self) -> None:
+        self._padding.zero_()  # the sums of the last step are there, and may have been NaN
+        payload = self._wire.encode(self._rows)
+        if self.feedback:
+            torch.sub(self._rows, self._wire.decode(payload), out=self._next)
+        if self._gather is None:
+            self._gather = self._transport.gather([payload.numel()] * self._transport.world_size, self._wire.dtype)
+        self._gather.payload.copy_(payload.view(-1))
+        self._gather.launch()
+
+    def wait(self) -> Sequence[Tensor]:
+        assert self._gather is not None
+        self._rows.zero_()
+        for payload in self._gather.wait():
+            self._rows += self._wire.decode(payload.view(len(self._rows), -1))
+        return self._parts
+
+    def commit(self, kept: Sequence[bool]) -> None:
+        if not self.feedback or not any(kept):
+            return
+        self._lost, self._next = self._next, self._lost
+        for now, before, keep, loss_scale in zip(
+            self.lost, self._split(self._next), kept, self._loss_scales, strict=True
+        ):
+            if not keep:
+                now.copy_(before)
+            elif loss_scale != 1.0:
+                now.div_(loss_scale)
+
+
+def summed_bucket(sizes: Sequence[int], transport: Transport, wire: WireFormat, feedback: bool = True) -> SummedBucket:
+    """Make the kind of bucket that sums gradients soonest.
+
+    Args:
+        sizes: number of elements of each gradient.
+        transport: the transport.
+        wire: format of the payload.
+        feedback: whether the rounding error of a quantised format is kept for the next step.
+    """
+    if wire.quantised:
+        return QuantisedBucket(sizes, transport, wire, feedback)
+    if transport.prefers_gather(sum(sizes) * wire.itemsize):
+        return GatheredBucket(sizes, transport, wire.dtype)
+    return AllReducedBucket(sizes, transport, wire.dtype)

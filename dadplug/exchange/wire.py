@@ -1,0 +1,133 @@
+"""Wire formats: the number formats in which floating-point tensors are sent to other sites."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..lowrank import dequantise, quantise
+from ..registry import Registry
+
+_SCALE_SIZE = torch.float32.itemsize  # bytes of a row's scale, behind its int8 elements
+
+
+class WireFormat:
+    """Format of payloads whose elements are cast to a type one by one. Made by `wire_format`.
+
+    Attributes:
+        dtype: type of a payload's elements.
+        quantised: whether a row is encoded as a whole, as int8 with a scale; then its payload is longer than the row.
+    """
+
+    quantised = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.dtype})"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a payload's element."""
+        return self.dtype.itemsize
+
+    def row_size(self, width: int) -> int:
+        """Return the number of payload elements of a row of `width` values."""
+        return width
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Encode rows.
+
+        Args:
+            rows: of shape (k, width), any floating-point type.
+
+        Returns:
+            A tensor of shape (k, row_size(width)) and type `dtype`.
+        """
+        return rows.to(self.dtype)
+
+    def decode(self, payload: Tensor) -> Tensor:
+        """Decode rows that `encode` has made.
+
+        Args:
+            payload: of shape (k, row_size(width)) and type `dtype`.
+
+        Returns:
+            The rows, of shape (k, width) and a floating-point type.
+        """
+        return payload
+
+    def round_trip(self, rows: Tensor) -> Tensor:
+        """Return the values after rounding to the wire format, in the type that they had.
+
+        Args:
+            rows: of shape (k, width), any floating-point type.
+        """
+        return rows.to(self.dtype).to(rows)
+
+
+class QuantisedFormat(WireFormat):
+    """Format of payloads whose rows are int8, -127 to 127, each followed by the four bytes of its float32 scale.
+
+    A row with NaN or Inf is decoded as NaN.
+    """
+
+    quantised = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.int8)
+
+    def row_size(self, width: int) -> int:
+        return width + _SCALE_SIZE if width else 0
+
+    def encode(self, rows: Tensor) -> Tensor:
+        quantised = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+        if not rows.shape[1]:  # nothing to scale
+            return quantised
+        scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        quantise(rows.float(), quantised, scales)
+        return torch.cat([quantised, scales.view(torch.int8).view(-1, _SCALE_SIZE)], 1)
+
+    def decode(self, payload: Tensor) -> Tensor:
+        if not payload.shape[1]:
+            return payload.float()
+        quantised = payload[:, :-_SCALE_SIZE].contiguous()
+        scales = payload[:, -_SCALE_SIZE:].clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)
+        rows = torch.empty(quantised.shape, device=quantised.device)
+        dequantise(quantised, scales, rows)
+        return rows
+
+    def round_trip(self, rows: Tensor) -> Tensor:
+        quantised = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+        scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        values = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        quantise(rows.float(), quantised, scales)
+        dequantise(quantised, scales, values)
+        return values.to(rows)
+
+
+FORMATS: Registry[Callable[[torch.dtype], WireFormat]] = Registry("wire format")
+"""Wire formats by the value of the option ``wire``; each is a function of the type of the tensors."""
+
+FORMATS.register("fp32")(WireFormat)  # stands for the parameters' own type
+FORMATS.register("bf16")(lambda _: WireFormat(torch.bfloat16))
+FORMATS.register("int8")(lambda _: QuantisedFormat())
+
+
+@functools.cache
+def wire_format(name: str, dtype: torch.dtype = torch.float32) -> WireFormat:
+    """Return the format in which tensors of a type are sent.
+
+    Args:
+        name: value of the option ``wire``: ``"fp32"`` (the tensors' own type), ``"bf16"`` or ``"int8"``.
+        dtype: type of the tensors. Those of 16 bits and those of integers are sent as they are.
+
+    Raises:
+        ValueError: if there is no format of this name; the message lists the valid ones.
+    """
+    make = FORMATS[name]
+    return make(dtype) if dtype.is_floating_point and dtype.itemsize > 2 else WireFormat(dtype)
