@@ -28,7 +28,7 @@ class FactorPayload(NamedTuple):
 
     def part(self, start: int, end: int | None = None, *, with_bias: bool = True) -> FactorPayload:
         """Return some of the rows; the payload itself where that is all of it."""
-        if start == 0 and end == len(self.left) and with_bias:
+        if start == 0 and end == self.left.shape[0] and with_bias:
             return self
         return FactorPayload(self.left[start:end], self.right[start:end], self.bias if with_bias else None)
 

@@ -254,6 +254,8 @@ class FactorUnit(Unit):
         """
         factors = self._collect()
         self._sent_factors = factors if self._is_small(factors) else []
+        if not factors:
+            return None
         fitting = None
         for factor in stack_by_form(factors):
             if factor.form == self.form:
