@@ -1,25 +1,142 @@
-"""PowerSGD: ``G ~ P Q^T`` with P and Q summed over sites, so that the approximation is of the mean gradient itself.
+"""PowerSGD: ``G ~ P Q^T`` with P and Q summed over sites, so that the mean gradient itself is approximated.
 
-Source: arXiv:1905.13727. One pass of power iteration a step, from the last step's Q, with error feedback.
+Source: arXiv:1905.13727. One pass of power iteration a step, from the last step's Q, with error feedback. With M_s the
+weighted gradient of site s plus its error memory, a step is
+
+    P = sum of project(M_s, Q, transposed=True)      all-reduced
+    P = orthonormal_basis(P)
+    Q = sum of project(M_s, P)                       all-reduced
+    G = decode(P, Q)
+
+Bases are stored as rows: Q has the shape (r, in) and P the shape (r, out).
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..exchange.payload import finite
+from ..lowrank import orthonormalise
 from .base import Method, register_method
 from .feedback import ErrorFeedback
 
 
+class WeightedGradient(NamedTuple):
+    """A site's contribution ``M = weight * gradient + loss_scale * error``, which is not formed.
+
+    Attributes:
+        gradient: of shape (out, in); None counts as zero.
+        weight: the site's weight in the mean.
+        error: error memory of shape (out, in), without the loss scale; None counts as zero.
+        loss_scale: the factor that the gradient contains.
+    """
+
+    gradient: Tensor | None
+    weight: float
+    error: Tensor | None
+    loss_scale: float
+
+
+def project(matrix: WeightedGradient, basis: Tensor, *, transposed: bool = False) -> Tensor | None:
+    """Compute ``basis @ M``, or ``basis @ M^T``.
+
+    Args:
+        matrix: M of shape (out, in).
+        basis: of shape (r, out); of shape (r, in) where transposed.
+        transposed: whether to multiply by the transpose.
+
+    Returns:
+        A tensor of shape (r, in), or (r, out) where transposed; None if M is zero for want of a gradient and an error.
+    """
+    product = None
+    if matrix.gradient is not None:
+        product = (basis @ (matrix.gradient.T if transposed else matrix.gradient)).mul_(matrix.weight)
+    if matrix.error is None:
+        return product
+    error = matrix.error.T if transposed else matrix.error
+    if product is None:
+        return (basis @ error).mul_(matrix.loss_scale)
+    return product.addmm_(basis, error, alpha=matrix.loss_scale)
+
+
+def orthonormal_basis(left: Tensor) -> Tensor | None:
+    """Orthonormalise the summed P; equal input gives equal bits on every site.
+
+    Args:
+        left: of shape (r, out), contiguous; may be overwritten.
+
+    Returns:
+        Orthonormal rows of shape (r, out); None if P holds NaN or Inf.
+    """
+    return orthonormalise(left) if finite(left) else None
+
+
+def decode(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """Compute the agreed gradient ``scale * P^T Q``.
+
+    Args:
+        left: the orthonormal P of shape (r, out).
+        right: the summed Q of shape (r, in).
+        scale: what the sum is multiplied by to make the mean.
+        out: room for the result, of shape (out, in).
+
+    Returns:
+        The gradient, of shape (out, in).
+    """
+    return torch.mm((left * scale).T, right, out=out)
+
+
+def add_to_error(error: Tensor, matrix: WeightedGradient) -> None:
+    """Add the weighted gradient to the error memory, in place; must run before the gradient is overwritten.
+
+    Args:
+        error: of shape (out, in), without the loss scale.
+        matrix: what the site has sent in this step.
+    """
+    if matrix.gradient is not None:
+        error.add_(matrix.gradient, alpha=matrix.weight / matrix.loss_scale)
+
+
+def subtract_sent(error: Tensor, agreed: Tensor, share: float, loss_scale: float) -> None:
+    """Subtract a site's part of the agreed gradient from its error memory, in place.
+
+    Args:
+        error: of shape (out, in), without the loss scale; `add_to_error` has added the gradient.
+        agreed: what `decode` returned, of shape (out, in).
+        share: the site's part of it, divided by the scale given to `decode`. Parts of all sites sum to 1.
+        loss_scale: the factor that the gradient contains.
+    """
+    error.sub_(agreed, alpha=share / loss_scale)
+
+
+def fill_empty_rows(basis: Tensor, name: str) -> Tensor:
+    """Replace rows of zeros by random ones, equal on all sites.
+
+    A gradient of a lower rank, as of LoRA's first matrix before the second has left zero, leaves rows of zeros, which
+    would stay zero in all later steps.
+
+    Args:
+        basis: Q of shape (r, in).
+        name: name of the weight, the seed of the random rows.
+
+    Returns:
+        The basis itself where no row is zero.
+    """
+    empty = ~basis.any(1)
+    if not bool(empty.any()):
+        return basis
+    return torch.where(empty[:, None], _random_basis(name, (basis.shape[0], basis.shape[1])).to(basis), basis)
+
+
 @register_method("powersgd")
 class PowerSGD(Method):
-    """All-reduces r m and then r n numbers a weight; the second sum has to wait for the first.
+    """Compression to rank r in two all-reduces of r out and r in values a weight; the second waits for the first.
 
-    A weight so small that its gradient has no more numbers than that is all-reduced.
+    A weight whose gradient is not larger than that is all-reduced.
     """
 
     exact = False
@@ -43,11 +160,11 @@ class PowerSGD(Method):
         return 0
 
     def columns(self, out: int, width: int) -> int:
-        """Tells the rank for a weight of this shape."""
+        """Return the rank r for a weight of this shape."""
         return min(self.options.rank, out, width)
 
     def basis(self, name: str, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """Returns Q as rows, of shape (r, in); random ones, equal on all sites, before the first step.
+        """Return Q, of shape (r, in); before the first step, random values that are equal on all sites.
 
         Args:
             name: name of the weight.
@@ -62,15 +179,8 @@ class PowerSGD(Method):
         return basis
 
     def keep(self, name: str, basis: Tensor) -> None:
-        """Keep Q for the next step.
-
-        A gradient of a lower rank, as of LoRA's first matrix before the second has left zero, leaves rows of zeros.
-        They would stay zero in all later steps, and so are drawn anew; all sites have the same bits here.
-        """
-        empty = ~basis.any(1)
-        if bool(empty.any()):
-            basis = torch.where(empty[:, None], _random_basis(name, (basis.shape[0], basis.shape[1])).to(basis), basis)
-        self._bases[name] = basis
+        """Keep Q, of shape (r, in), for the next step; see `fill_empty_rows`."""
+        self._bases[name] = fill_empty_rows(basis, name)
 
     def state_dict(self) -> dict[str, Any]:
         bases = {name: basis.clone() for name, basis in self._bases.items()}
@@ -82,5 +192,5 @@ class PowerSGD(Method):
 
 
 def _random_basis(name: str, shape: tuple[int, int]) -> Tensor:
-    """Draw the rows of a first Q, equal on all sites."""
+    """Return the rows of a first Q, equal on all sites."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
