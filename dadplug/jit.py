@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numba
 from numba.core.caching import FunctionCache
@@ -24,8 +24,10 @@ _log = logging.getLogger(__name__)
 _PATIENCE = 60.0  # seconds in which another process can compile a kernel; after them this one compiles it, too
 _NAP = 0.02
 
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+
+def njit(**options: Any) -> Callable[[Kernel], Kernel]:
     """Compile a function as `numba.njit(cache=True)` does, with three differences.
 
     Processes that need a kernel at the same time do not all compile it: the first does, the others wait and load it
@@ -40,15 +42,15 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """
     options.pop("cache", None)
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(**options)(function)
+    def decorate(function: Kernel) -> Kernel:
+        dispatcher: Any = numba.njit(**options)(function)
         if not isinstance(dispatcher, Dispatcher):  # NUMBA_DISABLE_JIT
-            return dispatcher
+            return cast("Kernel", dispatcher)
         try:
             cache = _SharedCache(function)
         except RuntimeError as error:  # no folder that can be written
             _warn_once(str(error))
-            return dispatcher
+            return cast("Kernel", dispatcher)
         compile_or_load = dispatcher.compile
 
         def compile_once(signature: Any) -> Any:
@@ -58,12 +60,12 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
                 cache.release()
 
         vars(dispatcher).update(_cache=cache, compile=compile_once)
-        return dispatcher
+        return cast("Kernel", dispatcher)
 
     return decorate
 
 
-class _SharedCache(FunctionCache):
+class _SharedCache(FunctionCache):  # type: ignore[misc]
     """A kernel's files on disk, with a lock from the moment a process finds nothing there until it has compiled."""
 
     _locked = False

@@ -40,7 +40,7 @@ def clip_grad_norm(
     parts += [torch.linalg.vector_norm(rows, norm_type) for rows in _rows_of_all_sites(manager, weights)]
     if not parts:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack([part.double() for part in parts]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([part.double() for part in parts]), norm_type)
     factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
     for gradient in (*others, *(weight.parameter.grad for weight in weights)):
         if gradient is not None:

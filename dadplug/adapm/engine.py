@@ -150,7 +150,7 @@ class Engine(Access):
         where, targets = store.locate(self.rank, self.sites, keys)
         store.make_room(keys.shape[0], keys.shape[0])
         wanted, asked = np.empty_like(keys), np.empty_like(targets)
-        count = placement.request_keys(store.rows, keys, where, targets, end, self.round, wanted, asked)
+        count: int = placement.request_keys(store.rows, keys, where, targets, end, self.round, wanted, asked)
         if count:
             messages = self._spread(Kind.INTENT, table, self.rank, self.round, asked[:count], wanted[:count])
             self._after_pushes(messages, outbox)
@@ -162,7 +162,7 @@ class Engine(Access):
             return 0
         keys, versions, slots = np.empty(size, np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
         flags, owners = np.empty(size, np.int8), np.empty(size, np.int8)
-        count = synchronisation.collect_replica_updates(
+        count: int = synchronisation.collect_replica_updates(
             store.rows, self.clock, self.round, keys, versions, flags, owners, slots
         )
         most = min(_MOST_KEYS, most_keys(store.width))
@@ -241,8 +241,9 @@ class Engine(Access):
 
     def _on_owner(self, sender: int, message: Message, outbox: Outbox) -> None:
         store = self.stores[message.table]
-        store.make_directory_room(message.arrays[0].shape[0])
-        placement.update_directory(store.rows, *message.arrays, message.origin)
+        keys, moves = message.arrays
+        store.make_directory_room(keys.shape[0])
+        placement.update_directory(store.rows, keys, moves, message.origin)
 
     def _on_sync(self, sender: int, message: Message, outbox: Outbox) -> None:
         keys, versions, flags, deltas = message.arrays

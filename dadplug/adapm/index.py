@@ -25,12 +25,14 @@ def empty(size: int) -> Index:
 
 def room(index: Index) -> int:
     """Return the number of keys that fit before the index must grow."""
-    return 2 * index.shape[0] // 3
+    places: int = index.shape[0]
+    return 2 * places // 3
 
 
 @njit(cache=True, nogil=True)
 def _first(index: Index, key: int) -> int:
-    return np.int64((np.uint64(key) * MIX) >> _HALF) & (index.shape[0] - 1)
+    place: int = np.int64((np.uint64(key) * MIX) >> _HALF) & (index.shape[0] - 1)
+    return place
 
 
 @njit(cache=True, nogil=True)
@@ -41,7 +43,8 @@ def get(index: Index, key: int) -> int:
     while True:
         found = index[place, 0]
         if found == key:
-            return index[place, 1]
+            number: int = index[place, 1]
+            return number
         if found < 0:
             return -1
         place = (place + 1) & mask

@@ -129,7 +129,8 @@ class ManagedWeight:
         if torch.is_grad_enabled() and self.parameter.requires_grad:
             if self.recorded is not None:
                 self.recorded.append(keys)
-            weights = PulledRows.apply(self.parameter, weights, self.gradient_of, Lookup(keys, values, self.steps))
+            lookup = Lookup(keys, values, self.steps)
+            weights = PulledRows.apply(self.parameter, weights, self.gradient_of, lookup)  # type: ignore[no-untyped-call]
         return keys, inverse.to(ids.device).view(ids.shape), weights
 
     def gradient_of(self, lookup: Lookup, gradient: Tensor) -> Tensor:

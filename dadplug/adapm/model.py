@@ -1,4 +1,4 @@
-"""`AdaModel`: any model's embeddings in managed tables, without changing its code."""
+"""`AdaModel`: the embeddings of any model in managed tables, without changes to its code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -19,43 +18,44 @@ from .initialisers import Initialiser, Normal
 from .layers import ManagedEmbedding, ManagedEmbeddingBag, find_layers
 from .managed_weight import ManagedWeight
 from .manager import ParameterManager
+from .model_state import gather_optimizer_states, gather_rows, load_model_state, load_optimizer_state, parameter_numbers
 from .recorder import Recorder
 from .row_optimizers import row_optimizer_for
 from .row_steps import RowSteps, group_of
 from .shapes import IntentError
 
-_CHUNK = 65536  # rows that are gathered or set at a time
+Layers = list[tuple[str, nn.Module]]  # paths and layers that share a weight
 
 
 class AdaModel(nn.Module):
-    """A model whose nn.Embedding and nn.EmbeddingBag rows live spread over the sites.
+    """Model whose nn.Embedding and nn.EmbeddingBag rows live in tables spread over the sites.
 
-    Their forward is replaced on the instance; the model's own code stays as it is. In each step the distinct rows of
-    the batch are pulled, and ``optimizer.step()`` pushes what the user's optimizer would have added to them. All other
-    parameters are agreed on by `GradientReduction`, so that ``synchronize()`` belongs between backward and step.
+    The forward methods of these layers are replaced on the instance; the model's code does not change. Each step pulls
+    the distinct rows of the batch, and ``optimizer.step()`` pushes their deltas. The gradients of all other parameters
+    are reduced by `dadplug.GradientReduction`, so `synchronize` has to be called between backward and step.
 
-    A table that is too large for one site stands on torch's meta device, ``nn.Embedding(rows, width, device="meta")``:
-    its rows come to be when they are first used, and only those take memory.
+    A table that is too large for one site is created on torch's meta device, ``nn.Embedding(rows, width,
+    device="meta")``. Its rows are created at first use, and only these take memory.
 
-    A weight stays an ordinary parameter where it is not float32, is used by another kind of layer as well (a tied
-    output projection), or is not in the optimizer; `managed` lists those that are managed. A managed parameter holds
-    NaN instead of its values and takes no memory. Its ``.grad`` is a sparse gradient of the rows that this site has
-    looked up; after `synchronize` the sites' gradients add up to that of one process. Clearing it discards it, as for
-    any parameter. Clip by `clip_grad_norm_`, which looks at all sites' rows.
+    A weight remains an ordinary parameter if it is not float32, is used by another kind of layer as well (a tied output
+    projection), or is not in the optimizer. The parameter of a managed weight holds NaN and takes no memory. Its
+    ``.grad`` is a sparse gradient of the rows that this site has looked up; after `synchronize`, the sum of the sites'
+    gradients is the gradient of one process with all rows. Clip with `clip_grad_norm_`, which includes the rows of all
+    sites.
 
     Args:
-        model: the model, the same on all sites but for the values of its parameters, which site 0's replace.
-        optimizer: the user's optimizer of the model's parameters: SGD, Adagrad, SparseAdam, Adam (which then leaves
-            the moments of rows alone that are not in the batch), or `RowwiseAdagrad`.
-        manager: where the tables are; a new one where None.
-        backend: what a new manager runs on, see `ParameterManager`.
-        reduce: ``"mean"`` weights gradients of rows by the site's share of the samples, as one process with all sites'
-            rows and a mean loss would have them (equally where no other parameters are there); ``"sum"`` does not.
-        initialisers: by a weight's name, what makes the first values of its rows, as they come to be, in place of the
-            model's own; on the meta device ``Normal()`` where there is none, as nn.Embedding begins with.
-        mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
-        always_reduce: whether to make a reduction also where no other parameters are there: it keeps the sites in step,
-            and tells the shares of samples.
+        model: the model; structures must be equal on all sites. Parameters are replaced by those of site 0.
+        optimizer: optimizer of the model's parameters: SGD, Adagrad, SparseAdam, Adam (moments of rows that are not in
+            the batch then do not change) or `RowwiseAdagrad`.
+        manager: parameter manager of the tables; None for a new one.
+        backend: backend of a new manager, see `ParameterManager`.
+        reduce: ``"mean"`` weights the gradients of rows by the site's share of the samples, as one process with all
+            rows and a mean loss would (equally if there are no other parameters); ``"sum"`` adds them up.
+        initialisers: by the name of a weight, initialisers of its rows, in place of the values of the model. On the
+            meta device the default is ``Normal()``, as for nn.Embedding.
+        mode: method for the other parameters, see `dadplug.GradientReduction`.
+        always_reduce: whether to create a reduction even if there are no other parameters, which keeps the sites in
+            step and provides the shares of samples.
         options: further options of `dadplug.GradientReduction`.
 
     Attributes:
@@ -63,21 +63,27 @@ class AdaModel(nn.Module):
         manager: the parameter manager.
         reduction: the gradient reduction of the other parameters; None if there are none.
         managed: the managed weights by parameter name.
-        clock_by_loader: whether an `AdaDataLoader` moves the clock, instead of ``optimizer.step()``.
+        clock_by_loader: whether an `AdaDataLoader` advances the clock, instead of ``optimizer.step()``.
 
     Raises:
-        ValueError: if a layer or the optimizer has an option that rows of a batch cannot have.
+        ValueError: if a layer or the optimizer has an option that is not supported for rows.
         MismatchError: if the sites' models differ.
-        SiteError: if a site ends or does not answer.
+        SiteError: if a site exits or does not answer.
 
     Example:
+        >>> import torch
+        >>> from dadplug.adapm import AdaModel
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 8), torch.nn.Flatten(), torch.nn.Linear(24, 1))
         >>> optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
         >>> model = AdaModel(model, optimizer)
-        >>> for inputs, targets in loader:
+        >>> for ids in torch.randint(100, (5, 4, 3)):
         ...     optimizer.zero_grad()
-        ...     criterion(model(inputs), targets).backward()
+        ...     model(ids).square().mean().backward()
         ...     model.synchronize()
         ...     optimizer.step()
+        >>> model.state_dict()["0.weight"].shape
+        torch.Size([100, 8])
+        >>> model.manager.close()
     """
 
     def __init__(
@@ -103,54 +109,25 @@ class AdaModel(nn.Module):
         self.module = model
         self.manager = manager if manager is not None else ParameterManager(backend=backend)
         self.managed: dict[str, ManagedWeight] = {}
-        self.reduction: GradientReduction | None = None
+        self.clock_by_loader = False
         self._padding: dict[str, set[int]] = {}
         self._overrides: list[ManagedEmbedding | ManagedEmbeddingBag] = []
-        paths = {name: [path for path, _ in modules] for name, modules in layers.items()}
-        self.clock_by_loader = False
-        self._recorder: Recorder | BaseException
-        try:
-            self._recorder = Recorder(model, paths)
-        except Exception as error:  # a model that cannot be copied trains, with manual intent
-            self._recorder = error
-        parameters: list[Any] = [modules[0][1].weight for modules in layers.values()]
-        for parameter in parameters:
-            mark_managed(parameter, True)
-        try:
-            with without_managed(model):  # the reduction neither sends nor compares them
-                if always_reduce or any(True for _ in model.parameters()):
-                    self.reduction = GradientReduction(model, mode, **options)
-        except BaseException:
-            for parameter in parameters:
-                mark_managed(parameter, False)
-            raise
+        self._recorder = _make_recorder(model, layers)
+        weights: list[Any] = [modules[0][1].weight for modules in layers.values()]
+        self.reduction = _make_reduction(model, weights, mode, always_reduce, options)
         for name, modules in layers.items():
             self._manage(name, modules, optimizer, initialisers.get(name))
         for weight in self.managed.values():
             weight.give_up()
         self._steps = RowSteps(self.managed, self._padding, self.manager, self.reduction, reduce)
-        # By a weak reference: the optimizer, which the user may keep, does not keep the tables.
-        reference = weakref.ref(self)
+        self._hooks = _register_hooks(self, optimizer)
 
-        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-            model = reference()
-            return None if model is None else model._steps.begin(args, kwargs)
-
-        def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            model = reference()
-            if model is not None:
-                model.step_managed(optimizer)
-
-        self._hooks = [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(step)]
-
-    def _manage(
-        self, name: str, modules: list[tuple[str, nn.Module]], optimizer: Optimizer, first: Initialiser | None
-    ) -> None:
+    def _manage(self, name: str, modules: Layers, optimizer: Optimizer, first: Initialiser | None) -> None:
         parameter = modules[0][1].weight
         assert isinstance(parameter, nn.Parameter)
-        paddings = [module.padding_idx for _, module in modules]
+        paddings: list[Any] = [module.padding_idx for _, module in modules]
         if first is None and parameter.is_meta:
-            first = _with_zeros(Normal(), [int(key) for key in paddings if key is not None])  # type: ignore[arg-type]
+            first = _with_zeros(Normal(), [int(key) for key in paddings if key is not None])
         if first is None:
             self.manager.broadcast(parameter.data)
         self.managed[name] = weight = ManagedWeight(
@@ -170,19 +147,19 @@ class AdaModel(nn.Module):
                 assert isinstance(module, nn.EmbeddingBag)
                 self._overrides.append(ManagedEmbeddingBag(module, weight))
         if paddings.count(paddings[0]) == len(paddings) and paddings[0] is not None:
-            self._padding[name].add(int(paddings[0]))  # type: ignore[arg-type]
+            self._padding[name].add(int(paddings[0]))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model."""
+        """Call the model."""
         return self.module(*args, **kwargs)
 
     def synchronize(self) -> None:
-        """Wait until the gradients are agreed on; call it between backward and the optimizer's step.
+        """Wait until the gradients are reduced; call it between backward and the optimizer's step.
 
-        After it, ``.grad`` of a managed weight is this site's part of the sites' gradient.
+        Afterwards ``.grad`` of a managed weight is this site's part of the gradient of all sites.
 
         Raises:
-            NonFiniteError: on all sites, if the gradients of one hold NaN or Inf, with ``check_finite=True``.
+            NonFiniteError: on all sites, if the gradients of one hold NaN or Inf and ``check_finite=True``.
             SiteError: if a site exits or does not answer.
         """
         if self.reduction is not None:
@@ -191,7 +168,7 @@ class AdaModel(nn.Module):
             self._steps.apply_share(None)
 
     def step_managed(self, optimizer: Optimizer) -> None:
-        """Push what an optimizer adds to managed rows, and move the clock on; ``optimizer.step()`` calls it."""
+        """Push the deltas of managed rows and advance the clock; ``optimizer.step()`` calls it."""
         self._steps.step(optimizer)
         if not self.clock_by_loader:
             self.manager.advance_clock()
@@ -202,15 +179,26 @@ class AdaModel(nn.Module):
         """Clip the gradients as `torch.nn.utils.clip_grad_norm_` does in one process; all sites must call it.
 
         Args:
-            max_norm: the largest norm of all gradients together.
-            norm_type: the order of the norm.
-            parameters: some of the model's parameters; all where None.
+            max_norm: upper bound of the norm of all gradients together.
+            norm_type: order of the norm.
+            parameters: some of the model's parameters; None for all.
 
         Returns:
-            The norm before clipping.
+            The norm before clipping, a tensor of no dimensions on the CPU.
 
         Raises:
             RuntimeError: if `synchronize` has not been called since the last backward pass.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Embedding(10, 2)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> model = AdaModel(model, optimizer)
+            >>> model(torch.tensor([1, 2])).sum().backward()
+            >>> model.synchronize()
+            >>> model.clip_grad_norm_(1.0)
+            tensor(2., dtype=torch.float64)
+            >>> model.manager.close()
         """
         self._steps.finish("clip_grad_norm_()")
         given = {id(parameter): parameter for parameter in (self.parameters() if parameters is None else parameters)}
@@ -224,7 +212,14 @@ class AdaModel(nn.Module):
         return [parameter for parameter in self.parameters() if id(parameter) not in managed]
 
     def record(self, forward: Callable[[Any, Any], Any], batch: Any) -> dict[str, Tensor]:
-        """Finds the rows that a batch will look up, by a forward pass on shapes; see `Recorder.record`.
+        """Find the rows that a batch will look up, by a forward pass on shapes.
+
+        Args:
+            forward: function of the model and the batch, such as ``lambda model, batch: model(batch[0])``.
+            batch: tensors in any nesting; only the shapes of floating-point tensors are used.
+
+        Returns:
+            The distinct ids by the name of a managed weight.
 
         Raises:
             IntentError: if they cannot be known before the forward pass.
@@ -236,15 +231,15 @@ class AdaModel(nn.Module):
         return self._recorder.record(forward, batch, self.module.training)
 
     def intent(self, ids: Mapping[str, Tensor], start: int, end: int = 0) -> None:
-        """Says which rows a batch will look up.
+        """Signal that this site will look up rows; returns at once.
 
         Args:
-            ids: by the name of a managed weight, as in `managed`, ids of any shape.
-            start: the clock of the first step with the batch; `ParameterManager.current_clock` counts steps.
-            end: the clock after its last step; 0 for ``start + 1``.
+            ids: by the name of a managed weight, as in `managed`, whole numbers of any shape.
+            start: clock of the first step that uses them; `ParameterManager.current_clock` counts steps.
+            end: clock after the last step that uses them; 0 for ``start + 1``.
 
         Raises:
-            ValueError: if no managed weight has such a name.
+            ValueError: if there is no managed weight of a name.
         """
         for name, some in ids.items():
             if name not in self.managed:
@@ -254,123 +249,88 @@ class AdaModel(nn.Module):
             self.managed[name].table.intent(some.detach().long().cpu(), start, end)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the model's state, with the whole tables, as the model without dadplug has it.
+        """Return the state of the model with whole tables, under the names of the plain model.
 
-        All sites must call it, since they gather the tables.
+        All sites must call it, since it gathers the tables. A site needs memory for all of them.
         """
         self.manager.wait_sync(everywhere=True)
         state = dict(self.module.state_dict(*args, **kwargs))
-        whole = {id(weight.parameter): self._gather(weight) for weight in self.managed.values()}
+        whole = {id(weight.parameter): gather_rows(weight) for weight in self.managed.values()}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if id(parameter) in whole and name in state:
                 state[name] = whole[id(parameter)]
         self.manager.barrier()
         return state
 
-    def _gather(self, weight: ManagedWeight, columns: slice | None = None) -> Tensor:
-        columns = slice(weight.width) if columns is None else columns
-        whole = torch.empty(weight.rows, len(range(weight.table.width)[columns]))
-        for start in range(0, weight.rows, _CHUNK):
-            keys = torch.arange(start, min(start + _CHUNK, weight.rows))
-            whole[keys] = weight.table.pull(keys)[:, columns]
-        return whole
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the state of a plain model; the state of the row optimizers is reset. All sites must call it.
 
-    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
-        """Gathers the state of the rows' optimizer by weight, as torch's own has it."""
-        found = {}
-        for name, weight in self.managed.items():
-            if parts := weight.row_optimizer.state_names:
-                state = self._gather(weight, slice(weight.width, None)).chunk(len(parts), 1)
-                own = {part: value.contiguous() for part, value in zip(parts, state, strict=True)}
-                step = {"step": torch.tensor(float(weight.steps))} if weight.row_optimizer.counts_steps else {}
-                found[name] = step | own
-        return found
+        Args:
+            state_dict: the state, equal on all sites.
+            strict: whether missing and unexpected names are errors.
+            assign: not used.
+
+        Returns:
+            The result of `torch.nn.Module.load_state_dict`.
+
+        Raises:
+            ValueError: if a name or shape does not fit.
+        """
+        return load_model_state(self.manager, self.module, self.managed, state_dict, strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the optimizer's state, with that of all rows, as the optimizer without dadplug has it.
+        """Return the state of the optimizer with that of all rows, as the plain optimizer has it.
 
-        All sites must call it, since they gather the tables.
+        All sites must call it, since it gathers the tables.
+
+        Args:
+            optimizer: the optimizer that the model was created with.
         """
         self.manager.wait_sync(everywhere=True)
         state = optimizer.state_dict()
         states = dict(state["state"])
-        numbers = places(optimizer)
-        for name, rows in self._optimizer_states().items():
+        numbers = parameter_numbers(optimizer)
+        for name, rows in gather_optimizer_states(self.managed).items():
             states[numbers[id(self.managed[name].parameter)]] = rows
         self.manager.barrier()
         return state | {"state": states}
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Loads an optimizer's state, of all rows too; all sites must call it with the same.
+        """Load the state of an optimizer, including that of all rows; all sites must call it.
+
+        Args:
+            optimizer: the optimizer that the model was created with.
+            state_dict: a state as returned by `optimizer_state_dict`, equal on all sites.
 
         Raises:
             ValueError: if the state of a managed weight does not fit.
         """
         states = dict(state_dict["state"])
-        numbers = places(optimizer)
+        numbers = parameter_numbers(optimizer)
         own = {name: states.pop(numbers[id(weight.parameter)], None) for name, weight in self.managed.items()}
         optimizer.load_state_dict({**state_dict, "state": states})
         self.manager.wait_sync(everywhere=True)
         for name, rows in own.items():
-            weight = self.managed[name]
-            if not rows or not weight.row_optimizer.state_names:
-                continue
-            if missing := [part for part in weight.row_optimizer.state_names if part not in rows]:
-                raise ValueError(f"the optimizer's state of {name} lacks {missing}: it is another optimizer's")
-            state = torch.cat([rows[part].float().cpu() for part in weight.row_optimizer.state_names], 1)
-            if state.shape != (weight.rows, weight.table.width - weight.width):
-                raise ValueError(f"the optimizer's state of {name} has shape {tuple(state.shape)}, which does not fit")
-            weight.steps = int(rows.get("step", 0))
-            for keys in weight.home_keys(self.manager.rank, self.manager.world_size):
-                values = weight.table.pull(keys)
-                values[:, weight.width :] = state[keys]
-                weight.table.set(keys, values)
+            load_optimizer_state(self.manager, name, self.managed[name], rows)
         self.manager.wait_sync(everywhere=True)
 
     def unwrap(self, optimizer: Optimizer) -> None:
-        """Gives model and optimizer their whole weights and states back, and closes; all sites must call it."""
+        """Restore the whole weights and states in model and optimizer, and close; all sites must call it.
+
+        Args:
+            optimizer: the optimizer that the model was created with.
+        """
         self.manager.wait_sync(everywhere=True)
-        states = self._optimizer_states()
+        states = gather_optimizer_states(self.managed)
         for name, weight in self.managed.items():
-            whole = self._gather(weight)
-            weight.parameter.data = whole.to(weight.parameter.device)
+            weight.parameter.data = gather_rows(weight).to(weight.parameter.device)
             if name in states:
                 optimizer.state[weight.parameter] = states[name]
         self.manager.barrier()
         self.close()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state of the model without dadplug; all sites must call it with the same.
-
-        The state of the rows' optimizer begins anew.
-        """
-        names = {
-            name: weight
-            for name, parameter in self.module.named_parameters(remove_duplicate=False)
-            for weight in self.managed.values()
-            if weight.parameter is parameter and name in state_dict
-        }
-        for name, weight in names.items():
-            if state_dict[name].shape != (weight.rows, weight.width):
-                raise ValueError(
-                    f"{name} has shape {tuple(state_dict[name].shape)} in the state, {(weight.rows, weight.width)} here"
-                )
-        rest = {name: value for name, value in state_dict.items() if name not in names}
-        result = self.module.load_state_dict(rest, strict=False)
-        missing = [name for name in result.missing_keys if name not in names]
-        if strict and (missing or result.unexpected_keys):
-            raise ValueError(f"the state lacks {missing} and has {result.unexpected_keys} besides")
-        self.manager.wait_sync(everywhere=True)
-        for weight, name in {weight: name for name, weight in names.items()}.items():
-            for keys in weight.home_keys(self.manager.rank, self.manager.world_size):
-                fresh = torch.zeros(keys.numel(), weight.table.width)
-                fresh[:, : weight.width] = state_dict[name][keys]
-                weight.table.set(keys, fresh)
-        self.manager.wait_sync(everywhere=True)
-        return result
-
     def close(self) -> None:
-        """Take hooks, gradients of rows and replaced forwards off; the tables stay with the manager."""
+        """Remove hooks, gradients of rows and replaced forward methods; the manager keeps the tables."""
         for hook in self._hooks:
             hook.remove()
         for weight in self.managed.values():
@@ -381,17 +341,55 @@ class AdaModel(nn.Module):
             self.reduction.detach()
 
 
+def _make_recorder(model: nn.Module, layers: Mapping[str, Layers]) -> Recorder | Exception:
+    """Return a recorder, or the error if the model cannot be copied; it can still be trained with manual intent."""
+    try:
+        return Recorder(model, {name: [path for path, _ in modules] for name, modules in layers.items()})
+    except Exception as error:
+        return error
+
+
+def _make_reduction(
+    model: nn.Module, weights: list[nn.Parameter], mode: str, always_reduce: bool, options: dict[str, Any]
+) -> GradientReduction | None:
+    """Mark weights as managed, and create the reduction of the other parameters; None if there are none."""
+    for weight in weights:
+        mark_managed(weight, True)
+    try:
+        with without_managed(model):  # the reduction neither sends nor compares them
+            if always_reduce or any(True for _ in model.parameters()):
+                return GradientReduction(model, mode, **options)
+            return None
+    except BaseException:
+        for weight in weights:
+            mark_managed(weight, False)
+        raise
+
+
+def _register_hooks(model: AdaModel, optimizer: Optimizer) -> list[Any]:
+    """Register hooks before and after the optimizer's step; they hold a weak reference to the model.
+
+    So an optimizer that outlives the model does not keep the tables.
+    """
+    reference = weakref.ref(model)
+
+    def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        model = reference()
+        return None if model is None else model._steps.begin(args, kwargs)
+
+    def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        model = reference()
+        if model is not None:
+            model.step_managed(optimizer)
+
+    return [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(step)]
+
+
 def _with_zeros(first: Initialiser, zeros: list[int]) -> Initialiser:
-    """Makes some rows begin with zeros, as nn.Embedding has it for its padding."""
+    """Return an initialiser that sets some rows to zeros, as nn.Embedding does for its padding."""
 
     def initialise(keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
         first(keys, out)
         out[np.isin(keys, zeros)] = 0.0
 
     return initialise
-
-
-def places(optimizer: Optimizer) -> dict[int, int]:
-    """Numbers parameters, by their id, as the optimizer's state does."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {id(parameter): place for place, parameter in enumerate(parameters)}

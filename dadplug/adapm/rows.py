@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 @njit(cache=True, nogil=True)
 def take_row(r: Rows, key: int, state: int) -> int:
     """Allocate a row for a key that has none; there must be room. Its values are not initialised."""
-    row = r.counts[ROW_FREE]
+    row: int = r.counts[ROW_FREE]
     if row >= 0:
         r.counts[ROW_FREE] = r.slots[row]
     else:

@@ -90,7 +90,7 @@ class ShapesOnly(TorchDispatchMode):
     """Dispatch mode that runs operations with stub arguments on shapes only, and all others unchanged."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = _Shapes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

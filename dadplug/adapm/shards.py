@@ -22,7 +22,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from ..errors import SiteError
-from .model import AdaModel, places
+from .model import AdaModel
+from .model_state import parameter_numbers
 from .shard_files import (
     INDEX,
     VERSION,
@@ -278,7 +279,7 @@ def join_shards(folder: str | Path, stamp: str | None = None) -> dict[str, Any]:
 def _without_tables(model: AdaModel, tables: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Returns the states of what is not managed, and writes down what the tables are."""
     state, given = dict(model.module.state_dict()), optimizer.state_dict()
-    kept, place_of = dict(given["state"]), places(optimizer)
+    kept, place_of = dict(given["state"]), parameter_numbers(optimizer)
     named = list(model.module.named_parameters(remove_duplicate=False))
     for name, weight in model.managed.items():
         aliases = [alias for alias, parameter in named if parameter is weight.parameter]

@@ -217,6 +217,6 @@ def frequent_keys(ids: Tensor, count: int) -> Tensor:
         count: number of keys, at most.
     """
     keys, times = torch.unique(ids, return_counts=True)
-    order = keys[times.argsort(descending=True, stable=True)]
+    order: Tensor = keys[times.argsort(descending=True, stable=True)]
     ranks = torch.logspace(0, float(np.log10(len(order))), count, dtype=torch.float64).round().long() - 1
     return order[ranks.unique()]

@@ -180,4 +180,5 @@ def _hashed(categories: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     x = categories.astype(np.uint64) + (np.arange(categories.shape[1], dtype=np.uint64) + np.uint64(1)) * _STEP
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return ((x ^ (x >> np.uint64(31))) % np.uint64(rows)).astype(np.int64)
+    hashed: NDArray[np.int64] = ((x ^ (x >> np.uint64(31))) % np.uint64(rows)).astype(np.int64)
+    return hashed

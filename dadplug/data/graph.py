@@ -57,7 +57,8 @@ class Graph:
         """
         starts, degrees = self.starts[nodes], self.starts[nodes + 1] - self.starts[nodes]
         chance = torch.rand((*nodes.shape, count), generator=generator, dtype=torch.float64)
-        return self.neighbours[starts.unsqueeze(-1) + (chance * degrees.unsqueeze(-1)).long()]
+        drawn: Tensor = self.neighbours[starts.unsqueeze(-1) + (chance * degrees.unsqueeze(-1)).long()]
+        return drawn
 
     def trees(self, nodes: Tensor, fanouts: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
         """Draws a tree of neighbours for each node, as `dadplug.models.GCN` takes them.

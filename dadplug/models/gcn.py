@@ -59,7 +59,8 @@ class GCN(nn.Module):
                 total = own + below.unflatten(1, (own.shape[1], fanout)).sum(2)
                 merged.append(layer(total / (fanout + 1)))
             hops = merged if number + 1 == len(self.layers) else [torch.relu(each) for each in merged]
-        return hops[0].squeeze(1)
+        logits: Tensor = hops[0].squeeze(1)
+        return logits
 
 
 def hop_sizes(fanouts: Sequence[int]) -> list[int]:

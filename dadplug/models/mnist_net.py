@@ -28,7 +28,8 @@ class MNISTNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Computes logits of shape (batch, classes) from images of shape (batch, ...)."""
         hidden = nn.functional.relu(self.first(self.flatten(images)))
-        return self.last(self.middle(hidden))
+        logits: Tensor = self.last(self.middle(hidden))
+        return logits
 
 
 def _block(in_features: int, out_features: int) -> list[nn.Module]:

@@ -52,5 +52,6 @@ class WideDeep(nn.Module):
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         """Computes logits of shape (batch,) from counts (batch, dense) and ids (batch, fields)."""
-        wide = self.wide(ids).sum((1, 2)) + self.linear(dense)[:, 0]
-        return wide + self.network(torch.cat([dense, self.deep(ids).flatten(1)], 1))[:, 0]
+        wide: Tensor = self.wide(ids).sum((1, 2)) + self.linear(dense)[:, 0]
+        deep: Tensor = self.network(torch.cat([dense, self.deep(ids).flatten(1)], 1))[:, 0]
+        return wide + deep

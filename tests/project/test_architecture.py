@@ -59,7 +59,6 @@ LONG_FILES = {
     "tests/runners/test_distributed_runner.py",
 }
 LONG_FUNCTIONS = {
-    "dadplug/adapm/model.py:__init__",
     "dadplug/exchange/rendezvous.py:connect",
     "dadplug/lowrank/compress.py:compress",
     "dadplug/lowrank/kernels.py:eigh",
