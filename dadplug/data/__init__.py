@@ -1,4 +1,4 @@
-"""Data sets of the experiments, by name: ``load_dataset("digits")``."""
+"""Data sets of the experiments by name: ``load_dataset("digits")``."""
 
 from . import clicks, criteo, digits, dogsvscats  # noqa: F401  (each registers itself)
 from .base import DATASETS, DataError, DataPair, Images, Samples, load_dataset

@@ -1,4 +1,4 @@
-"""The table of data sets, and what each of them is: images and labels for training and for testing."""
+"""Registry of data sets, and their common interface: samples for training and for testing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from ..registry import Registry
 
 
 class DataError(RuntimeError):
-    """A data set cannot be had: a file is missing, damaged or of another kind; the message says what to do."""
+    """Error for a data set that cannot be loaded: a file is missing, damaged or of another format.
+
+    The message contains the remedy.
+    """
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Images and labels in memory.
+    """Data set of images and labels in memory.
 
     Args:
         images: of shape (n, channels, height, width).
         labels: of shape (n,), class numbers.
+
+    Raises:
+        DataError: if the numbers of images and labels differ.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -49,15 +55,19 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return channels, height, width
 
     def subset(self, indices: Tensor) -> Images:
-        """Returns some of the samples."""
+        """Return a subset of the samples.
+
+        Args:
+            indices: indices or a mask of the samples.
+        """
         return Images(self.images[indices], self.labels[indices])
 
     def plain(self) -> Images:
-        """Returns the same samples without augmentation, which these have none of."""
+        """Return the samples without augmentation, which are these samples."""
         return self
 
     def resized(self, size: int) -> Images:
-        """Returns the same samples in another size, in pixels; the images are square then."""
+        """Return the samples as square images of a height and width in pixels."""
         if self.shape[1:] == (size, size):
             return self
         resized = interpolate(self.images, size=(size, size), mode="bilinear", align_corners=False)
@@ -65,7 +75,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Samples(Protocol):
-    """What every data set can do: `Images` in memory, `Photos` in files, or `Clicks` of three parts a sample."""
+    """Interface of all data sets: `Images` in memory, `Photos` in files, `Clicks` with three tensors per sample."""
 
     labels: Tensor
 
@@ -78,23 +88,30 @@ class Samples(Protocol):
         """Channels, height and width of an image."""
 
     def subset(self, indices: Tensor) -> Samples:
-        """Returns some of the samples."""
+        """Return a subset of the samples.
+
+        Args:
+            indices: indices or a mask of the samples.
+        """
 
     def plain(self) -> Samples:
-        """Returns the same samples without augmentation, to evaluate on."""
+        """Return the samples without augmentation, for evaluation."""
 
     def resized(self, size: int) -> Samples:
-        """Returns the same samples in another size, in pixels."""
+        """Return the samples as square images of a height and width in pixels."""
 
 
 @dataclass(frozen=True)
 class DataPair:
-    """A data set.
+    """Training and test samples of a data set.
 
     Attributes:
-        train: samples to train on.
-        test: samples held out.
+        train: samples for training.
+        test: held-out samples.
         classes: number of classes.
+
+    Raises:
+        DataError: if a label is out of range.
     """
 
     train: Samples
@@ -112,7 +129,7 @@ class DataPair:
                 )
 
     def resized(self, size: int) -> DataPair:
-        """Returns the same data set with images of another size, in pixels."""
+        """Return the data set with square images of a height and width in pixels."""
         return DataPair(self.train.resized(size), self.test.resized(size), self.classes)
 
 
@@ -120,14 +137,19 @@ DATASETS: Registry[Callable[[Path], DataPair]] = Registry("dataset")
 
 
 def load_dataset(name: str, data_dir: str | Path = "data") -> DataPair:
-    """Loads a data set by name.
+    """Load a data set by name.
 
     Args:
-        name: name of the data set, in any case.
-        data_dir: folder for data sets that are files; not used by embedded ones.
+        name: name of the data set, in upper or lower case.
+        data_dir: folder or file of the data set; not used by data sets that need no files.
 
     Raises:
-        ValueError: if there is no such data set; the message lists the valid ones.
-        DataError: if it cannot be had.
+        ValueError: if there is no such data set; the message lists the valid names.
+        DataError: if it cannot be loaded.
+
+    Example:
+        >>> from dadplug.data import load_dataset
+        >>> len(load_dataset("clicks").train)
+        8000
     """
     return DATASETS[name](Path(data_dir))

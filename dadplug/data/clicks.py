@@ -1,4 +1,4 @@
-"""Rows of advertisements that were clicked on or not: counts and categories, and a generated set of them."""
+"""Click data: rows of counts and categories of advertisements, with a label; and generated rows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _HELD_OUT = 5  # the last fifth of the rows
 
 
 class Clicks(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Rows with counts, categories and a label, in memory and in the order of their time.
+    """Data set of rows with counts, categories and a label, in memory and in the order of their time.
 
     Args:
         dense: of shape (n, counts), float32.
-        ids: of shape (n, fields), whole numbers of at least 0: the category of each field, in one key space for all.
-        labels: of shape (n,), 1 for a click, else 0.
-        rows: keys are smaller; one more than the largest where None.
+        ids: of shape (n, fields), integers of at least 0: the category of each field, in one key space for all fields.
+        labels: of shape (n,), 1 for a click, 0 otherwise.
+        rows: upper bound of ids, exclusive; None for the largest id plus 1.
 
     Raises:
-        DataError: if shapes do not fit, or a key is out of range.
+        DataError: if shapes do not fit or an id is out of range.
     """
 
     def __init__(self, dense: Tensor, ids: Tensor, labels: Tensor, rows: int | None = None) -> None:
@@ -51,44 +51,52 @@ class Clicks(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What images have."""
+        """Not supported, since samples are not images.
+
+        Raises:
+            DataError: always.
+        """
         raise DataError(
             "clicks are rows of counts and categories, not images: they are for the model wide_deep, as in "
             "examples/ctr.py"
         )
 
     def subset(self, indices: Tensor) -> Clicks:
-        """Returns some of the rows."""
+        """Return a subset of the rows.
+
+        Args:
+            indices: indices or a mask of the rows.
+        """
         return Clicks(self.dense[indices], self.ids[indices], self.labels[indices], self.rows)
 
     def plain(self) -> Clicks:
-        """Returns the same rows: they have no augmentation."""
+        """Return the rows unchanged, since they have no augmentation."""
         return self
 
     def resized(self, size: int) -> Clicks:
-        """Returns the same rows: they have no size."""
+        """Return the rows unchanged, since they have no size."""
         return self
 
     def batch(self, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the rows from `start` to before `end`: counts, int64 ids, labels."""
+        """Return counts, int64 ids and labels of the rows from `start` to `end`, exclusive."""
         return self.dense[start:end], self.ids[start:end].long(), self.labels[start:end]
 
 
 def split_by_time(every: Clicks) -> DataPair:
-    """Holds the last fifth of the rows out for testing, since clicks are to be foretold."""
+    """Hold out the last fifth of the rows for testing, since the task is to predict later clicks."""
     held_out = max(1, len(every) // _HELD_OUT)
     place = torch.arange(len(every))
     return DataPair(every.subset(place[:-held_out]), every.subset(place[-held_out:]), classes=2)
 
 
 def renumbered(data: DataPair) -> tuple[DataPair, Tensor]:
-    """Numbers the ids that occur from 0 on, without gaps, so that a table of them fits into memory.
+    """Renumber the ids that occur from 0 without gaps, so that a table of them fits into memory.
 
     Args:
-        data: clicks.
+        data: training and test clicks.
 
     Returns:
-        The same clicks with new ids, and the old id of each new one, ascending.
+        The clicks with new ids, and the old id of each new id, in ascending order.
     """
     parts = [data.train, data.test]
     assert all(isinstance(part, Clicks) for part in parts)
@@ -104,15 +112,15 @@ def renumbered(data: DataPair) -> tuple[DataPair, Tensor]:
 
 
 def generated(samples: int = 10_000, seed: int = 0, exponent: float = 1.1) -> Clicks:
-    """Draws clicks that a model can learn to foretell.
+    """Generate clicks that a model can learn to predict.
 
-    A field has between 4 and 4,000 categories, the k-th of which comes up as ``1 / k^exponent``. A category and a count
-    speak for or against a click by a number each, and a click is drawn from the logistic function of their sum.
+    A field has between 4 and 4,000 categories; the frequency of the k-th is proportional to ``1 / k^exponent``. Each
+    category has a weight and each count a slope; the probability of a click is the logistic function of their sum.
 
     Args:
         samples: number of rows.
-        seed: other seeds give other rows.
-        exponent: skew of the categories; 0 for none.
+        seed: seed of the generator.
+        exponent: skew of the categories; 0 for uniform categories.
     """
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(0.6, 3.6, FIELDS).long()[torch.randperm(FIELDS, generator=generator)]
@@ -133,7 +141,7 @@ def generated(samples: int = 10_000, seed: int = 0, exponent: float = 1.1) -> Cl
 
 @DATASETS.register("clicks")
 def clicks(data_dir: Path) -> DataPair:
-    """Draws 10,000 clicks in memory.
+    """Generate 10,000 clicks in memory.
 
     Args:
         data_dir: not used.

@@ -1,7 +1,7 @@
-"""Criteo's clicks: the challenge's text, or a prepared sample in NumPy's format.
+"""Criteo's clicks: the text file of the challenge, or a prepared sample in NumPy's format.
 
-The text, ``train.txt``, has a row a line, separated by tabs: the label, 13 whole numbers and 26 categories of eight
-hexadecimal digits, where all but the label may be empty. A sample, ``*.npz``, has arrays ``dense`` (n, 13), ``labels``
+The text file, ``train.txt``, has one row per line, separated by tabs: the label, 13 integers and 26 categories of eight
+hexadecimal digits; all but the label may be empty. A sample, ``*.npz``, has the arrays ``dense`` (n, 13), ``labels``
 (n,) and ``sparse`` (n, 26), with ids in one key space.
 """
 
@@ -23,38 +23,38 @@ from numpy.typing import NDArray
 from .base import DATASETS, DataError, DataPair
 from .clicks import DENSE, FIELDS, Clicks, split_by_time
 
-ROWS = 1 << 20  # the key space that categories of the text are hashed into
+ROWS = 1 << 20  # size of the key space that categories of the text file are hashed into
 _ADVICE = "give train.txt of Criteo's Kaggle challenge, or a sample of it as .npz"
-_LINES = 1 << 15  # lines that are parsed at a time
+_LINES = 1 << 15  # lines parsed at a time
 _STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 @DATASETS.register("criteo")
 def criteo(data_dir: Path) -> DataPair:
-    """Loads Criteo's clicks; the last fifth of the rows is held out.
+    """Load Criteo's clicks; the last fifth of the rows is held out.
 
     Args:
-        data_dir: the file (text, compressed or not, or ``.npz``), or a folder with one such file.
+        data_dir: the file (text, plain or compressed by gzip, or ``.npz``), or a folder with one such file.
 
     Raises:
-        DataError: if the file is missing, damaged or of another kind.
+        DataError: if the file is missing, damaged or of another format.
     """
     return split_by_time(read_criteo(data_dir))
 
 
 def read_criteo(path: str | Path, *, limit: int | None = None, rows: int = ROWS) -> Clicks:
-    """Reads clicks.
+    """Read clicks from a file.
 
-    Counts of the text become ``log(1 + count)``, empty ones 0; those below 0 stay as they are. Categories are hashed
-    together with their field, so that all fields share the key space; an empty one is a category of its own.
+    Counts of the text file become ``log(1 + count)``, empty ones 0; negative counts are not changed. Categories are
+    hashed together with their field, so that all fields share the key space; an empty one is a category of its own.
 
     Args:
         path: the file, or a folder with one.
-        limit: number of rows to read, from the beginning; all where None.
-        rows: size of the key space that categories of the text are hashed into.
+        limit: number of rows to read, from the beginning; None for all.
+        rows: size of the key space that categories of the text file are hashed into.
 
     Raises:
-        DataError: if the file is missing, damaged or of another kind; the message names the line.
+        DataError: if the file is missing, damaged or of another format; the message names the line.
         ValueError: if `limit` or `rows` is less than 1.
     """
     if rows < 1 or (limit is not None and limit < 1):
@@ -176,7 +176,7 @@ def _fill(out: NDArray[np.float64] | NDArray[np.int64], columns: Iterable[bytes]
 
 
 def _hashed(categories: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
-    """Spreads (field, category) over the key space, by the finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
+    """Hash (field, category) into the key space by the finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
     x = categories.astype(np.uint64) + (np.arange(categories.shape[1], dtype=np.uint64) + np.uint64(1)) * _STEP
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, 1,797 of them, enlarged from 8 x 8 to MNIST's 28 x 28 pixels."""
+"""The 1,797 handwritten digits of scikit-learn, enlarged from 8 x 8 to MNIST's 28 x 28 pixels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HELD_OUT = 5  # every fifth digit
 
 @DATASETS.register("digits")
 def digits(data_dir: Path) -> DataPair:
-    """Loads the digits; they come with scikit-learn, so that nothing is downloaded.
+    """Load the digits, which are part of scikit-learn; nothing is downloaded.
 
     Args:
         data_dir: not used.

@@ -1,4 +1,4 @@
-"""The photos of the dogs-vs-cats challenge, in its own layout: ``train/cat.0.jpg``, ``train/dog.0.jpg`` and so on."""
+"""Photos of the dogs-vs-cats challenge in its layout: ``train/cat.0.jpg``, ``train/dog.0.jpg`` and so on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN = 5
 
 @DATASETS.register("dogsvscats")
 def dogsvscats(data_dir: Path) -> DataPair:
-    """Loads the challenge's labelled photos; cats are class 0, dogs class 1, by the files' names.
+    """Load the labelled photos of the challenge; by the names of the files, cats are class 0 and dogs class 1.
 
-    Damaged photos are left out, and reported with their number on standard error.
+    Damaged photos are left out; their number is printed to standard error.
 
     Args:
-        data_dir: ``train.zip`` of the challenge, a folder with it, or with the photos, unpacked.
+        data_dir: ``train.zip`` of the challenge, a folder with it, or a folder with the unpacked photos.
 
     Raises:
         DataError: if there are no such photos.
@@ -54,7 +54,7 @@ def dogsvscats(data_dir: Path) -> DataPair:
 
 
 def _find(data_dir: Path) -> Path:
-    """Finds the zip file or the folder with the photos."""
+    """Find the zip file or the folder with the photos."""
     if data_dir.is_file():
         return data_dir
     for place in (data_dir, data_dir / "dogsvscats", data_dir / "dogs-vs-cats"):

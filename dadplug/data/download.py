@@ -1,4 +1,4 @@
-"""Downloads of files with checksums."""
+"""Download of files with checksums."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from pathlib import Path
 from .base import DataError
 
 _CHUNK = 1 << 16
-_TIMEOUT = 30  # seconds without an answer
+_TIMEOUT = 30  # seconds without a response
 
 
 def download(urls: Sequence[str], path: Path, md5: str) -> None:
-    """Fetches a file, from the first of several addresses that has it whole.
+    """Download a file from the first of several addresses that provides it with the right checksum.
 
-    Shows a progress bar where standard error is a terminal. The file appears under its name once it is complete, and
-    its checksum right.
+    A progress bar is shown if standard error is a terminal. The file gets its name only when it is complete.
 
     Args:
         urls: addresses of the file.
-        path: where to put it.
-        md5: its checksum.
+        path: path of the downloaded file.
+        md5: MD5 checksum of the file.
 
     Raises:
-        DataError: if no address has it.
+        DataError: if no address provides it.
     """
     problems = []
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Graphs: made by chance with a structure to learn, and sampled neighbourhoods of their nodes as batches."""
+"""Graphs: random graphs with a structure to learn, and batches of sampled neighbourhoods."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class Graph:
-    """An undirected graph with a class a node; every node is its own neighbour too, so that none is without.
+    """Undirected graph with one class per node; every node is also its own neighbour.
 
     Args:
-        edges: of shape (m, 2), int64; both directions are made of each, double ones and loops count once.
+        edges: of shape (m, 2), int64; both directions of each edge are added, duplicates and loops count once.
         labels: of shape (n,), int64, the class of each node.
 
     Attributes:
-        labels: as given.
-        starts: of shape (n + 1,): node v's neighbours are ``neighbours[starts[v] : starts[v + 1]]``.
-        neighbours: of shape (2 m + n,) at most.
+        labels: as passed.
+        starts: of shape (n + 1,); the neighbours of node v are ``neighbours[starts[v] : starts[v + 1]]``.
+        neighbours: of shape (2 m + n,) or smaller.
 
     Raises:
-        ValueError: if a shape or type does not fit, or an edge names a node that is not there.
+        ValueError: if a shape or type does not fit, or an edge has a node out of range.
     """
 
     def __init__(self, edges: Tensor, labels: Tensor) -> None:
@@ -45,15 +45,15 @@ class Graph:
         return self.labels.shape[0]
 
     def sample(self, nodes: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws neighbours of each node, evenly and with replacement.
+        """Sample neighbours of each node uniformly with replacement.
 
         Args:
             nodes: int64, of any shape.
-            count: number of neighbours to draw of each.
-            generator: where chance comes from.
+            count: number of neighbours per node.
+            generator: random number generator; None for torch's default.
 
         Returns:
-            Of shape (nodes' shape, count).
+            An int64 tensor of shape (*nodes.shape, count).
         """
         starts, degrees = self.starts[nodes], self.starts[nodes + 1] - self.starts[nodes]
         chance = torch.rand((*nodes.shape, count), generator=generator, dtype=torch.float64)
@@ -61,15 +61,15 @@ class Graph:
         return drawn
 
     def trees(self, nodes: Tensor, fanouts: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
-        """Draws a tree of neighbours for each node, as `dadplug.models.GCN` takes them.
+        """Sample a tree of neighbours for each node, as `dadplug.models.GCN` takes them.
 
         Args:
             nodes: of shape (batch,).
-            fanouts: number of neighbours to draw at each hop.
-            generator: where chance comes from.
+            fanouts: number of neighbours at each hop.
+            generator: random number generator; None for torch's default.
 
         Returns:
-            Of shape (batch, 1 + f1 + f1 f2 + ...).
+            An int64 tensor of shape (batch, 1 + f1 + f1 f2 + ...).
         """
         hops = [nodes.unsqueeze(1)]
         for fanout in fanouts:
@@ -80,14 +80,14 @@ class Graph:
 def block_graph(
     nodes: int = 10_000, classes: int = 8, degree: float = 10.0, inside: float = 0.8, seed: int = 0
 ) -> Graph:
-    """Makes a graph of the stochastic block model: each class is a block, whose nodes know one another more.
+    """Generate a graph of the stochastic block model: each class is a block with more edges inside than to others.
 
     Args:
         nodes: number of nodes; node v is of class ``v * classes // nodes``.
-        classes: number of blocks, of equal sizes up to one.
-        degree: mean number of neighbours of a node, about.
-        inside: share of edges that stay in their block.
-        seed: another seed makes another graph.
+        classes: number of blocks, whose sizes differ by at most one.
+        degree: approximate mean number of neighbours per node.
+        inside: share of edges inside of blocks.
+        seed: seed of the generator.
 
     Raises:
         ValueError: if a number is out of range.
@@ -109,15 +109,15 @@ def block_graph(
 
 
 class NeighbourLoader:
-    """Batches of trees and labels for some nodes of a graph, in a new order, with new trees, in each epoch.
+    """Loader of batches of trees and labels for nodes of a graph; order and trees change in each epoch.
 
     Args:
         graph: the graph.
         nodes: of shape (k,), the nodes.
-        fanouts: number of neighbours to draw at each hop.
-        batch_size: nodes in a batch; the last one may have fewer.
-        shuffle: whether the order changes; otherwise each epoch has the same trees too.
-        seed: another seed gives other orders and trees.
+        fanouts: number of neighbours at each hop.
+        batch_size: number of nodes per batch; the last batch may have fewer.
+        shuffle: whether order and trees change; otherwise all epochs are equal.
+        seed: seed of the generator.
 
     Raises:
         ValueError: if there are no nodes, or the batch size is below 1.

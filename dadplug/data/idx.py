@@ -1,4 +1,4 @@
-"""Reader of IDX files, the format of MNIST: a magic number, the sizes, the values."""
+"""Reader of IDX files, the format of MNIST: a magic number, sizes, values."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _UNSIGNED_BYTE = 0x08
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Reads an IDX file of unsigned bytes, plain or compressed by gzip.
+    """Read an IDX file of unsigned bytes, plain or compressed by gzip.
 
     Args:
         path: the file.
-        dimensions: number of dimensions that it should have: 3 for images, 1 for labels.
+        dimensions: expected number of dimensions: 3 for images, 1 for labels.
 
     Returns:
-        A tensor of uint8 in the shape that the file says.
+        A uint8 tensor of the shape in the file's head.
 
     Raises:
-        DataError: if the file is missing, damaged, too short or too long, or of another kind.
+        DataError: if the file is missing, damaged, too short or too long, or of another format.
     """
     try:
         raw = path.read_bytes()

@@ -1,6 +1,6 @@
-"""MNIST from its IDX files, which are downloaded where they are not there.
+"""MNIST from its IDX files, which are downloaded if they are missing.
 
-The environment variable DADPLUG_MNIST_URL names another address to fetch them from.
+The environment variable DADPLUG_MNIST_URL sets another address to download from.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FILES = {
     "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
 }
-_MEAN, _STD = 0.1307, 0.3081  # of the training pixels, as usual
+_MEAN, _STD = 0.1307, 0.3081  # of the training pixels
 
 
 class MNIST(Dataset[tuple[Any, int]]):
-    """MNIST image by image, with torchvision's arguments, for scripts that were written for its MNIST.
+    """MNIST with the arguments of torchvision's class, for scripts that were written for it.
 
     Args:
         root: folder of the IDX files.
-        train: whether to take the training images, or those for testing.
-        transform: what to apply to each image, an array of bytes (28 x 28); see `dadplug.data.transforms`.
-        download: whether to fetch files that are missing.
+        train: whether to use the training images; otherwise the test images.
+        transform: function of an image, a uint8 array of shape (28, 28); see `dadplug.data.transforms`.
+        download: whether to download missing files.
 
     Raises:
         DataError: if a file is missing or damaged.
@@ -65,7 +65,7 @@ class MNIST(Dataset[tuple[Any, int]]):
 
 @DATASETS.register("mnist")
 def mnist(data_dir: Path) -> DataPair:
-    """Loads MNIST from a folder with its four IDX files, compressed or not; files that are missing are downloaded.
+    """Load MNIST from a folder with its four IDX files, plain or compressed; missing files are downloaded.
 
     Args:
         data_dir: the folder.

@@ -1,4 +1,4 @@
-"""Photos in a folder or a zip file, read when they are asked for."""
+"""Photos in a folder or a zip file, which are read on access."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.utils.data import Dataset
 from . import transforms
 from .base import DataError
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as everybody has them
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 class Archive:
-    """Files of a folder or a zip file, by name; may be read by several threads and processes.
+    """Files of a folder or a zip file by name; several threads and processes may read them.
 
     Args:
         path: the folder or the zip file.
 
     Raises:
-        DataError: if it is neither.
+        DataError: if the path is neither.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class Archive:
         return self._open[process]
 
     def read(self, name: str) -> bytes:
-        """Reads a file."""
+        """Return the content of a file."""
         return (self.path / name).read_bytes() if self.path.is_dir() else self._zip().read(name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,15 +58,15 @@ class Archive:
 
 
 def decode(content: bytes, thumbnail: bool = False) -> Any:
-    """Decodes a photo into a PIL image with three channels.
+    """Decode a photo into a PIL image with three channels.
 
     Args:
-        content: the file.
-        thumbnail: whether a small version does, which is faster.
+        content: content of the file.
+        thumbnail: whether to decode a small version, which is faster.
 
     Raises:
         DataError: if Pillow is not installed.
-        OSError: if the photo is damaged, or of no known kind.
+        OSError: if the photo is damaged or of an unknown format.
     """
     try:
         from PIL import Image
@@ -77,12 +77,12 @@ def decode(content: bytes, thumbnail: bool = False) -> Any:
         if thumbnail:
             image.draft("RGB", (64, 64))
         return image.convert("RGB")
-    except (SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what damage makes of some files
+    except (SyntaxError, ValueError, Image.DecompressionBombError) as error:  # errors of Pillow for damaged files
         raise OSError(str(error)) from error
 
 
 def find_damaged(archive: Archive, names: Iterable[str]) -> dict[str, str]:
-    """Tries to read photos; returns what is wrong with those that cannot be, by name."""
+    """Decode photos, and return the error messages of damaged ones by name."""
 
     def problem(name: str) -> tuple[str, str | None]:
         try:
@@ -96,14 +96,14 @@ def find_damaged(archive: Archive, names: Iterable[str]) -> dict[str, str]:
 
 
 class Photos(Dataset[tuple[Tensor, Tensor]]):
-    """Photos and labels, in files.
+    """Data set of photos in files, and labels.
 
     Args:
-        archive: where they are.
+        archive: archive of the files.
         names: names of the files.
         labels: of shape (n,), class numbers.
-        size: height and width that images get, in pixels.
-        augmented: cut and mirror images at random, to train on.
+        size: height and width of the images in pixels.
+        augmented: whether to crop and mirror images at random, for training.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Reads a photo.
+        """Return an image, of shape (3, size, size), and its label.
 
         Raises:
             DataError: if it has become unreadable since the data set was loaded.
@@ -144,14 +144,18 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
         return self._transform(image), self.labels[index]
 
     def subset(self, indices: Tensor) -> Photos:
-        """Returns some of the samples."""
+        """Return a subset of the samples.
+
+        Args:
+            indices: indices or a mask of the samples.
+        """
         names = [self.names[index] for index in torch.arange(len(self))[indices].tolist()]
         return Photos(self.archive, names, self.labels[indices], self.size, self.augmented)
 
     def plain(self) -> Photos:
-        """Returns the same samples without augmentation, to evaluate on."""
+        """Return the samples without augmentation, for evaluation."""
         return Photos(self.archive, self.names, self.labels, self.size)
 
     def resized(self, size: int) -> Photos:
-        """Returns the same samples in another size, in pixels."""
+        """Return the samples as square images of a height and width in pixels."""
         return Photos(self.archive, self.names, self.labels, size, self.augmented)

@@ -1,4 +1,4 @@
-"""Divisions of a data set: over sites, and into folds."""
+"""Splits of a data set over sites and into folds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ SPLITS = ("iid", "by-class")
 
 
 def site_indices(labels: Tensor, site: int, num_sites: int, split: str = "iid", seed: int = 0) -> Tensor:
-    """Chooses the samples of one site; those of all sites together are all samples, none twice.
+    """Return the indices of one site's samples; the sites' samples are a partition of all samples.
 
     Args:
-        labels: class of each sample.
+        labels: of shape (n,), the class of each sample.
         site: number of the site.
         num_sites: number of sites.
-        split: ``"iid"`` shuffles and deals; ``"by-class"`` gives each site a range of classes of its own.
-        seed: seed of the shuffle, the same on all sites.
+        split: ``"iid"`` for an i.i.d. split; ``"by-class"`` for a range of classes per site.
+        seed: seed of the shuffle, equal on all sites.
+
+    Returns:
+        Indices in ascending order.
 
     Raises:
-        ValueError: if the split is unknown, or if a site would get nothing.
+        ValueError: if the split is unknown or the site would get no samples.
+
+    Example:
+        >>> import torch
+        >>> from dadplug.data import site_indices
+        >>> site_indices(torch.tensor([0, 1, 0, 1]), site=1, num_sites=2, split="by-class")
+        tensor([1, 3])
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; valid ones are {', '.join(SPLITS)}")
@@ -36,16 +45,16 @@ def site_indices(labels: Tensor, site: int, num_sites: int, split: str = "iid", 
 
 
 def fold_indices(samples: int, num_folds: int, fold: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Splits samples for cross-validation: one of several folds to validate on, the others to train on.
+    """Return the indices of training and validation samples for cross-validation.
 
     Args:
         samples: number of samples.
         num_folds: number of folds, at least 2.
-        fold: which of them to validate on, from 0.
-        seed: seed of the shuffle, the same on all sites.
+        fold: number of the validation fold, from 0.
+        seed: seed of the shuffle, equal on all sites.
 
     Returns:
-        Indices to train on, and to validate on.
+        Indices of training samples and of validation samples, in ascending order.
 
     Raises:
         ValueError: if a number is out of range.

@@ -1,4 +1,4 @@
-"""Transforms of single images, by the names that torchvision has for them, where torchvision is not to be had."""
+"""Transforms of single images with the names of torchvision's, for environments without torchvision."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BILINEAR, _LEFT_RIGHT = 2, 0  # PIL's Resampling.BILINEAR and Transpose.FLIP_LE
 
 
 class Compose:
-    """Applies transforms one after the other.
+    """Composition of transforms.
 
     Args:
-        transforms: the transforms.
+        transforms: the transforms in the order of their application.
     """
 
     def __init__(self, transforms: Sequence[Callable[[Any], Any]]) -> None:
@@ -30,7 +30,11 @@ class Compose:
 
 
 class ToTensor:
-    """Turns an image of bytes, a PIL image or an array (height x width [x channels]), into floats from 0 to 1."""
+    """Conversion of an image to a float tensor of shape (channels, height, width).
+
+    An image is a PIL image or an array of shape (height, width) or (height, width, channels). Values of bytes are
+    scaled to 0 to 1.
+    """
 
     def __call__(self, image: Any) -> Tensor:
         array = np.asarray(image)
@@ -41,10 +45,10 @@ class ToTensor:
 
 
 class Resize:
-    """Resizes a PIL image so that its shorter side has a length, or to a square.
+    """Resizing of a PIL image.
 
     Args:
-        size: the length, in pixels, or height and width.
+        size: length of the shorter side, or height and width, in pixels.
     """
 
     def __init__(self, size: int | tuple[int, int]) -> None:
@@ -58,10 +62,10 @@ class Resize:
 
 
 class CenterCrop:
-    """Cuts a square out of the middle of a PIL image.
+    """Square crop of the centre of a PIL image.
 
     Args:
-        size: its side, in pixels.
+        size: side of the square in pixels.
     """
 
     def __init__(self, size: int) -> None:
@@ -73,12 +77,12 @@ class CenterCrop:
 
 
 class RandomResizedCrop:
-    """Cuts out a part of a PIL image, of random place, area and shape, and resizes it to a square.
+    """Crop of a PIL image with random position, area and shape, resized to a square.
 
     Args:
-        size: the square's side, in pixels.
-        scale: least and largest share of the area.
-        ratio: least and largest ratio of width to height.
+        size: side of the square in pixels.
+        scale: minimum and maximum share of the area.
+        ratio: minimum and maximum ratio of width to height.
     """
 
     def __init__(
@@ -105,10 +109,10 @@ class RandomResizedCrop:
 
 
 class RandomHorizontalFlip:
-    """Mirrors every other image, left to right, by chance.
+    """Horizontal flip of a PIL image at random.
 
     Args:
-        p: the chance.
+        p: probability of a flip.
     """
 
     def __init__(self, p: float = 0.5) -> None:
@@ -119,11 +123,11 @@ class RandomHorizontalFlip:
 
 
 class Normalize:
-    """Subtracts a mean and divides by a deviation, channel by channel.
+    """Normalisation of each channel: ``(image - mean) / std``.
 
     Args:
         mean: mean of each channel.
-        std: deviation of each channel.
+        std: standard deviation of each channel.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Models of the experiments, by name: ``build_model("MNISTNet", classes=10)``."""
+"""Models of the experiments by name: ``build_model("MNISTNet", classes=10)``."""
 
 from . import gcn, mnist_net, vit, wide_deep  # noqa: F401  (each registers itself)
 from .gcn import GCN

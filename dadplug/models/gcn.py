@@ -1,4 +1,4 @@
-"""GCN: a graph convolutional network on sampled neighbourhoods, with an embedding a node."""
+"""GCN: a graph convolutional network on sampled neighbourhoods, with one embedding per node."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .registry import MODELS
 class GCN(nn.Module):
     """Graph convolutions over trees of sampled neighbours: ``h_v' = relu(W mean(h_v, h_u for sampled u of v) + b)``.
 
-    Nodes have no features but a row of a table, which is learnt. A batch is a matrix of node numbers, a row for each
-    node that is asked for: the node itself, its f1 sampled neighbours, f2 neighbours of each of these, and so on.
+    The only features of a node are its embedding, which is trained. A batch is a matrix of node numbers with one row
+    per node to classify: the node itself, its f1 sampled neighbours, f2 neighbours of each of these, and so on.
 
     Source: Kipf and Welling, arXiv:1609.02907; sampled as in Hamilton et al., arXiv:1706.02216, equation (2).
 
@@ -25,8 +25,8 @@ class GCN(nn.Module):
         nodes: number of nodes.
         classes: number of classes.
         width: width of an embedding.
-        hidden: width of the layers between.
-        fanouts: number of neighbours sampled at each hop; there is a layer for each.
+        hidden: width of the hidden layers.
+        fanouts: number of neighbours sampled at each hop; there is one layer per hop.
 
     Raises:
         ValueError: if a number is out of range.
@@ -44,10 +44,10 @@ class GCN(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
 
     def forward(self, trees: Tensor) -> Tensor:
-        """Computes logits of shape (batch, classes) from trees of shape (batch, size of a tree).
+        """Compute logits of shape (batch, classes) from trees of shape (batch, size of a tree).
 
         Raises:
-            ValueError: if trees have another size than the fanouts make.
+            ValueError: if the size of a tree does not fit the fanouts.
         """
         sizes = hop_sizes(self.fanouts)
         if trees.dim() != 2 or trees.shape[1] != sum(sizes):
@@ -64,5 +64,5 @@ class GCN(nn.Module):
 
 
 def hop_sizes(fanouts: Sequence[int]) -> list[int]:
-    """Counts the nodes of each hop of a tree: 1, f1, f1 f2, ..."""
+    """Return the number of nodes of each hop of a tree: 1, f1, f1 f2, ..."""
     return [math.prod(fanouts[:hop]) for hop in range(len(fanouts) + 1)]

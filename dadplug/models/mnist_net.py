@@ -9,7 +9,7 @@ from .registry import MODELS
 
 @MODELS.register("MNISTNet", "mnist_net")
 class MNISTNet(nn.Module):
-    """Five linear layers without biases, 784-2048-1024-512-256-10, batch normalisation after the middle three.
+    """Five linear layers without biases, 784-2048-1024-512-256-10; batch normalisation follows the middle three.
 
     Source: the experiments of dAD (arXiv:2102.09631), in the sizes of their Catalyst code.
 
@@ -26,7 +26,7 @@ class MNISTNet(nn.Module):
         self.last = nn.Linear(256, classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Computes logits of shape (batch, classes) from images of shape (batch, ...)."""
+        """Compute logits of shape (batch, classes) from images of shape (batch, ...)."""
         hidden = nn.functional.relu(self.first(self.flatten(images)))
         logits: Tensor = self.last(self.middle(hidden))
         return logits

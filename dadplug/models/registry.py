@@ -1,4 +1,4 @@
-"""The table of models."""
+"""Registry of models."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ MODELS: Registry[Callable[..., nn.Module]] = Registry("model")
 
 
 def build_model(name: str, *args: Any, **kwargs: Any) -> nn.Module:
-    """Builds a model by name.
+    """Build a model by name.
 
     Args:
-        name: name of the model, in any case.
+        name: name of the model, in upper or lower case.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
 
     Raises:
-        ValueError: if there is no such model, or if it does not take these arguments.
+        ValueError: if there is no such model, or it does not take these arguments.
+
+    Example:
+        >>> from dadplug.models import build_model
+        >>> build_model("mnist_net", classes=3).last.out_features
+        3
     """
     model = MODELS[name]
     try:
@@ -35,16 +40,16 @@ def build_model(name: str, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def build_for(data: DataPair, name: str, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataPair]:
-    """Builds a model for a data set: with its classes and channels, unless the arguments say otherwise.
+    """Build a model with the number of classes and channels of a data set; arguments take precedence.
 
     Args:
         data: the data set.
-        name: name of the model, in any case.
+        name: name of the model, in upper or lower case.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
 
     Returns:
-        The model, and the data set in the size that the model is for.
+        The model, and the data set in the image size of the model.
 
     Raises:
         ValueError: as `build_model`.

@@ -1,4 +1,4 @@
-"""A vision transformer whose attention is Linformer's (arXiv:2010.11929, arXiv:2006.04768)."""
+"""Vision transformer with the attention of Linformer (arXiv:2010.11929, arXiv:2006.04768)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .registry import MODELS
 
 
 class ViT(nn.Module):
-    """Patches, a class token, positions, Linformer's blocks, and a linear head.
+    """Vision transformer: patches, a class token, positions, blocks of Linformer, and a linear head.
 
-    The defaults are the sizes of the seeds' experiments. All weights but positions, class token and Linformer's
-    projections along the sequence are those of linear layers, which have factors.
+    All weights except positions, class token and Linformer's projections along the sequence belong to linear layers,
+    which have factors.
 
     Args:
         image_size: height and width of the images, in pixels.
@@ -25,8 +25,8 @@ class ViT(nn.Module):
         dim: width of a token.
         depth: number of blocks.
         heads: heads of the attention; a divisor of `dim`.
-        k: length that keys and values are projected to.
-        dropout: share of numbers dropped in attention and feed-forward layers.
+        k: sequence length that keys and values are projected to.
+        dropout: dropout probability in attention and feed-forward layers.
 
     Raises:
         ValueError: if the patches do not fill the image.
@@ -65,7 +65,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(dim, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Computes logits of shape (batch, classes) from images of shape (batch, channels, height, width)."""
+        """Compute logits of shape (batch, classes) from images of shape (batch, channels, height, width)."""
         batch, channels, height, width = images.shape
         if (height, width) != (self.image_size, self.image_size):
             raise ValueError(f"this ViT is for images of {self.image_size} pixels, got {height} x {width}")
@@ -77,7 +77,7 @@ class ViT(nn.Module):
         return logits
 
 
-# Trains in minutes on two cores.
+# A size that trains in minutes on two cores.
 SMALL: dict[str, Any] = {"image_size": 64, "patch_size": 8, "depth": 6, "k": 16}
 
 MODELS.register("vit")(ViT)

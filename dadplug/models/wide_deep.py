@@ -1,4 +1,4 @@
-"""Wide & Deep: a linear model of categories beside a network on their embeddings (arXiv:1606.07792)."""
+"""Wide & Deep: a linear model of categories and a network on their embeddings (arXiv:1606.07792)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .registry import MODELS
 
 @MODELS.register("wide_deep")
 class WideDeep(nn.Module):
-    """Tells whether a row of counts and categories leads to a click.
+    """Binary classifier of rows of counts and categories.
 
-    The wide part adds up a weight a category and a linear function of the counts; the deep part is a network of fully
-    connected layers on the counts and the categories' embeddings. Both tables are indexed by the same ids.
+    The wide part is the sum of one weight per category and a linear function of the counts. The deep part is a network
+    of fully connected layers on the counts and the embeddings of the categories. Both tables have the same ids.
 
     Args:
         rows: number of ids.
@@ -24,9 +24,10 @@ class WideDeep(nn.Module):
         fields: number of categories in a row.
         dim: width of an embedding.
         hidden: widths of the hidden layers.
-        std: standard deviation of the embeddings' first values; weights of the wide part begin with 0.
-        sparse: whether the tables' gradients are sparse tensors.
-        device: of the tables; ``"meta"`` gives them no memory, for `dadplug.adapm.AdaModel` to make rows as they come.
+        std: standard deviation of the initial embeddings; weights of the wide part are initialised with 0.
+        sparse: whether the gradients of the tables are sparse tensors.
+        device: device of the tables; on ``"meta"`` they take no memory, and `dadplug.adapm.AdaModel` creates rows at
+            first use.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class WideDeep(nn.Module):
         self.network = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Computes logits of shape (batch,) from counts (batch, dense) and ids (batch, fields)."""
+        """Compute logits of shape (batch,) from counts (batch, dense) and ids (batch, fields)."""
         wide: Tensor = self.wide(ids).sum((1, 2)) + self.linear(dense)[:, 0]
         deep: Tensor = self.network(torch.cat([dense, self.deep(ids).flatten(1)], 1))[:, 0]
         return wide + deep
