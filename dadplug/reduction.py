@@ -23,7 +23,6 @@ from .model_sync.guards import check_model, refuse_unsynchronised
 from .model_sync.samples import SampleCounter
 from .model_sync.structure import without_managed
 from .options import Options
-from .planning.costs import dense_bytes, make_plan
 from .planning.plan import Plan
 from .planning.planner import Planner
 from .reducer.attached import AttachedGradients
@@ -118,11 +117,7 @@ class GradientReduction:
             self._method.loss_scales.record(unit.name)
         if isinstance(unit, FactorUnit):
             unit.prepare(self._counter.owned, exact=self._method.exact)
-        if not self._planner.settled:
-            self._planner.record_arrival(unit)
-        elif self._syncing and not unit.sent and unit.gradient_is_due and not self._planner.changing:
-            assert self._planner.reducer is not None
-            self._planner.reducer.arrive(unit)
+        self._planner.record_arrival(unit, self._syncing)
         if isinstance(unit, FactorUnit):
             unit.show_arrival()
             unit.keep(self._counter.owned)
@@ -162,19 +157,13 @@ class GradientReduction:
         self._counter.follow()
         for table in self._renormalised:
             replicas.renormalise(table)
-        if not planner.settled:
-            planner.settle(self._step)
-            trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-            self.traffic.dense_bytes = sum(dense_bytes(parameter, self._transport) for parameter in trained)
-        assert planner.reducer is not None
+        if not planner.is_complete:
+            planner.complete_plan(self._step)
         try:
-            headers = planner.reducer.finish(self._step, stop, self._attached)
+            headers = planner.exchange(self._step, stop, self._attached)
             self.stopped = any(header.stop for header in headers)
             self._agreed_samples = sum(header.samples for header in headers)
             self.share = headers[self.site_rank].samples / self._agreed_samples if self._agreed_samples else 0.0
-            if not planner.settled:
-                planner.reducer = None  # no site has had any data yet
-            planner.mark_agreed()
             if self._attached is not None and all(header.finite for header in headers):
                 self._attached.apply_share(self.share)
             elif self._attached is not None:
@@ -282,7 +271,7 @@ class GradientReduction:
     @property
     def plan(self) -> Plan:
         """Which parameter takes which path, and what it costs; final after the first step."""
-        return make_plan(self._planner)
+        return self._planner.plan
 
     @property
     def rank(self) -> int:
@@ -379,17 +368,8 @@ class GradientReduction:
 
         It involves no other site. Each site may save its own; one that gets another's starts a little colder.
         """
-        planner = self._planner
-        if planner.reducer is not None:
-            planner.rounding = planner.reducer.rounding()
-        rounding, method = planner.rounding.state_dict(), self._method.state_dict()
-        return {
-            "step": self._step,
-            "mode": self.options.mode,
-            "reference": planner.reference,
-            "method": method,
-            "rounding": rounding,
-        }
+        own = {"step": self._step, "mode": self.options.mode, "method": self._method.state_dict()}
+        return own | self._planner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned.
@@ -403,13 +383,7 @@ class GradientReduction:
             raise ValueError(f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}")
         self._step = state["step"]
         self._method.load_state_dict(state["method"])
-        planner = self._planner
-        planner.rounding.load_state_dict(state["rounding"])
-        planner.reference = planner.reference or state["reference"]
-        if planner.reducer is not None:
-            planner.reducer.add_rounding(planner.rounding)
-            if self._method.shares_state:
-                planner.reducer.share_state()
+        self._planner.load_state_dict(state)
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Restores this site's state among those of all sites, as a checkpoint holds them.

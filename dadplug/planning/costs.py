@@ -1,61 +1,89 @@
-"""What a plan costs: the bytes that a site hands to the transport, parameter by parameter."""
+"""Costs of a plan: the bytes that a site hands to the transport in a step, parameter by parameter."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from ..exchange import Transport
 from ..exchange.wire import wire_format
+from ..methods import Method
+from ..methods.paths import GradientPath
 from ..model_sync.structure import is_managed
+from ..options import Options
 from ..reducer import DenseHandler, handler_type
+from ..reducer.reducer import Reducer
+from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .plan import Plan, PlanRow
-from .planner import Planner
-
-
-def make_plan(planner: Planner) -> Plan:
-    """Tells which parameter takes which path, and what it costs; final after the first step."""
-    rows = []
-    transport, options = planner.transport, planner.options
-    by_name = {name: unit for unit in planner.units for name in unit.parameters}
-    for name, parameter in planner.model.named_parameters():
-        if is_managed(parameter):
-            continue
-        unit, nbytes = by_name.get(name), dense_bytes(parameter, transport)
-        dense = nbytes
-        if unit is None:
-            nbytes = dense = 0
-        elif isinstance(unit, FactorUnit):
-            nbytes = _factor_bytes(planner, unit, name)
-        elif planner.reducer is not None and planner.settled:
-            nbytes = planner.reducer.sent_bytes(unit)
-        else:
-            kind = handler_type(unit.path, transport)
-            assert issubclass(kind, DenseHandler)
-            nbytes = kind.payload_bytes(unit, planner.method, wire_format(options.wire, unit.lead.dtype), transport)
-        reason = planner.reasons.get(name) or planner.notices.get(name, "")
-        path = planner.paths.get(name)
-        if path is None:  # the next step plans anew
-            path, reason = "allreduce", "added since the last step"
-        rows.append(PlanRow(name, tuple(parameter.shape), path, nbytes, dense, reason))
-    machines = None if transport.machines is None else transport.machines.count
-    return Plan(rows, options.mode, transport.world_size, machines)
 
 
 def dense_bytes(parameter: nn.Parameter, transport: Transport) -> int:
-    """Tells what the all-reduce of a parameter's gradient takes."""
+    """Return the bytes that a site sends for the all-reduce of a parameter's gradient."""
     return int(transport.ring * parameter.numel() * parameter.element_size())
 
 
-def _factor_bytes(planner: Planner, unit: FactorUnit, name: str) -> int:
-    copies = planner.transport.copies
-    size = wire_format(planner.options.wire, unit.lead.dtype).itemsize
-    if name != unit.name:
-        rows = planner.reducer.room(unit) if planner.reducer is not None and planner.settled else None
-        sends = planner.method.sends_bias and (rows is None or rows > 0)
-        return copies * size * unit.parameters[name].numel() * sends
-    if planner.reducer is not None and planner.settled:
-        rows = planner.reducer.room(unit)
-    else:
-        rows = planner.method.rows_sent(1, *unit.shape)
-    return copies * size * rows * sum(unit.widths)
+class PayloadCosts:
+    """Bytes of the payloads that a site hands to the transport in a step.
+
+    Args:
+        method: the method.
+        options: the options.
+        transport: the transport.
+        reducer: the reducer, which has the rows and buckets of the last steps; None before the first step, when a
+            batch of one row is assumed.
+    """
+
+    def __init__(self, method: Method, options: Options, transport: Transport, reducer: Reducer | None) -> None:
+        self._method = method
+        self._options = options
+        self._transport = transport
+        self._reducer = reducer
+
+    def plan(
+        self, model: nn.Module, units: Sequence[Unit], paths: Mapping[str, str], reasons: Mapping[str, str]
+    ) -> Plan:
+        """Return the plan with its costs.
+
+        Args:
+            model: the model.
+            units: the units.
+            paths: the path of every parameter; one that is missing has been added since the plan was made.
+            reasons: by name of a parameter, why it takes its path.
+        """
+        by_name = {name: unit for unit in units for name in unit.parameters}
+        rows = []
+        for name, parameter in model.named_parameters():
+            if is_managed(parameter):
+                continue
+            unit = by_name.get(name)
+            nbytes = 0 if unit is None else self._payload_bytes(unit, name)
+            dense = 0 if unit is None else dense_bytes(parameter, self._transport)
+            path, reason = paths.get(name), reasons.get(name, "")
+            if path is None:  # the next step makes a new plan
+                path, reason = GradientPath.ALLREDUCE, "added since the last step"
+            rows.append(PlanRow(name, tuple(parameter.shape), path, nbytes, dense, reason))
+        nodes = None if self._transport.machines is None else self._transport.machines.count
+        return Plan(rows, self._options.mode, self._transport.world_size, nodes)
+
+    def _payload_bytes(self, unit: Unit, name: str) -> int:
+        """Return the bytes for one parameter of a unit."""
+        if isinstance(unit, FactorUnit):
+            return self._factor_bytes(unit, name)
+        if self._reducer is not None:
+            return self._reducer.sent_bytes(unit)
+        handler = handler_type(unit.path, self._transport)
+        assert issubclass(handler, DenseHandler)
+        wire = wire_format(self._options.wire, unit.lead.dtype)
+        return handler.payload_bytes(unit, self._method, wire, self._transport)
+
+    def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
+        rows = None if self._reducer is None else self._reducer.room(unit)
+        rate = self._transport.copies * wire_format(self._options.wire, unit.lead.dtype).itemsize
+        if name == unit.bias:
+            sent = self._method.sends_bias and (rows is None or rows > 0)
+            return rate * unit.parameters[name].numel() * sent
+        if rows is None:
+            rows = self._method.rows_sent(1, *unit.shape)
+        return rate * rows * sum(unit.widths)

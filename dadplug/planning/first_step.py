@@ -1,8 +1,8 @@
-"""What the sites agree on in the first step of a plan: things that only a step can show."""
+"""First step of a plan: reports of the sites on what only a step can show, and the conclusions from them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..exchange.codec import register, register_family
@@ -20,15 +20,15 @@ register(Geometry)  # which forms of convolutions hold
 @register
 @dataclass(frozen=True)
 class FirstStepReport:
-    """What a site saw in its first step.
+    """One site's report on its first step.
 
     Attributes:
         order: names of the units in the order in which backward reached them.
-        reasons: by unit that cannot go by factors: why.
-        rows: by unit of factors, number of rows.
-        forms: by unit of factors, the forms in which they came.
+        reasons: by name of a unit that cannot be sent as factors, why.
+        rows: by name of a factor unit, number of rows.
+        forms: by name of a factor unit, the forms of its factors.
         samples: samples of the step.
-        link: what it measured of the link, where the method chooses by it.
+        link: measured costs of the link, where the method chooses by them.
     """
 
     order: list[str]
@@ -42,7 +42,15 @@ class FirstStepReport:
     def of(
         cls, units: Sequence[Unit], order: Sequence[Unit], share_inputs: bool, samples: int, link: LinkCosts | None
     ) -> FirstStepReport:
-        """Look at the units after a step's backward passes."""
+        """Report on the units after a step's backward passes.
+
+        Args:
+            units: the units.
+            order: the units whose gradients have arrived, in that order.
+            share_inputs: value of the option.
+            samples: samples of the step.
+            link: measured costs of the link, or None.
+        """
         factored = [unit for unit in units if isinstance(unit, FactorUnit)]
         reasons = {unit.name: "used outside its layer too" for unit in factored if unit.outside}
         if not share_inputs:
@@ -54,15 +62,17 @@ class FirstStepReport:
 
 @dataclass(frozen=True)
 class MergedReport:
-    """What all sites conclude from what each of them saw.
+    """Conclusions of all sites from their reports on the first step.
 
     Attributes:
-        reasons: by unit that is to be all-reduced after all: why.
-        chosen: by unit of factors that is to be all-reduced since that is faster: by how much.
-        notices: by unit that goes by factors since that is faster: by how much.
-        rows: by unit of factors, the rows that a site is expected to send.
+        reasons: by name of a unit that is all-reduced after all, in this plan and in further ones: why.
+        rows: by name of a factor unit, the rows that a site is expected to send.
         samples: samples of all sites in a step.
+        chosen: by name of a factor unit that is all-reduced in this plan, since that is predicted to be faster: by how
+            much.
+        notices: by name of a unit that is sent as factors, since that is predicted to be faster: by how much.
         largest: samples of the site that has most.
+        positions: by name of a unit, its position in the order in which rank 0's backward reached them.
     """
 
     reasons: dict[str, str]
@@ -71,19 +81,22 @@ class MergedReport:
     chosen: dict[str, str]
     notices: dict[str, str]
     largest: int
-    _places: dict[str, int]
+    positions: dict[str, int]
 
     def order(self, units: Sequence[Unit]) -> list[Unit]:
-        """Orders units as rank 0's backward reached them; what it has not seen comes last, in the model's reverse."""
+        """Return units in the order in which rank 0's backward reached them.
+
+        Units that it has not reached come last, in the reverse of the model's order.
+        """
         backwards = units[::-1]
-        return sorted(backwards, key=lambda unit: self._places.get(unit.name, len(self._places)))
+        return sorted(backwards, key=lambda unit: self.positions.get(unit.name, len(self.positions)))
 
 
-def merge_reports(reports: Sequence[FirstStepReport], units: Sequence[Unit], method: Method) -> MergedReport:
-    """Draws the conclusions, and tells the units their forms; the same on every site.
+def merge_reports(reports: Sequence[FirstStepReport], units: Iterable[Unit], method: Method) -> MergedReport:
+    """Merge the sites' reports; the result is the same on every site. Sets the form of units that have none yet.
 
     Args:
-        reports: what each site saw, by rank.
+        reports: the reports of all sites, by rank.
         units: the units.
         method: the method.
     """
@@ -99,13 +112,13 @@ def merge_reports(reports: Sequence[FirstStepReport], units: Sequence[Unit], met
         most = max(each.rows.get(unit.name, 0) for each in reports)
         given = [each.reasons[unit.name] for each in reports if unit.name in each.reasons]
         if unit.form is None:
-            forms = set().union(*(each.forms[unit.name] for each in reports))
+            forms: set[Form] = set().union(*(each.forms[unit.name] for each in reports))
             if len(forms) == 1:
                 unit.form = forms.pop()
             else:
                 given.append("inputs of several sizes" if forms else "no site used it in the first step")
         if not given and link is not None and unit.form is not None and not unit.form.sparse:
-            dense, factors = _predict(unit, most, len(reports), link)
+            dense, factors = _predict(unit, unit.form, most, len(reports), link)
             words = f"{1e3 * factors:.2f} ms by factors, {1e3 * dense:.2f} ms by all-reduce"
             (chosen if dense < factors else notices)[unit.name] = f"predicted: {words}"
         elif not given and (excess := _excess(unit, most, len(reports))) >= 1.0:
@@ -114,22 +127,21 @@ def merge_reports(reports: Sequence[FirstStepReport], units: Sequence[Unit], met
             reasons[unit.name] = given[0]
         encoded = unit.form is None or unit.form.encoded
         rows[unit.name] = method.rows_sent(most, *unit.shape) if encoded else most
-    places = {name: place for place, name in enumerate(reports[0].order)}
+    positions = {name: position for position, name in enumerate(reports[0].order)}
     samples = [each.samples for each in reports]
-    return MergedReport(reasons, rows, sum(samples), chosen, notices, max(samples), places)
+    return MergedReport(reasons, rows, sum(samples), chosen, notices, max(samples), positions)
 
 
 def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
-    """Tells how many times an all-reduce's bytes the factors take, 0.0 where they are to be sent in any case."""
+    """Return the bytes of the factors over those of an all-reduce; 0.0 where factors are sent in any case."""
     if unit.form is None or not unit.form.may_be_dense:
         return 0.0
     return max(sites, 2) * rows * sum(unit.widths) / (2 * unit.lead.numel())
 
 
-def _predict(unit: FactorUnit, rows: int, sites: int, link: LinkCosts) -> tuple[float, float]:
-    """Predicts the seconds of a unit's all-reduce, and of the exchange of its factors."""
-    assert unit.form is not None
+def _predict(unit: FactorUnit, form: Form, rows: int, sites: int, link: LinkCosts) -> tuple[float, float]:
+    """Predict the seconds of a unit's all-reduce, and those of the exchange of its factors."""
     numel, size = unit.lead.numel(), unit.lead.element_size()
-    multiplications = rows * unit.form.positions * (sum(unit.widths) if unit.form.table_rows else numel)
+    multiplications = rows * form.positions * (sum(unit.widths) if form.table_rows else numel)
     dense = link.dense(size * numel, multiplications)
     return dense, link.factors(size * rows * sum(unit.widths), multiplications, sites)

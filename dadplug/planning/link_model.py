@@ -1,4 +1,4 @@
-"""What the link between sites costs, as measured at the start, and what a gradient would by each exact path."""
+"""Cost model of the link between sites: measured at the start, it predicts the times of the exact paths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..exchange import Transport
 from ..exchange.codec import register
 
-_SIZES = (4_096, 65_536, 1_048_576)  # numbers; the next larger one is tried while the last was fast
+_SIZES = (4_096, 65_536, 1_048_576)  # elements; the next larger one is tried while the last was fast
 _FAST = 0.02  # seconds
 _ROUNDS = 3
 
@@ -19,13 +19,13 @@ _ROUNDS = 3
 @register
 @dataclass(frozen=True)
 class LinkCosts:
-    """What things cost at a site, the exchange with all others included.
+    """Measured costs at one site, with the exchange of all sites.
 
     Attributes:
-        latency: seconds of an exchange of next to nothing.
-        gather: seconds a byte that a site sends to every other one.
-        reduce: seconds a byte of a tensor that is summed over sites.
-        multiply: seconds a multiplication and addition of a matrix product.
+        latency: seconds of an exchange of a few bytes.
+        gather: seconds for each byte that a site sends to every other one.
+        reduce: seconds for each byte of a tensor that is summed over sites.
+        multiply: seconds for each multiplication and addition of a matrix product.
     """
 
     latency: float
@@ -35,31 +35,36 @@ class LinkCosts:
 
     @staticmethod
     def worst(links: Sequence[LinkCosts]) -> LinkCosts:
-        """The slowest of what the sites have measured: all wait for that one."""
-        return LinkCosts(*(max(getattr(link, name) for link in links) for name in LinkCosts.__dataclass_fields__))
+        """Return the highest of the costs that the sites have measured, since all sites wait for the slowest."""
+        return LinkCosts(
+            max(link.latency for link in links),
+            max(link.gather for link in links),
+            max(link.reduce for link in links),
+            max(link.multiply for link in links),
+        )
 
     def dense(self, nbytes: int, multiplications: int) -> float:
-        """Predicts the seconds of a gradient that is formed and all-reduced.
+        """Predict the seconds of a gradient that is formed and all-reduced.
 
         Args:
             nbytes: bytes of the gradient.
-            multiplications: multiplications that form a site's own.
+            multiplications: multiplications that form a site's own gradient.
         """
         return self.reduce * nbytes + self.multiply * multiplications
 
     def factors(self, nbytes: int, multiplications: int, sites: int) -> float:
-        """Predicts the seconds of a gradient whose factors are gathered, and which every site forms for all.
+        """Predict the seconds of a gradient whose factors are gathered, and which every site forms for all sites.
 
         Args:
             nbytes: bytes of a site's factors.
-            multiplications: multiplications that form a site's own.
+            multiplications: multiplications that form a site's own gradient.
             sites: number of sites.
         """
         return self.gather * nbytes + self.multiply * multiplications * sites
 
 
 def measure_link(transport: Transport) -> LinkCosts:
-    """Measures the link by exchanges of growing size, for about a tenth of a second; all sites must call it."""
+    """Measure the link by exchanges of growing size, for about a tenth of a second; all sites must call it."""
     left, right = torch.ones(32, 512), torch.ones(32, 512)
     multiply = _fastest(lambda: left.T @ right) / (32 * 512 * 512)
     latency = _gather_seconds(transport, 16)

@@ -1,27 +1,29 @@
-"""Divides a model's parameters into units: which of them go by factors, and which by their gradients."""
+"""Partition of a model's parameters into units of exchange, each with the path that its gradient takes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import nn
 
 from ..hooks import Form, LayerCapture, capturable_layers, family_of, refusal_of
 from ..methods import Method
+from ..methods.paths import GradientPath
 from ..units.base import DenseUnit, Unit, matrix_shape
 from ..units.factor import FactorUnit
 from ..units.lowrank import LowrankUnit
 
 
 class Partition(NamedTuple):
-    """How a model's parameters are divided.
+    """A model's parameters, each in exactly one unit or frozen.
 
     Attributes:
-        capture: the capture of the layers that go by factors.
+        capture: the capture of the layers whose gradients are sent as factors.
         units: the units, in the model's order.
-        paths: the path of every parameter.
-        reasons: why a parameter takes its path, where that is not what the method does with every layer.
+        paths: the path of every parameter, by name.
+        reasons: by name of a parameter, why it takes its path, where that is not what the method does with every layer.
     """
 
     capture: LayerCapture
@@ -30,91 +32,139 @@ class Partition(NamedTuple):
     reasons: dict[str, str]
 
 
-def partition_parameters(model: nn.Module, method: Method, keep_dense: set[str], compress_dense: bool) -> Partition:
-    """Divides a model's trained parameters into units, each parameter into exactly one.
+class _WeightGroup(NamedTuple):
+    """A weight and its bias, with the capturable layers that own the weight.
 
-    A weight goes by factors if the method wants it to and if every layer that owns it is captured, and of one kind; so
-    a matrix that is tied to an embedding, or that attention uses without calling its layer, is all-reduced.
+    Attributes:
+        name: name of the weight.
+        bias: name of the bias; None where there is none, or where it is not trained.
+        layers: the layers by name.
+        separable: whether no other module owns either, and the layers are of one kind.
+    """
+
+    name: str
+    bias: str | None
+    layers: dict[str, nn.Module]
+    separable: bool
+
+    @property
+    def layer(self) -> nn.Module:
+        """The first of the layers."""
+        return next(iter(self.layers.values()))
+
+
+def partition_parameters(
+    model: nn.Module, method: Method, keep_dense: Collection[str], compress_dense: bool
+) -> Partition:
+    """Partition a model's trained parameters into units, each parameter into exactly one.
+
+    A weight takes a path of factors if the method sends factors and if every layer that owns the weight is captured,
+    all of one kind; so a matrix that is tied to an embedding, or that attention uses without calling its layer, is
+    all-reduced.
 
     Args:
         model: the model.
         method: chooses the path of a layer from its widths.
-        keep_dense: names of weights that are to be all-reduced in any case.
+        keep_dense: names of weights that are all-reduced in any case.
         compress_dense: whether gradients of weights without factors are compressed, if the method compresses.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owners: dict[int, set[str]] = defaultdict(set)
+    parameters = dict(model.named_parameters())
+    reasons = _refusals(model, parameters) if method.takes_factors else {}
+    paths: dict[str, str] = {}
+    factored: dict[str, _WeightGroup] = {}
+    for group in _weight_groups(model, parameters):
+        path = _layer_path(group.layer, method) if group.separable else GradientPath.ALLREDUCE
+        if not group.separable and method.takes_factors:
+            reasons[group.name] = "shared by layers that do not go together"
+        if path != GradientPath.ALLREDUCE and group.name not in keep_dense:
+            factored[group.name] = group
+            paths |= dict.fromkeys([group.name] if group.bias is None else [group.name, group.bias], path)
+            if not method.takes_factors:
+                reasons[group.name] = "sparse=True: its gradient is sent as the rows that it has"
+    captured = [name for group in factored.values() for name in group.layers]
+    capture = LayerCapture(model, captured, weight_gradients=False, trace_chains=method.chains)
+    units: list[Unit] = []
+    for name, parameter in parameters.items():
+        if name in factored:
+            units.append(_factor_unit(factored[name], paths[name], parameters, capture))
+        elif name in paths:  # a bias, in the unit of its weight
+            continue
+        elif not parameter.requires_grad:
+            paths[name] = GradientPath.FROZEN
+        elif compress_dense and name not in keep_dense and _is_compressed(parameter, method):
+            paths[name] = GradientPath.LOWRANK
+            reasons[name] = "dense='lowrank'"
+            units.append(LowrankUnit(name, None, {name: parameter}, []))
+        else:
+            paths[name] = GradientPath.ALLREDUCE if name in keep_dense else _dense_path(parameter, method)
+            units.append(DenseUnit(name, parameter, paths[name]))
+    return Partition(capture, units, paths, reasons)
+
+
+def _refusals(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Return why layers that look capturable are not, by name of each of their trained parameters."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
     reasons: dict[str, str] = {}
+    for module in model.modules():
+        reason = refusal_of(module)
+        for parameter in module._parameters.values():
+            if reason and parameter is not None and parameter.requires_grad:
+                reasons[names[id(parameter)]] = reason
+    return reasons
+
+
+def _weight_groups(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[_WeightGroup]:
+    """Group the capturable layers of a model by their weight."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    owners: dict[int, set[str]] = defaultdict(set)
     for module_name, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners[id(parameter)].add(module_name)
-                if parameter.requires_grad and method.takes_factors and (reason := refusal_of(module)):
-                    reasons[names[id(parameter)]] = reason
-    groups: dict[int, dict[str, nn.Module]] = defaultdict(dict)  # by weight: the layers that may be captured
+    groups: dict[int, dict[str, nn.Module]] = defaultdict(dict)
     for layer_name, layer in capturable_layers(model).items():
         groups[id(_weight(layer))][layer_name] = layer
-    paths: dict[str, str] = {}
-    factored: list[tuple[nn.Parameter, nn.Parameter | None, dict[str, nn.Module]]] = []
-    for layers in groups.values():
-        weight = _weight(next(iter(layers.values())))
+    for weight_id, layers in groups.items():
         biases = {id(_bias(layer)): _bias(layer) for layer in layers.values()}
         bias = next(iter(biases.values()))
-        alone = owners[id(weight)] == set(layers) and len(biases) == 1
-        alone = alone and (bias is None or owners[id(bias)] == set(layers))
-        alone = alone and len({(family_of(layer), _known_form(layer)) for layer in layers.values()}) == 1
-        path = _path(next(iter(layers.values())), method) if alone else "allreduce"
-        if not alone and method.takes_factors:
-            reasons[names[id(weight)]] = "shared by layers that do not go together"
-        if path != "allreduce" and names[id(weight)] not in keep_dense:
-            factored.append((weight, bias, layers))
-            paths[names[id(weight)]] = path
-            if bias is not None:
-                paths[names[id(bias)]] = path
-            if not method.takes_factors:
-                reasons[names[id(weight)]] = "sparse=True: its gradient is sent as the rows that it has"
-    captured_names = [name for *_, layers in factored for name in layers]
-    capture = LayerCapture(model, captured_names, weight_gradients=False, trace_chains=method.chains)
-    by_lead: dict[str, Unit] = {}
-    for weight, bias, layers in factored:
-        weight_name, bias_name = names[id(weight)], None if bias is None else names[id(bias)]
-        parameters = {weight_name: weight} if bias is None else {weight_name: weight, str(bias_name): bias}
-        captured = [capture.layers[name] for name in layers]
-        if paths[weight_name] == "lowrank":
-            by_lead[weight_name] = LowrankUnit(weight_name, bias_name, parameters, captured)
-        else:
-            form = captured[0].family.known_form(captured[0].module)
-            by_lead[weight_name] = FactorUnit(weight_name, bias_name, parameters, captured, paths[weight_name], form)
-    units: list[Unit] = []
-    for name, parameter in model.named_parameters():
-        if name in by_lead:
-            units.append(by_lead[name])
-        elif name not in paths:
-            if not parameter.requires_grad:
-                paths[name] = "frozen"
-            elif compress_dense and name not in keep_dense and _can_be_compressed(parameter, method):
-                paths[name] = "lowrank"
-                reasons[name] = "dense='lowrank'"
-                units.append(LowrankUnit(name, None, {name: parameter}, []))
-            else:
-                may = name not in keep_dense and parameter.is_floating_point() and parameter.dim() > 1
-                paths[name] = method.gradient_path(*matrix_shape(parameter)) if may else "allreduce"
-                units.append(DenseUnit(name, parameter, paths[name]))
-    return Partition(capture, units, paths, reasons)
+        separable = owners[weight_id] == set(layers) and len(biases) == 1
+        separable = separable and (bias is None or owners[id(bias)] == set(layers))
+        separable = separable and len({(family_of(layer), _known_form(layer)) for layer in layers.values()}) == 1
+        yield _WeightGroup(names[weight_id], None if bias is None else names[id(bias)], layers, separable)
 
 
-def _path(layer: nn.Module, method: Method) -> str:
+def _factor_unit(
+    group: _WeightGroup, path: str, parameters: Mapping[str, nn.Parameter], capture: LayerCapture
+) -> FactorUnit:
+    own = {name: parameters[name] for name in (group.name, group.bias) if name is not None}
+    layers = [capture.layers[name] for name in group.layers]
+    if path == GradientPath.LOWRANK:
+        return LowrankUnit(group.name, group.bias, own, layers)
+    form = layers[0].family.known_form(layers[0].module)
+    return FactorUnit(group.name, group.bias, own, layers, path, form)
+
+
+def _layer_path(layer: nn.Module, method: Method) -> str:
+    """Return the path of a captured layer's weight."""
     weight, form = _weight(layer), _known_form(layer)
     if form is not None and not form.encoded:
-        return "factors" if method.takes_factors or form.sparse else "allreduce"
+        return GradientPath.FACTORS if method.takes_factors or form.sparse else GradientPath.ALLREDUCE
     out = weight.shape[0]
-    return method.path(out, weight.numel() // out) if weight.numel() else "allreduce"
+    return method.path(out, weight.numel() // out) if weight.numel() else GradientPath.ALLREDUCE
 
 
-def _can_be_compressed(parameter: nn.Parameter, method: Method) -> bool:
+def _dense_path(parameter: nn.Parameter, method: Method) -> str:
+    """Return the path of a parameter whose gradient autograd forms."""
+    if not parameter.is_floating_point() or parameter.dim() < 2:
+        return GradientPath.ALLREDUCE
+    return method.gradient_path(*matrix_shape(parameter))
+
+
+def _is_compressed(parameter: nn.Parameter, method: Method) -> bool:
+    """Return whether the method compresses gradients of this parameter's size, if they are formed."""
     if parameter.dim() < 2 or not parameter.is_floating_point() or not parameter.numel():
         return False
-    return method.path(parameter.shape[0], parameter.numel() // parameter.shape[0]) == "lowrank"
+    return method.path(*matrix_shape(parameter)) == GradientPath.LOWRANK
 
 
 def _known_form(layer: nn.Module) -> Form | None:
@@ -126,11 +176,13 @@ def _known_form(layer: nn.Module) -> Form | None:
 def _weight(layer: nn.Module) -> nn.Parameter:
     family = family_of(layer)
     assert family is not None
-    return getattr(layer, family.weight)
+    weight = getattr(layer, family.weight)
+    assert isinstance(weight, nn.Parameter)
+    return weight
 
 
 def _bias(layer: nn.Module) -> nn.Parameter | None:
     family = family_of(layer)
     assert family is not None
-    bias = getattr(layer, family.bias, None)
+    bias: nn.Parameter | None = getattr(layer, family.bias, None)
     return bias if bias is not None and bias.requires_grad else None

@@ -1,26 +1,33 @@
-"""How a model's parameters are exchanged: their division into units, what the first step shows, and plans anew."""
+"""Plans of a model's exchange, made by the first step's reports and anew when the model changes."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
 from ..exchange import Transport
 from ..methods import Method
 from ..methods.feedback import ErrorFeedback
+from ..methods.paths import GradientPath
 from ..model_sync import replicas
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..options import Options
+from ..reducer.attached import AttachedGradients
 from ..reducer.reducer import Reducer
+from ..reducer.step_header import StepHeader
 from ..units.base import DenseUnit, Unit
+from ..units.chained import ChainedUnit
 from ..units.factor import FactorUnit
-from . import chains
+from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
+from .costs import PayloadCosts, dense_bytes
 from .first_step import FirstStepReport, merge_reports
 from .link_model import LinkCosts, measure_link
 from .partition import partition_parameters
+from .plan import Plan
 
 _OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
 _SOME_STEPS = 8
@@ -28,29 +35,22 @@ _numbers = itertools.count()  # of reductions
 
 
 class Planner:
-    """Divides a model's parameters into units, and settles in a plan's first step how they go.
+    """Plans of the exchange of a model's gradients, and the reducer of the present plan.
+
+    A plan begins with a partition of the parameters into units. The first synchronization completes it, with what all
+    sites report on that step. Changes of the model, and of batch sizes where the method chooses by them, lead to a new
+    plan, which all sites have to make in the same step.
 
     Args:
         model: the model.
         method: the method.
         options: the options.
         transport: the transport.
-        samples: tells the samples that this site's gradients stand for so far in the step.
+        samples: returns the samples that this site's gradients stand for so far in the step.
         arrived: called with a unit when a backward pass has delivered its gradient.
 
     Attributes:
-        units: the units.
-        capture: the capture of the layers that go by factors.
-        paths: the path of every parameter.
-        reasons: why a unit is all-reduced after all; stands in further plans, too.
-        notices: why a parameter takes its path, in this plan.
-        settled: whether the first step of the plan is over.
-        changing: whether the model has been seen to differ from the plan in this step; then nothing leaves early.
-        version: number of the plan.
-        reducer: the reducer of the plan; None before one is settled.
-        rounding: what rounding had taken away when the reducer was last asked.
-        reference: samples of a step, about; 0 before the first.
-        link: what the link costs, where the method chooses by it.
+        units: the units of the present plan; read only.
     """
 
     def __init__(
@@ -62,58 +62,79 @@ class Planner:
         samples: Callable[[], int],
         arrived: Callable[[Unit], None],
     ) -> None:
-        self.model = model
-        self.method = method
-        self.options = options
-        self.transport = transport
+        self._model = model
+        self._method = method
+        self._options = options
+        self._transport = transport
         self._samples = samples
         self._arrived = arrived
         self._structure = ModelStructure(model)
         self._number = next(_numbers)
-        self.changing = False
-        self.reasons: dict[str, str] = {}
-        self.version = 0
-        self.reducer: Reducer | None = None
-        self.rounding = ErrorFeedback(True)
-        self.reference = 0
-        self.link: LinkCosts | None = None
-        self._off_plan = 0
-        self._added: set[str] = set()  # parameters that have come since the last plan was settled
-        self._build()
+        self._version = 0
+        self._complete = False  # whether the first step of the plan is over
+        self._changing = False  # whether the model differs from the plan in this step; then nothing is sent early
+        self._reducer: Reducer | None = None
+        self._reasons: dict[str, str] = {}  # why units are all-reduced after all, in further plans too
+        self._notices: dict[str, str] = {}  # why parameters take their path, in this plan
+        self._rounding = ErrorFeedback(True)  # rounding errors that were kept when the reducer was last asked
+        self._reference = 0  # samples of all sites in a step, about; 0 before the first
+        self._planned_for = 0  # samples of the site that had most in the first step
+        self._off_plan = 0  # steps in succession with batches of another size
+        self._link: LinkCosts | None = None
+        self._added: set[str] = set()  # parameters that have been added since the last plan was complete
+        self._begin_plan()
 
-    def _build(self) -> None:
-        """Divides the parameters into units, and watches their gradients arrive."""
-        compress_dense = self.options.dense == "lowrank"
-        found = partition_parameters(self.model, self.method, set(self.reasons), compress_dense)
-        self.capture, self.units, self.paths = found.capture, found.units, found.paths
-        self.notices = found.reasons
-        self._order: list[Unit] = []
-        self.settled = False
-        for unit in self.units:
-            unit.watch(self._arrived)
-            if isinstance(unit, FactorUnit):
-                unit.reduction = self._number
+    @property
+    def is_complete(self) -> bool:
+        """Whether the first step of the present plan is over."""
+        return self._complete
 
-    def record_arrival(self, unit: Unit) -> None:
-        """Notes the order in which units arrive, before the plan is settled."""
-        if unit not in self._order:
-            self._order.append(unit)
+    @property
+    def plan(self) -> Plan:
+        """The path and the costs of every parameter; final after the first step."""
+        costs = PayloadCosts(self._method, self._options, self._transport, self._reducer if self._complete else None)
+        return costs.plan(self._model, self.units, self._paths, self._notices | self._reasons)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a plan that is not complete has gradients of which no backward pass has informed it."""
+        held = (unit.has_gradient or (isinstance(unit, FactorUnit) and unit.rows > 0) for unit in self.units)
+        return not self._complete and any(held)
+
+    # During forward and backward
 
     def before_forward(self) -> None:
-        """Follow parameters that have been frozen or freed; watch for other changes of the model.
+        """Make a new plan if parameters have been frozen or freed, and look for other changes of the model.
 
-        Those are followed at the end of the step only, since `torch.func.functional_call` puts other tensors in the
-        place of parameters while it calls the model. Until then nothing is sent.
+        Other changes are followed at the end of the step, since `torch.func.functional_call` puts other tensors in
+        the place of parameters while it calls the model. Nothing is sent until then.
         """
         if not self._structure.same_tensors() or (not self._structure.same_training() and self._has_sent):
-            self.changing = True
+            self._changing = True
         elif not self._structure.same_training():
             self._plan_anew()
 
-    def before_synchronization(self) -> None:
-        """Follow whatever has changed in the model; take what the step has brought out of placeholders.
+    def record_arrival(self, unit: Unit, send: bool) -> None:
+        """Record that a backward pass has delivered a unit's gradient.
 
-        Where gradients of this step have left by the present plan, the step ends by it, and the next one follows.
+        Args:
+            unit: the unit.
+            send: whether to send the gradient if it is complete.
+        """
+        if not self._complete:
+            if unit not in self._order:
+                self._order.append(unit)
+        elif send and not unit.sent and unit.gradient_is_due and not self._changing:
+            assert self._reducer is not None
+            self._reducer.arrive(unit)
+
+    # Synchronization
+
+    def before_synchronization(self) -> None:
+        """Make a new plan if the model has changed, and take the placeholders of gradients off.
+
+        Where gradients of this step have been sent by the present plan, the step ends by it, and the next one begins
+        a new plan.
 
         Raises:
             RuntimeError: if they have, and parameters outside of the plan have gradients; nothing has changed then.
@@ -126,32 +147,75 @@ class Planner:
                     f"parameter {new[0]!r} was added or freed, and got a gradient, in a step whose other gradients had "
                     "left already: call synchronize() before the model changes"
                 )
-        self.changing = False
+        self._changing = False
         for unit in self.units:
             if isinstance(unit, FactorUnit):
                 unit.resolve()
 
-    @property
-    def _has_sent(self) -> bool:
-        return any(unit.sent and not unit.void for unit in self.units)
+    def complete_plan(self, step: int) -> None:
+        """Complete the plan in its first step, with all sites: the order of units, and the units that go dense.
 
-    def _new_gradients(self) -> list[str]:
-        planned = {id(parameter) for unit in self.units for parameter in unit.parameters.values()}
-        planned |= {id(each) for each in self.model.parameters() if is_managed(each)}
-        trained = self.model.named_parameters()
-        return [name for name, each in trained if each.grad is not None and id(each) not in planned]
+        Args:
+            step: number of the step.
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether a plan that is not settled yet has gradients that no backward pass has announced to it."""
-        held = (unit.has_gradient or (isinstance(unit, FactorUnit) and unit.rows > 0) for unit in self.units)
-        return not self.settled and any(held)
+        Raises:
+            ValueError: on all sites, if the method needs chains of layers, and the model has none.
+            MismatchError: if other sites have no new plan.
+        """
+        if self._reducer is not None:
+            self._rounding = self._reducer.rounding()
+            self._reducer.close_plan(step, self._version)
+        if self._added:
+            replicas.check_values(self._model, self._added, self._transport)
+            self._added.clear()
+        if self._method.chooses and self._link is None:
+            with self._transport.traffic.apart():
+                self._link = measure_link(self._transport)
+        own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, self._samples(), self._link)
+        merged = merge_reports(self._transport.gather_objects(own), self.units, self._method)
+        self._reasons = merged.reasons | self._reasons
+        self._notices |= merged.notices
+        self._planned_for, self._off_plan = merged.largest, 0
+        reasons = merged.chosen | self._reasons
+        self.units = [new for unit in self.units for new in self._unless_dense(unit, reasons.get(unit.name))]
+        self._reference = self._reference or merged.samples
+        self._complete = not self._method.chains or self._link_chains()
+        self._reducer = Reducer(
+            order_followers_first(merged.order(self.units)),
+            self._method,
+            self._transport,
+            self._options,
+            merged.rows,
+            self._samples,
+            self._reference,
+            self._version,
+        )
+        self._reducer.add_rounding(self._rounding)
+        trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
+        self._transport.traffic.dense_bytes = sum(dense_bytes(parameter, self._transport) for parameter in trained)
 
-    def mark_agreed(self) -> None:
-        """Remember which gradients of factored parameters all sites have alike, at the end of a step."""
+    def exchange(self, step: int, stop: bool, attached: AttachedGradients | None) -> list[StepHeader]:
+        """Send what is left of a step, wait for the other sites, and write ``.grad``.
+
+        Args:
+            step: number of the step.
+            stop: whether to ask all sites to stop after this step.
+            attached: gradients that are checked with those that are sent.
+
+        Returns:
+            The headers of all sites, by rank.
+
+        Raises:
+            NonFiniteError: if some site's gradient holds NaN or Inf; no ``.grad`` has been written then.
+        """
+        assert self._reducer is not None
+        headers = self._reducer.finish(step, stop, attached)
+        if not self._complete:
+            self._reducer = None  # no site has had any data yet
         for unit in self.units:
             if isinstance(unit, FactorUnit):
                 unit.mark_agreed()
+        return headers
 
     def end_step(self) -> None:
         """Forget the step that is over."""
@@ -159,29 +223,40 @@ class Planner:
             unit.begin_step()
 
     def follow_sizes(self, samples: Sequence[int]) -> None:
-        """Chooses anew, where the method chooses, once batches have had another size for some steps.
+        """Make a new plan, where the method chooses by sizes, once batches have had another size for some steps.
 
         Args:
             samples: samples of each site in the step that is over.
         """
-        if not self.method.chooses or not any(samples):
+        if not self._method.chooses or not any(samples):
             return
         off = not self._planned_for / _OTHER_SIZE <= max(samples) <= self._planned_for * _OTHER_SIZE
         self._off_plan = self._off_plan + 1 if off else 0
         if self._off_plan >= _SOME_STEPS:
             self._plan_anew()
 
-    def _plan_anew(self) -> None:
-        self.release()
-        self.version += 1
-        known = set(self._structure.parameters)
-        with without_managed(self.model):
-            self._structure = ModelStructure(self.model)
-            self._added |= {name for name, each in self.model.named_parameters() if id(each) not in known}
-            self._build()
+    # State and release
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the plan carries from step to step: the reference samples and kept rounding errors."""
+        if self._reducer is not None:
+            self._rounding = self._reducer.rounding()
+        return {"reference": self._reference, "rounding": self._rounding.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; further entries are ignored.
+
+        Where the method's state is shared, all sites must call it once training has begun.
+        """
+        self._rounding.load_state_dict(state["rounding"])
+        self._reference = self._reference or state["reference"]
+        if self._reducer is not None:
+            self._reducer.add_rounding(self._rounding)
+            if self._method.shares_state:
+                self._reducer.share_state()
 
     def release(self, *, discard: bool = False) -> None:
-        """Take hooks and capture off the model; gradients that have arrived stay in ``.grad`` as autograd's would.
+        """Remove hooks and capture from the model; gradients that have arrived stay in ``.grad`` as autograd's would.
 
         One that is on its way to other sites, and not here any more, raises an error when a program reads it.
 
@@ -198,84 +273,83 @@ class Planner:
                 unit.form_gradients()
                 unit.resolve_alone()
             unit.release()
-        self.capture.detach()
+        self._capture.detach()
 
-    def settle(self, step: int) -> Reducer:
-        """Agrees, in the first step of a plan, on what only a step can show: the order of units, and special cases.
+    # Plans
 
-        Args:
-            step: number of the step.
+    def _begin_plan(self) -> None:
+        """Partition the parameters into units, and watch for their gradients."""
+        compress_dense = self._options.dense == "lowrank"
+        found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense)
+        self._capture, self.units, self._paths, self._notices = found
+        self._order: list[Unit] = []  # in which gradients arrive
+        self._complete = False
+        for unit in self.units:
+            self._watch(unit)
 
-        Raises:
-            ValueError: on all sites, if the method needs chains of layers, and the model has none.
-            MismatchError: if other sites have no new plan.
-        """
-        if self.reducer is not None:
-            self.rounding = self.reducer.rounding()
-            self.reducer.close_plan(step, self.version)
-        if self._added:
-            replicas.check_values(self.model, self._added, self.transport)
-            self._added.clear()
-        if self.method.chooses and self.link is None:
-            with self.transport.traffic.apart():
-                self.link = measure_link(self.transport)
-        own = FirstStepReport.of(self.units, self._order, self.options.share_inputs, self._samples(), self.link)
-        agreed = merge_reports(self.transport.gather_objects(own), self.units, self.method)
-        self.reasons = agreed.reasons | self.reasons
-        self._chosen, self._planned_for, self._off_plan = agreed.chosen, agreed.largest, 0
-        self.notices |= agreed.notices
-        self.units = [new for unit in self.units for new in self._allreduce_if_decided(unit)]
-        self.reference = self.reference or agreed.samples
-        self.settled = not self.method.chains or self._find_chains()
-        self.reducer = Reducer(
-            chains.order_followers_first(agreed.order(self.units)),
-            self.method,
-            self.transport,
-            self.options,
-            agreed.rows,
-            self._samples,
-            self.reference,
-            self.version,
-        )
-        self.reducer.add_rounding(self.rounding)
-        return self.reducer
+    def _watch(self, unit: Unit) -> None:
+        unit.watch(self._arrived)
+        if isinstance(unit, FactorUnit):
+            unit.reduction = self._number
 
-    def _find_chains(self) -> bool:
-        """Agrees on the layers whose deltas are recomputed; says whether there was anything to see yet."""
-        found = chains.merge_chain_reports(
-            self.transport.gather_objects(chains.collect_chain_reports(self.units, self.capture)), self.units
-        )
-        if found.seen and self.capture.tracer is not None:
-            self.capture.tracer.stop_naming()
+    def _plan_anew(self) -> None:
+        self.release()
+        self._version += 1
+        known = set(self._structure.parameters)
+        with without_managed(self._model):
+            self._structure = ModelStructure(self._model)
+            self._added |= {name for name, each in self._model.named_parameters() if id(each) not in known}
+            self._begin_plan()
+
+    @property
+    def _has_sent(self) -> bool:
+        return any(unit.sent and not unit.void for unit in self.units)
+
+    def _new_gradients(self) -> list[str]:
+        """Return the names of parameters that have a gradient and are not in the plan."""
+        planned = {id(parameter) for unit in self.units for parameter in unit.parameters.values()}
+        planned |= {id(each) for each in self._model.parameters() if is_managed(each)}
+        trained = self._model.named_parameters()
+        return [name for name, each in trained if each.grad is not None and id(each) not in planned]
+
+    def _link_chains(self) -> bool:
+        """Find the layers whose deltas are recomputed, with all sites; return whether any site had a gradient."""
+        own = collect_chain_reports(self.units, self._capture)
+        found = merge_chain_reports(self._transport.gather_objects(own), self.units)
+        if found.seen and self._capture.tracer is not None:
+            self._capture.tracer.stop_naming()
         if found.seen and not found.links:
-            message = chains.refusal(found, self.model, self.notices | self.reasons)
-            if self.version == 0:
+            message = refusal(found, self._model, self._notices | self._reasons)
+            if self._version == 0:
                 raise ValueError(message)
             warnings.warn(message, stacklevel=5)
-        self.units = chains.link_units(self.units, found.links)
-        self.notices = self.notices | found.remarks
+        self.units = link_units(self.units, found.links)
+        self._notices = self._notices | found.remarks
         for unit in self.units:
-            if isinstance(unit, chains.ChainedUnit):
-                unit.watch(self._arrived)
-                unit.reduction = self._number
-                self.paths |= dict.fromkeys(unit.parameters, unit.path)
+            if isinstance(unit, ChainedUnit):
+                self._watch(unit)
+                self._paths |= dict.fromkeys(unit.parameters, unit.path)
         return found.seen
 
-    def _allreduce_if_decided(self, unit: Unit) -> list[Unit]:
-        """Moves a unit to the dense path if a site has found a reason to; returns the units that it becomes."""
-        reason = self.reasons.get(unit.name) or self._chosen.get(unit.name)
+    def _unless_dense(self, unit: Unit, reason: str | None) -> list[Unit]:
+        """Return a unit, or the dense units that replace it.
+
+        Args:
+            unit: the unit.
+            reason: why its parameters are all-reduced; None if they are not.
+        """
         if not isinstance(unit, FactorUnit) or reason is None:
             return [unit]
         unit.form_gradients()
         unit.release()
         for layer in unit.layers:
-            self.capture.release(layer.name)
+            self._capture.release(layer.name)
         units: list[Unit] = []
         for name, parameter in unit.parameters.items():
             new = DenseUnit(name, parameter)
             new.arrivals = unit.arrivals
-            new.watch(self._arrived)
-            self.paths[name] = "allreduce"
-            (self.reasons if unit.name in self.reasons else self.notices)[name] = reason
+            self._watch(new)
+            self._paths[name] = GradientPath.ALLREDUCE
+            (self._reasons if unit.name in self._reasons else self._notices)[name] = reason
             units.append(new)
         return units

@@ -62,7 +62,6 @@ LONG_FUNCTIONS = {
     "dadplug/exchange/rendezvous.py:connect",
     "dadplug/lowrank/compress.py:compress",
     "dadplug/lowrank/kernels.py:eigh",
-    "dadplug/planning/partition.py:partition_parameters",
     "examples/ctr_lightning.py:by_lightning",
 }
 
@@ -95,7 +94,6 @@ REPLACED_BUT_LEFT = {
     "ghost",
     "lane",
     "lanes",
-    "settle",
     "stage",
     "told",
 }
@@ -106,15 +104,12 @@ DOCSTRINGS_TO_REWRITE = {
     "adapm",
     "callbacks",
     "cli",
-    "data",
     "exchange",
     "hooks",
     "lowrank",
     "methods",
     "model_sync",
-    "models",
     "options",
-    "planning",
     "reducer",
     "reduction",
     "runners",
