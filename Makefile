@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PACKAGING := setup.cfg setup.py pyproject.toml constraints.txt
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/two_site_mnist.py
@@ -33,8 +33,12 @@ $(READY): $(PACKAGING)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "pip<24.1" "setuptools>=64,<81" wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
-		--editable ".[adapm,catalyst,lightning,examples,test]"
+		--editable ".[adapm,catalyst,lightning,examples,test,docs]"
 	touch $@
 
+# The documentation site, in docs/_build/html; -n: every reference has to lead somewhere, -W: warnings are errors.
+docs: $(READY)
+	$(BIN)/python -m sphinx -n -W --keep-going -q -b html docs docs/_build/html
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info logs
+	rm -rf $(VENV) build docs/_build dist *.egg-info logs

@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from attach import Attached, parse
 from link import reshape
-from workloads import WORKLOADS, loss
+from workloads import BERT, WORKLOADS, loss
 
 import dadplug
 
+MODELS = WORKLOADS | {"bert": BERT}
 WARM_UP = 5  # steps; kernels compile, payloads find their sizes, DDP makes its buckets anew, PowerSGD's hook begins
 LEAST = 3
 
@@ -50,11 +51,19 @@ class Measured:
         seconds: median time of a step.
         nbytes: bytes a step.
         steps: number of steps.
+        peak: largest resident memory of the process until then, in bytes; 0 where the system does not report it.
     """
 
     seconds: float
     nbytes: int
     steps: int
+    peak: int
+
+
+def peak() -> int:
+    """Return the largest resident memory of this process so far, in bytes (Linux)."""
+    status = Path("/proc/self/status")
+    return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0]) if status.exists() else 0
 
 
 def meet(go_on: bool = True) -> bool:
@@ -73,7 +82,7 @@ def time_steps(step: Callable[[], None], most: int, seconds: float) -> Measured:
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-    return Measured(statistics.median(times), (sent() - before) // len(times), len(times))
+    return Measured(statistics.median(times), (sent() - before) // len(times), len(times), peak())
 
 
 def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Measured]]:
@@ -82,7 +91,7 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Mea
         if arguments.shape:
             reshape("none")
         torch.manual_seed(0)
-        workload = WORKLOADS[arguments.model]
+        workload = MODELS[arguments.model]
         model = workload.build()
         attached = Attached(model, name, arguments.rank)
         make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[arguments.optimizer]
@@ -99,7 +108,7 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Mea
         chooses = parse(name)[0] == "auto"
         if arguments.shape and chooses:
             reshape(rates[0])
-        for _ in range(WARM_UP):
+        for _ in range(arguments.warm_up):
             step()
         for rate in rates:
             meet()
@@ -114,12 +123,13 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Mea
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default="alone,ddp,ddp-powersgd,dsgd,dad,rankdad", help="as benchmarks/attach.py")
-    parser.add_argument("--model", choices=list(WORKLOADS), default="mnistnet")
+    parser.add_argument("--model", choices=list(MODELS), default="mnistnet")
     parser.add_argument("--json", help="file to append the results to, a line a method and rate")
     parser.add_argument("--rates", help="rates to give the link, such as 10mbit,1gbit,none; by default as it is")
     parser.add_argument("--label", default="", help="what the file calls the rate, without --rates")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--batch-size", type=int, help="samples a site; by default each model's own")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps of a method before any is timed")
     parser.add_argument("--steps", type=int, default=60, help="most steps of a method at a rate")
     parser.add_argument("--seconds", type=float, default=20.0, help="time after which steps of a method are enough")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
@@ -146,7 +156,9 @@ def show(name: str, rate: str, measured: Measured, ddp: dict[str, float], argume
     if arguments.json:
         row = {"model": arguments.model, "rate": rate, "method": name, "ms": 1e3 * measured.seconds}
         with open(arguments.json, "a") as results:
-            results.write(json.dumps(row | {"bytes": measured.nbytes, "steps": measured.steps}) + "\n")
+            results.write(
+                json.dumps(row | {"bytes": measured.nbytes, "steps": measured.steps, "peak": measured.peak}) + "\n"
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models to time steps of, each with a batch: what the benchmarks mean by their names."""
+"""Models whose steps the benchmarks time, by name, each with a batch of random data."""
 
 from __future__ import annotations
 
@@ -131,6 +131,27 @@ class Recurrent(nn.Module):
         return self.head(self.recurrent(self.words(words))[0])
 
 
+class Bert(nn.Module):
+    """BERT-base of transformers for classification, with random weights: 109 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification
+
+        self.bert = BertForSequenceClassification(BertConfig(num_labels=2))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.bert(input_ids=words).logits
+
+
+def _texts(length: int, vocabulary: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
+    def draw(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        words = torch.randint(0, vocabulary, (count, length), generator=generator)
+        return words, torch.randint(0, 2, (count,), generator=generator)
+
+    return draw
+
+
 WORKLOADS = {
     "mnistnet": Workload(MNISTNet, 16, _images(1, 28, 10)),
     "vit": Workload(lambda: ViT(image_size=224, patch_size=28, depth=6, dim=128), 32, _images(3, 224, 2)),
@@ -138,3 +159,6 @@ WORKLOADS = {
     "resnet": Workload(small_resnet, 8, _images(3, 32, 10)),
     "lstm": Workload(Recurrent, 8, _words(32, 2000)),
 }
+
+BERT = Workload(Bert, 8, _texts(64, 30522))
+"""Apart from the others: too large for the programs that run all of them."""

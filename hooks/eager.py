@@ -15,6 +15,12 @@ def eager(function: _Function) -> _Function:
 
     `torch.compiler.disable` does so, too, but imports the compiler, which takes seconds. These are the marks by which
     it is done.
+
+    Args:
+        function: the function; changed in place.
+
+    Returns:
+        The function.
     """
     frames: Any = torch._C._dynamo.eval_frame
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -127,7 +127,14 @@ class Factor:
 
 
 def stack_by_form(factors: Sequence[Factor]) -> list[Factor]:
-    """Stack those factors that can be; return one factor a form."""
+    """Stack the factors of each form.
+
+    Args:
+        factors: factors of one weight.
+
+    Returns:
+        One factor for each form among them, in the order of their first occurrence.
+    """
     if len(factors) == 1:
         return [factors[0]]
     groups: dict[Form, list[Factor]] = {}

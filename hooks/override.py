@@ -40,7 +40,11 @@ class ForwardOverride:
 
 
 def overridden(module: nn.Module) -> bool:
-    """Says whether a module's forward is overridden at present."""
+    """Return whether a module's forward is overridden at present.
+
+    Args:
+        module: the module.
+    """
     return isinstance(vars(module).get("forward"), ForwardOverride)
 
 

@@ -79,18 +79,25 @@ def register_family(*layer_types: type[nn.Module] | str) -> Callable[[type[Layer
 
 
 def family_of(module: nn.Module) -> LayerFamily | None:
-    """Finds the family of a layer, or None where there is none.
+    """Return the family of a layer, or None if it has none.
 
     A subclass counts only while it keeps the forward and the plain weight of the registered type: an overridden
     forward may use the weight in ways that have no factors, and a parametrized weight is no parameter. Complex weights
     have no factors here.
+
+    Args:
+        module: the layer.
     """
     family = _fitting(module)
     return None if family is None or family.refuses(module) else family
 
 
 def refusal_of(module: nn.Module) -> str:
-    """Says why a layer has no factors although layers of its type do; an empty string for all other layers."""
+    """Return why a layer has no factors although its type has a family; an empty string for all other layers.
+
+    Args:
+        module: the layer.
+    """
     family = _fitting(module)
     return "" if family is None else family.refuses(module)
 
@@ -121,7 +128,14 @@ def _candidates(module: nn.Module) -> Iterator[tuple[type[nn.Module], LayerFamil
 
 
 def capturable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Finds the layers of a model that have a family and a weight that is trained, by name."""
+    """Return the layers of a model that have a family and a trained weight, by name.
+
+    Args:
+        model: the model.
+
+    Returns:
+        A dictionary from names, as in `named_modules`, to layers.
+    """
     opaque = [f"{name}." if name else "" for name, module in model.named_modules() if isinstance(module, _OPAQUE)]
     layers = {}
     for name, module in model.named_modules():

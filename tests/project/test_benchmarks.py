@@ -54,10 +54,11 @@ def test_methods_are_named_with_their_options():
 def measure(name):
     step_time = program("step_time")
     arguments = argparse.Namespace(model="lstm", rank=2, batch_size=2, steps=4, seconds=9.0, optimizer="sgd")
-    arguments.shape, arguments.rates = False, ["unknown"]
+    arguments.shape, arguments.rates, arguments.warm_up = False, ["unknown"], 5
     ((rate, measured),) = step_time.measure(name, arguments)
     assert rate == "unknown"
     assert 3 <= measured.steps <= 4
+    assert measured.peak > 0
     return measured.seconds
 
 
@@ -109,3 +110,21 @@ def test_a_table_of_times_to_accuracy_estimates_what_was_given_up():
     assert "| DDP | 30 | 2 s (1 x) | ~ 120 s (1 x) |" in table
     assert "| dad | 30 | - | 2 s (60 x) |" in table
     assert "topk: SiteError: gone" in table
+
+
+def test_a_table_of_berts_steps():
+    rows = [
+        {"method": "alone", "ms": 3000.0, "bytes": 100, "peak": 1_500_000_000},
+        {"method": "ddp", "ms": 41_000.0, "bytes": 440_000_000, "peak": 2_000_000_000},
+        {"method": "rankdad:rank=8+wire=bf16", "ms": 2600.0, "bytes": 3_900_000, "peak": 1_600_000_000},
+    ]
+    table = program("bert").table(rows)
+    assert "| one process alone | 3.00 | 0 | 1.50 |" in table
+    assert "| DDP | 41.0 | 440 | 2.00 |" in table
+    assert "| rankdad, rank 8, bf16 | 2.60 | 3.9 | 1.60 |" in table
+
+
+def test_bert_has_the_parameters_of_bert_base():
+    pytest.importorskip("transformers")
+    model = program("workloads").BERT.build()
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == 109

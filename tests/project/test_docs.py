@@ -1,18 +1,30 @@
-"""The README and docs: links lead somewhere, options are all there, and the snippets run as they are written."""
+"""The README and the documentation: links, options, public names, and code blocks, which run as they are written."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import support
 
+import dadplug
 from dadplug.methods import method_names
 from dadplug.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts),
+]
+REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 
 # What a reader's script has before the snippet begins.
 PREPARED = """
@@ -37,11 +49,11 @@ class Module(pl.LightningModule):
         return torch.optim.Adam(self.parameters())
 module = Module()
 """
-GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
 
 
 def snippets(page: Path) -> list[str]:
-    """The snippets of a page; of a diff, the script that it leads to."""
+    """Return the code blocks of a page; of a diff, the script that it leads to."""
     found = []
     for kind, code in re.findall(r"```(python|diff)\n(.*?)```", page.read_text(), re.S):
         if kind == "diff":
@@ -51,13 +63,29 @@ def snippets(page: Path) -> list[str]:
 
 
 def prepared(code: str) -> str:
-    """A snippet with what comes before it, for a program of which each site runs a copy."""
+    """Return a block with what comes before it, for a program of which each site runs a copy."""
     if "pytorch_lightning" not in code:
         return PREPARED + code
     return PREPARED + MODULE.replace("PORT", str(support.free_port())) + code
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def run(commands: list[list[str]], folder: Path, code: str) -> None:
+    """Run programs side by side; fail with the errors of the first that fails."""
+    for package in ("catalyst", "pytorch_lightning"):
+        if package in code:
+            pytest.importorskip(package)
+    preload = ["pytorch_lightning"] if "pytorch_lightning" in code else []
+    for each in support.run_programs(commands, timeout=120, folder=folder, preload=preload):
+        assert each.status == 0, each.errors
+
+
+def headings(page: Path) -> list[str]:
+    """Return the anchors of a page's headings, as forges and the documentation site make them."""
+    lines = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return [re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if not target.startswith("https://"):
@@ -65,40 +93,162 @@ def test_links_lead_somewhere(page):
             linked = (page.parent / path).resolve() if path else page
             assert linked.exists(), target
             if anchor:
-                heads = [line.lstrip("# ").lower().replace(" ", "-") for line in linked.read_text().splitlines()]
-                assert anchor in heads, target
+                assert anchor in headings(linked), target
 
 
 def test_every_option_and_every_mode_has_its_place():
-    pages = "".join(page.read_text() for page in (ROOT / "docs" / "methods").iterdir())
+    pages = "".join(page.read_text() for page in (DOCS / "methods").iterdir())
     assert [name for name in Options.names() if f"| `{name}` |" not in pages and name != "mode"] == []
-    assert [mode for mode in method_names() if not (ROOT / "docs" / "methods" / f"{mode}.md").exists()] == []
+    assert [mode for mode in method_names() if not (DOCS / "methods" / f"{mode}.md").exists()] == []
     readme = (ROOT / "README.md").read_text()
-    assert [mode for mode in method_names() if f"`{mode}`" not in readme] == []
+    assert [mode for mode in method_names() if f"`{mode}`" not in readme and f'mode="{mode}"' not in readme] == []
 
 
-RUN = (ROOT / "README.md", ROOT / "docs" / "methods" / "adapm.md", *GUIDES)
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+
+
+RUN = (ROOT / "README.md", DOCS / "methods" / "adapm.md", *GUIDES)
 SNIPPETS = [(page, number) for page in RUN for number in range(len(snippets(page)))]
 
 
 @pytest.mark.parametrize(("page", "number"), SNIPPETS, ids=lambda item: getattr(item, "stem", item))
-def test_snippets_run_as_they_are_written(page, number, tmp_path):
+def test_blocks_of_guides_run_at_two_sites(page, number, tmp_path):
     code = snippets(page)[number]
-    for package in ("catalyst", "pytorch_lightning"):
-        if package in code:
-            pytest.importorskip(package)
     if "devices=2" in code:  # Lightning starts the sites
         program = tmp_path / "train.py"
         program.write_text("import torch\nfrom torch import nn\n" + prepared(code))
-        commands = [[str(program)]]
+        run([[str(program)]], tmp_path, code)
     else:
-        commands = support.site_scripts(prepared(code), tmp_path)
-    preload = ["pytorch_lightning"] if "pytorch_lightning" in code else []
-    for each in support.run_programs(commands, timeout=120, folder=tmp_path, preload=preload):
-        assert each.status == 0, each.errors
+        run(support.site_scripts(prepared(code), tmp_path), tmp_path, code)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "tutorials").glob("*.md")), ids=lambda page: page.stem)
+def test_tutorials_run_at_two_sites_from_their_first_block_to_their_last(page, tmp_path):
+    code = "\n".join(snippets(page))
+    run(support.site_scripts(code, tmp_path), tmp_path, code)
+
+
+@pytest.mark.parametrize("page", [page for page in REFERENCE if snippets(page)], ids=lambda page: page.stem)
+def test_examples_of_the_reference_run(page, tmp_path):
+    code = "\n".join(snippets(page))
+    program = tmp_path / "examples.py"
+    program.write_text(code)
+    run([[str(program)]], tmp_path, code)
 
 
 def test_a_script_changes_in_few_lines():
-    for page in GUIDES:
-        (diff,) = re.findall(r"```diff\n(.*?)```", page.read_text(), re.S)
+    diffs = [re.findall(r"```diff\n(.*?)```", page.read_text(), re.S) for page in GUIDES]
+    assert sum(map(len, diffs)) >= 4
+    for diff in (diff for found in diffs for diff in found):
         assert sum(line.startswith("+") and "import" not in line for line in diff.splitlines()) <= 3
+
+
+# The public names, and where to find the object that a name stands for without the trainer that it plugs into.
+MODULES = ("dadplug", "dadplug.adapm", "dadplug.lowrank", "dadplug.hooks", "dadplug.runners", "dadplug.callbacks")
+STANDS_FOR = {
+    "DADStrategy": "dadplug.runners.dad_strategy.DADStrategy",
+    "AdaPMStrategy": "dadplug.runners.adapm_strategy.AdaPMStrategy",
+    "DistributedRunner": "dadplug.runners.distributed_runner.DistributedRunner",
+    "AdaPMRunner": "dadplug.runners.adapm_runner.AdaPMRunner",
+}
+ALSO = (
+    "dadplug.options.Options",
+    "dadplug.planning.plan.Plan",
+    "dadplug.planning.plan.PlanRow",
+    "dadplug.exchange.Traffic",
+    "dadplug.methods.Quality",
+    "dadplug.data.load_dataset",
+    "dadplug.data.site_indices",
+    "dadplug.models.build_model",
+)
+
+
+# Programs get these from calls; they do not construct them.
+RETURNED = {"CapturedLayer", "Compressed", "Sample", "Table"}
+
+
+def public_names() -> list[str]:
+    """Return the public names with the module that offers each; modules among them are left out."""
+    names = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
+    return [name for name in dict.fromkeys([*names, *ALSO]) if name not in ("dadplug.adapm", "dadplug.lowrank")]
+
+
+def documented_as(name: str) -> str:
+    """Return the path by which the reference documents a public name."""
+    short = name.rpartition(".")[2]
+    if name.startswith("dadplug.callbacks."):
+        return f"dadplug.callbacks.monitors.{short.removesuffix('Callback')}"
+    return STANDS_FOR.get(short, name)
+
+
+@pytest.mark.parametrize("name", [name for name in public_names() if name != "dadplug.lowrank.sparse"])
+def test_every_public_name_has_an_entry_and_an_example(name):
+    path, short = documented_as(name), name.rpartition(".")[2]
+    directive = re.compile(rf"^\.\. auto(class|function|exception|data):: {re.escape(path)}$", re.M)
+    (page,) = (page for page in REFERENCE if directive.search(page.read_text()))
+    examples = "\n".join(snippets(page))
+    shown_as = {"Plan": r"reduction\.plan\b", "PlanRow": r"in reduction\.plan\b", "Traffic": r"reduction\.traffic\b"}
+    shown_as |= {"Quality": r"reduction\.quality\b"}
+    assert re.search(shown_as.get(short, rf"\b{short}\b"), examples), f"no example of {short} in {page}"
+
+
+def resolve(path: str) -> object:
+    """Import what a dotted path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_every_argument_of_a_public_name_is_described(name):
+    path = documented_as(name)
+    if "Runner" in path:
+        pytest.importorskip("catalyst")
+    target = resolve(path)
+    text = inspect.getdoc(target) or ""
+    assert text, f"{name} has no description"
+    if "AdaPMStrategy" in name:
+        text += inspect.getdoc(resolve(STANDS_FOR["DADStrategy"])) or ""  # whose arguments it takes, too
+    if not callable(target) or name.rpartition(".")[2] in RETURNED or dataclass_like(target):
+        return
+    missing = [argument for argument in arguments_of(target) if not re.search(rf"^\s+\**{argument}: ", text, re.M)]
+    assert missing == []
+    constructor = target.__init__ if inspect.isclass(target) else target
+    raises = "raise ValueError" in inspect.getsource(constructor) if hasattr(constructor, "__code__") else False
+    assert not raises or "Raises:" in text
+
+
+def dataclass_like(target: object) -> bool:
+    """Return whether a class describes its fields as attributes, or has no arguments of its own."""
+    return (
+        hasattr(target, "__dataclass_fields__")
+        or getattr(target, "_is_protocol", False)
+        or (inspect.isclass(target) and issubclass(target, BaseException))
+    )
+
+
+def arguments_of(target: object) -> list[str]:
+    """Return the names of the arguments that a description has to explain."""
+    if inspect.isclass(target) and "__init__" not in vars(target):
+        return []
+    passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(target.__init__ if inspect.isclass(target) else target).parameters
+    options = {*Options.names()} - {"mode"} if "Strategy" in str(target) else set()  # described with Options
+    return [name for name, each in parameters.items() if name not in {"self"} | options and each.kind not in passed_on]
+
+
+def test_the_version_is_that_of_the_changelog():
+    versions = re.findall(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == dadplug.__version__
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    build = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert build.returncode == 0, build.stderr
+    for page in ("index.html", "reference/reduction.html", "reference/adapm.html"):
+        assert (tmp_path / page).exists()
+    text = (tmp_path / "reference" / "reduction.html").read_text()
+    assert 'id="dadplug.GradientReduction.synchronize"' in text
+    assert (tmp_path / "_images" / "comparison.png").exists()
