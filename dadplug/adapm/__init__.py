@@ -1,4 +1,4 @@
-"""Parameter management for sparse layers: rows of values that live spread over the sites (AdaPM)."""
+"""Parameter management for sparse layers: tables whose rows are spread over the sites (AdaPM)."""
 
 from .initialisers import Columns, Constant, Normal, Uniform
 from .loader import AdaDataLoader

@@ -1,7 +1,7 @@
-"""First values of keys, made from seed and key alone: every site makes the same ones, and none are sent.
+"""Initial values of keys, computed from seed and key only: they are equal on all sites, and none are sent.
 
-An initialiser is any callable ``(keys, out) -> None`` that fills a float32 block of shape (n, width) for n int64 keys.
-It must depend on nothing else, since whichever site touches a key first makes its value.
+An initialiser is a callable ``(keys, out) -> None`` that fills a float32 array of shape (n, width) for n int64 keys. It
+must depend on nothing else, since the initial value of a key may be computed on any site.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEP = np.uint64(0x9E3779B97F4A7C15)
 
 @njit(cache=True, nogil=True)
 def mixed(x: np.uint64) -> np.uint64:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): 64 bits that pass for random."""
+    """Return 64 pseudo-random bits: the finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -49,10 +49,18 @@ def _fill_normal(keys: NDArray[np.int64], seed: int, mean: float, std: float, ou
 
 
 class Constant:
-    """The same number everywhere.
+    """Initialiser that sets all values to one number.
 
     Args:
         value: the number.
+
+    Example:
+        >>> import numpy as np
+        >>> from dadplug.adapm import Constant
+        >>> out = np.empty((2, 3), np.float32)
+        >>> Constant(0.5)(np.array([7, 8]), out)
+        >>> out.tolist()
+        [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
     """
 
     def __init__(self, value: float = 0.0) -> None:
@@ -63,15 +71,23 @@ class Constant:
 
 
 class Uniform:
-    """Evenly spread numbers.
+    """Initialiser with uniformly distributed values.
 
     Args:
-        low: least value.
-        high: values are smaller.
-        seed: another seed gives other numbers.
+        low: lower bound, inclusive.
+        high: upper bound, exclusive.
+        seed: seed of the values.
 
     Raises:
         ValueError: if `low` exceeds `high`.
+
+    Example:
+        >>> import numpy as np
+        >>> from dadplug.adapm import Uniform
+        >>> out = np.empty((1000, 4), np.float32)
+        >>> Uniform(-0.1, 0.1, seed=3)(np.arange(1000), out)
+        >>> bool((abs(out) <= 0.1).all())
+        True
     """
 
     def __init__(self, low: float, high: float, *, seed: int = 0) -> None:
@@ -84,15 +100,23 @@ class Uniform:
 
 
 class Normal:
-    """Normally distributed numbers, as torch.nn.Embedding begins with.
+    """Initialiser with normally distributed values, the default of torch.nn.Embedding.
 
     Args:
-        mean: their mean.
-        std: their standard deviation.
-        seed: another seed gives other numbers.
+        mean: mean of the values.
+        std: standard deviation of the values.
+        seed: seed of the values.
 
     Raises:
         ValueError: if `std` is negative.
+
+    Example:
+        >>> import numpy as np
+        >>> from dadplug.adapm import Normal
+        >>> out = np.empty((1000, 4), np.float32)
+        >>> Normal(std=0.01)(np.arange(1000), out)
+        >>> round(float(out.std()), 3)
+        0.01
     """
 
     def __init__(self, mean: float = 0.0, std: float = 1.0, *, seed: int = 0) -> None:
@@ -105,10 +129,21 @@ class Normal:
 
 
 class Columns:
-    """Different initialisers side by side, as for weights and the state of their optimizer.
+    """Initialiser that divides the columns between initialisers, such as weights and optimizer state.
 
     Args:
-        parts: (number of columns, initialiser), from the left; the widths add up to the table's.
+        parts: pairs of number of columns and initialiser, from the left; the numbers add up to the width of the table.
+
+    Raises:
+        ValueError: when called, if the numbers of columns do not add up to the width.
+
+    Example:
+        >>> import numpy as np
+        >>> from dadplug.adapm import Columns, Constant
+        >>> out = np.empty((1, 3), np.float32)
+        >>> Columns([(2, Constant(1.0)), (1, Constant())])(np.array([5]), out)
+        >>> out.tolist()
+        [[1.0, 1.0, 0.0]]
     """
 
     def __init__(self, parts: Sequence[tuple[int, Initialiser]]) -> None:

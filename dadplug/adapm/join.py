@@ -1,4 +1,4 @@
-"""Joins a sharded checkpoint to a file with whole tables.
+"""Command that joins a sharded checkpoint to one file with whole tables.
 
 python -m dadplug.adapm.join FOLDER WHOLE.pt
 """
@@ -16,8 +16,15 @@ from .shards import join_shards
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Joins a sharded checkpoint to a file with whole states."""
-    parser = argparse.ArgumentParser(description="Joins a sharded checkpoint to a file with whole tables.")
+    """Join a sharded checkpoint to one file with whole states.
+
+    Args:
+        arguments: arguments of the command; None for those of the process.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(description="Join a sharded checkpoint to one file with whole tables.")
     parser.add_argument("folder", help="folder that holds index.json and all shards")
     parser.add_argument("whole", help="file to write: a dictionary with the states 'model' and 'optimizer'")
     given = parser.parse_args(arguments)

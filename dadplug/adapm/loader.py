@@ -1,4 +1,4 @@
-"""`AdaDataLoader`: any loader, read ahead so that rows are here before their batch."""
+"""`AdaDataLoader`: a loader that reads batches ahead and signals intent for their rows."""
 
 from __future__ import annotations
 
@@ -12,31 +12,43 @@ from torch import Tensor
 from .model import AdaModel
 
 Ids = Mapping[str, Tensor]
-_POLL = 0.1  # seconds between looks at whether the reader is to stop
+_POLL = 0.1  # seconds between checks whether the reading thread has to stop
 
 
 class AdaDataLoader:
-    """Reads a loader ahead in a thread, and says which rows of an `AdaModel` each batch will look up.
+    """Loader that reads another loader ahead in a thread, and signals intent for the rows of each batch.
 
-    Batches come out unchanged and in order. The clock moves on with each batch that is handed out, instead of with each
-    step of the optimizer, so that accumulation over batches works too. Attributes that it does not have (``sampler``,
-    ``batch_sampler``, ``dataset``) are the loader's.
+    Batches are yielded unchanged and in order. Each yielded batch advances the clock, in place of each step of the
+    optimizer, so that gradient accumulation works. Other attributes (``sampler``, ``batch_sampler``, ``dataset``) are
+    those of the wrapped loader.
 
     Args:
-        loader: any iterable of batches that can be iterated again.
+        loader: iterable of batches that can be iterated repeatedly.
         model: the model.
-        intent: a function from a batch to ids by the names in ``model.managed``; ``"auto"`` finds them from a forward
+        intent: function from a batch to ids by the names in ``model.managed``; ``"auto"`` to find them by a forward
             pass on shapes.
-        forward: for ``"auto"``: calls a model with a batch as the training step does; where None, with the batch, or
-            with its first part if it is a tuple or list.
-        lookahead: number of batches to be ahead.
+        forward: for ``"auto"``, a function that calls a model with a batch as the training step does; None to pass the
+            batch, or its first element if it is a tuple or list.
+        lookahead: number of batches to read ahead.
 
     Raises:
         ValueError: if an option is out of range.
+        IntentError: while iterating, if ids cannot be known before the forward pass.
 
     Example:
-        >>> for inputs, targets in AdaDataLoader(loader, model):
-        ...     criterion(model(inputs), targets).backward()
+        >>> import torch
+        >>> from dadplug.adapm import AdaDataLoader, AdaModel
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 8), torch.nn.Flatten(), torch.nn.Linear(24, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model = AdaModel(model, optimizer)
+        >>> for ids in AdaDataLoader(torch.randint(100, (5, 4, 3)), model, lookahead=2):
+        ...     optimizer.zero_grad()
+        ...     model(ids).square().mean().backward()
+        ...     model.synchronize()
+        ...     optimizer.step()
+        >>> model.manager.current_clock
+        5
+        >>> model.manager.close()
     """
 
     def __init__(
@@ -68,7 +80,7 @@ class AdaDataLoader:
         return getattr(self.loader, name)
 
     def ids(self, batch: Any) -> Ids:
-        """Returns the ids that a batch will look up, by weight.
+        """Return the ids that a batch will look up, by the name of the weight.
 
         Raises:
             IntentError: if they cannot be known before the forward pass.
@@ -78,18 +90,18 @@ class AdaDataLoader:
         return self.model.record(self._forward, batch)
 
     def announce(self, batch: Any, clock: int, number: int) -> None:
-        """Says which rows a batch will look up; called in the reading thread.
+        """Signal intent for the rows of a batch; called in the reading thread.
 
         Args:
             batch: the batch.
-            clock: the clock at which it will be used.
-            number: number of the batch since the loader began, from 0.
+            clock: clock at which it will be used.
+            number: number of the batch since the start of the iteration, from 0.
         """
         self.model.intent(self.ids(batch), clock)
 
     def __iter__(self) -> Iterator[Any]:
         manager = self.model.manager
-        begin = manager.current_clock + 1  # the first batch moves the clock there
+        begin = manager.current_clock + 1  # the clock of the first batch
         ready: queue.Queue[tuple[str, Any]] = queue.Queue(self.lookahead)
         stop = threading.Event()
 

@@ -1,7 +1,7 @@
-"""Files of a sharded checkpoint: names, the index and its checks, and writes that survive a crash.
+"""Files of a sharded checkpoint: names, the index and its checks, and atomic writes.
 
-Nothing that is read is trusted: names must be plain file names of this format, sizes in the index must fit the files,
-and tensors must have the types and shapes of the index. Files are read without pickle's ability to run code.
+All content is checked: names must be file names of this format, sizes in the index must fit the files, and tensors must
+have the types and shapes of the index. Reading does not run code (no arbitrary pickles).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _PART = ".part"
 _NAME = re.compile(r"([0-9a-f]{8})-(?:site-(\d{1,4})-of-(\d{1,4})\.pt|rest\.pt|index\.json)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_NUMBERS = 2**62
-_FIELDS = {"rows": 1, "width": 1, "columns": 1, "place": 0, "steps": 0}  # of a table, and the least values
+_FIELDS = {"rows": 1, "width": 1, "columns": 1, "place": 0, "steps": 0}  # of a table, with their minimum
 
 
 def pending_index(stamp: str) -> str:
-    """Return the name of the index of a save that is complete, and not the folder's checkpoint yet."""
+    """Return the name of the index of a complete save that is not yet the checkpoint of the folder."""
     return f"{stamp}-{INDEX}"
 
 
 def stamp_of(name: str) -> str:
-    """Return the stamp in a file's name; empty where there is none."""
+    """Return the stamp in the name of a file; empty if there is none."""
     found = _NAME.match(name)
     return "" if found is None else found[1]
 
 
 def is_shard_file(name: str) -> bool:
-    """Say whether a save writes files with such a name, besides the folder's index."""
-    old = re.fullmatch(r"[0-9a-f]{8}\.part", name)  # an index, as written by earlier versions
+    """Return whether a name is that of a file of a save, other than the index of the folder."""
+    old = re.fullmatch(r"[0-9a-f]{8}\.part", name)  # an index of earlier versions
     return old is not None or _NAME.fullmatch(name.removesuffix(_PART)) is not None or name == INDEX + _PART
 
 
@@ -50,7 +50,7 @@ def is_shard_file(name: str) -> bool:
 
 
 def write_whole(path: Path, item: Any) -> str:
-    """Write a file that is there whole or not at all, also after a crash; returns its digest."""
+    """Write an object to a file atomically, also in case of a crash; return the digest."""
     content = io.BytesIO()
     torch.save(item, content)
     _write(path, content.getbuffer())
@@ -58,7 +58,7 @@ def write_whole(path: Path, item: Any) -> str:
 
 
 def write_index(path: Path, index: Mapping[str, Any]) -> None:
-    """Write an index that is there whole or not at all."""
+    """Write an index atomically."""
     _write(path, json.dumps(index, indent=1).encode())
 
 
@@ -75,14 +75,14 @@ def _write(path: Path, content: Any) -> None:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Rename a file that has been written, once its content is on its disk; an older file is replaced."""
+    """Sync a file to its disk and rename it; an existing file is replaced."""
     _sync(partial, os.O_RDWR)
     os.replace(partial, path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's entries are on its disk, where the system can be asked to."""
+    """Sync the entries of a folder to its disk, if the system supports it."""
     if os.name == "posix":
         _sync(folder, os.O_RDONLY)
 
@@ -99,19 +99,19 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """Read an index and check it.
+    """Read and check an index.
 
     Raises:
-        ValueError: if it is damaged, or of another version.
+        ValueError: if it is damaged or of another version.
     """
     return check_index(path.read_bytes(), path)
 
 
 def check_index(content: bytes, path: Path) -> dict[str, Any]:
-    """Parse an index and check all names and sizes in it.
+    """Parse an index, and check all names and sizes in it.
 
     Raises:
-        ValueError: if something is not as `save_shards` writes it.
+        ValueError: if it does not have the format of `save_shards`.
     """
     try:
         index = json.loads(content)
@@ -130,7 +130,7 @@ def check_index(content: bytes, path: Path) -> dict[str, Any]:
 
 
 class _Version(ValueError):
-    """The index is of another format."""
+    """Error for an index of another version."""
 
 
 def _check_files(index: Mapping[str, Any]) -> None:
@@ -165,7 +165,7 @@ def _check_table(name: str, table: Mapping[str, Any]) -> None:
 
 
 def check_sizes(index: Mapping[str, Any], folder: Path) -> None:
-    """Compare the sizes in an index with those of the files, before memory is taken; all files must be there.
+    """Compare the sizes in an index with those of the files, before memory is allocated.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -182,15 +182,15 @@ def check_sizes(index: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_head(folder: Path, stamp: str | None) -> tuple[bytes, bytes]:
-    """Read the index of a checkpoint and the file with what is not managed.
+    """Read the index of a checkpoint and the file with the state that is not managed.
 
     Args:
         folder: the folder.
-        stamp: the stamp of the save; None for the folder's checkpoint.
+        stamp: stamp of the save; None for the checkpoint of the folder.
 
     Raises:
         FileNotFoundError: if one is missing.
-        ValueError: if one is damaged, or there is no checkpoint of this stamp.
+        ValueError: if one is damaged, or no checkpoint has this stamp.
     """
     path = folder / INDEX
     if stamp is not None and stamp_of(pending_index(stamp)) == stamp and (folder / pending_index(stamp)).is_file():
@@ -218,10 +218,10 @@ def _content(folder: Path, name: str, digest: str) -> bytes:
 
 
 def parse(content: bytes, what: str) -> Any:
-    """Read what `torch.save` has written, tensors and plain values only.
+    """Parse the output of `torch.save`, if it consists of tensors and plain values.
 
     Raises:
-        ValueError: if there is anything else in it.
+        ValueError: if it is damaged or has other objects.
     """
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -230,7 +230,7 @@ def parse(content: bytes, what: str) -> Any:
 
 
 def parse_rest(content: bytes, folder: Path) -> dict[str, Any]:
-    """Read the states of what is not managed.
+    """Parse the state that is not managed.
 
     Raises:
         ValueError: if it is damaged.
@@ -246,10 +246,10 @@ def parse_rest(content: bytes, folder: Path) -> dict[str, Any]:
 
 
 def read_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Read a shard, and check that it fits the index.
+    """Read a shard, and check it against the index.
 
     Returns:
-        Keys and values by table.
+        By table, ``"keys"`` of shape (n,) and ``"values"`` of shape (n, columns).
 
     Raises:
         ValueError: if it is damaged or does not fit.

@@ -1,12 +1,12 @@
-"""Sharded checkpoints: each site writes the rows that it owns, and any number of sites reads them.
+"""Sharded checkpoints: each site writes the rows that it owns, and any number of sites can load them.
 
-A folder holds ``index.json``, which names the files and their digests, ``<stamp>-rest.pt`` with what is not managed,
-and a file ``<stamp>-site-i-of-n.pt`` for each site. A save writes new files beside the old ones; when all sites have
-written and synced theirs, ``index.json`` is replaced, and only then the old files are removed. A save that fails, or is
-killed, leaves the previous checkpoint as it was; the next save removes what it left. Sites may share the folder or have
-one each, on disks of their own: then site 0 has the index.
+A folder has ``index.json`` with the names and digests of the files, ``<stamp>-rest.pt`` with the state that is not
+managed, and a file ``<stamp>-site-i-of-n.pt`` for each site. A save writes new files in addition to the old ones.
+When all sites have written and synced theirs, ``index.json`` is replaced, and only then the old files are removed. A
+save that fails or is killed leaves the previous checkpoint unchanged; the next save removes its files. Sites may share
+the folder, or have one each on their own disks; then site 0 has the index.
 
-``python -m dadplug.adapm.join FOLDER WHOLE.pt`` joins them to whole tables.
+``python -m dadplug.adapm.join FOLDER WHOLE.pt`` joins the shards to whole tables.
 """
 
 from __future__ import annotations
@@ -41,25 +41,40 @@ from .shard_files import (
     write_whole,
 )
 
-_CHUNK = 65536  # rows that are set at a time
+_CHUNK = 65536  # rows set at a time
 
 
 def save_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> str:
-    """Write a managed model and its optimizer into a folder; all sites must call it, between two steps.
+    """Save a managed model and its optimizer into a folder; all sites must call it, between two steps.
 
-    Until all sites have written their files, the folder's previous checkpoint stays as it is.
+    The previous checkpoint in the folder remains until all sites have written their files.
 
     Args:
         model: the model.
-        folder: where to; an older checkpoint in it is replaced.
-        optimizer: the optimizer that the model was made with.
+        folder: the folder; a checkpoint in it is replaced.
+        optimizer: the optimizer that the model was created with.
 
     Returns:
-        The stamp of this save, see `load_shards`.
+        The stamp of this save, for `load_shards`.
 
     Raises:
         RuntimeError: on all sites, if one cannot write; the message names the site and the cause.
         SiteError: if a site exits or does not answer.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from dadplug.adapm import AdaModel, join_shards, load_shards, save_shards
+        >>> model = torch.nn.Embedding(100, 8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model = AdaModel(model, optimizer)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     stamp = save_shards(model, folder, optimizer)
+        ...     load_shards(model, folder, optimizer, stamp)
+        ...     state = join_shards(folder)["model"]
+        >>> state["weight"].shape
+        torch.Size([100, 8])
+        >>> model.manager.close()
     """
     save = ShardSave(model, folder, optimizer)
     stamp = save.write()
@@ -68,15 +83,18 @@ def save_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> st
 
 
 class ShardSave:
-    """One save in two phases, so that a file that refers to the shards can be written between them.
+    """Save in two phases, so that a file that refers to the shards can be written between them.
 
-    After `write` both checkpoints are in the folder: the previous one, and the new one for who asks for its stamp.
-    `commit` makes the new one the folder's checkpoint and removes the previous one. All sites call all methods.
+    After `write`, the folder has both checkpoints: the previous one, and the new one for loading by its stamp. `commit`
+    makes the new one the checkpoint of the folder and removes the previous one. All sites must call all methods.
 
     Args:
         model: the model.
-        folder: where to.
-        optimizer: the optimizer that the model was made with.
+        folder: the folder.
+        optimizer: the optimizer that the model was created with.
+
+    Attributes:
+        stamp: stamp of the save, set by `write`.
     """
 
     def __init__(self, model: AdaModel, folder: str | Path, optimizer: Optimizer) -> None:
@@ -88,13 +106,13 @@ class ShardSave:
         """Write all files of the new checkpoint, and return its stamp.
 
         Raises:
-            RuntimeError: on all sites, if one cannot write; the new files are removed then.
+            RuntimeError: on all sites, if one cannot write; the new files are removed.
             SiteError: if a site exits or does not answer.
         """
         manager = self.model.manager
         for weight in self.model.managed.values():
             for keys in weight.home_keys(self._rank, self._sites):
-                weight.table.pull(keys)  # rows that nobody has used yet come to be
+                weight.table.pull(keys)  # creates the rows that have not been used
         manager.wait_sync(everywhere=True)
         self.stamp = str(manager.gather_objects(secrets.token_hex(4))[0])
         names = [f"{self.stamp}-site-{site}-of-{self._sites}.pt" for site in range(self._sites)]
@@ -107,7 +125,7 @@ class ShardSave:
         def write() -> str:
             _make_folder(self.folder)
             if complete is not None:
-                self._remove([*complete, self.stamp])  # what failed saves left may fill the disk
+                self._remove([*complete, self.stamp])  # files of failed saves may fill the disk
             return write_whole(self.folder / names[self._rank], {"site": self._rank, "tables": tables})
 
         with self._cleared():
@@ -127,10 +145,10 @@ class ShardSave:
         return self.stamp
 
     def commit(self) -> None:
-        """Make the new checkpoint the folder's own, and remove all other files of checkpoints.
+        """Make the new checkpoint that of the folder, and remove all other files of checkpoints.
 
         Raises:
-            RuntimeError: on all sites, if the index cannot be replaced; both checkpoints are there then.
+            RuntimeError: on all sites, if the index cannot be replaced; both checkpoints remain.
             SiteError: if a site exits or does not answer.
         """
 
@@ -143,7 +161,7 @@ class ShardSave:
         self._remove([self.stamp])
 
     def abandon(self) -> None:
-        """Remove the new files; the previous checkpoint stays."""
+        """Remove the new files; the previous checkpoint remains."""
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 if is_shard_file(path.name) and stamp_of(path.name) == self.stamp and self._is_own(path.name):
@@ -151,17 +169,17 @@ class ShardSave:
 
     @contextlib.contextmanager
     def _cleared(self) -> Any:
-        """Remove the new files where all sites know that the save has failed; not where a site is gone."""
+        """Return a context that removes the new files after an error, unless a site is lost."""
         try:
             yield
         except SiteError:
-            raise  # what the site had done is not known
+            raise  # it is not known whether that site had finished
         except Exception:
             self.abandon()
             raise
 
     def _complete(self) -> list[str] | None:
-        """Return the stamps of the folder's complete checkpoints, by site 0's indexes; None if they do not tell."""
+        """Return the stamps of the complete checkpoints in the folder of site 0; None if the indexes cannot be read."""
         try:
             found = [stamp_of(path.name) for path in self.folder.glob(pending_index("*"))]
             if (self.folder / INDEX).is_file():
@@ -171,13 +189,13 @@ class ShardSave:
         return found
 
     def _is_own(self, name: str) -> bool:
-        """Say whether a file is this site's to remove: site 0 has all in its folder, others their shards."""
+        """Return whether this site removes a file: site 0 removes all, other sites their shards."""
         return self._rank == 0 or f"-site-{self._rank}-of-" in name
 
     def _remove(self, keep: Iterable[str]) -> None:
-        """Remove files of checkpoints but those with some stamps, as far as the file system lets it."""
+        """Remove files of checkpoints except those with some stamps, as far as the file system permits."""
         kept = {*keep}
-        with contextlib.suppress(OSError):  # what stays takes room, and does no other harm
+        with contextlib.suppress(OSError):  # remaining files only take space
             for path in self.folder.iterdir():
                 if is_shard_file(path.name) and stamp_of(path.name) not in kept and self._is_own(path.name):
                     path.unlink(missing_ok=True)
@@ -190,14 +208,14 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer, stamp
 
     Args:
         model: the model.
-        folder: the folder; site 0 must have the index in it.
-        optimizer: the optimizer that the model was made with.
-        stamp: what `save_shards` has returned, to load what that call has written and nothing else; None for the
-            folder's checkpoint.
+        folder: the folder; that of site 0 must have the index.
+        optimizer: the optimizer that the model was created with.
+        stamp: stamp returned by `save_shards`, to load the files of that call only; None for the checkpoint of the
+            folder.
 
     Raises:
-        FileNotFoundError: on all sites, if the index, or a file that no site has, is missing.
-        ValueError: on all sites, if a file is damaged, or the tables are of another model, optimizer or save.
+        FileNotFoundError: on all sites, if the index is missing, or a shard on all sites.
+        ValueError: on all sites, if a file is damaged, or belongs to another model, optimizer or save.
         RuntimeError: on all sites, if a file cannot be read.
     """
     folder = Path(folder)
@@ -242,15 +260,15 @@ def join_shards(folder: str | Path, stamp: str | None = None) -> dict[str, Any]:
     """Join the shards in a folder to whole states, in one process.
 
     Args:
-        folder: a folder with all files of one `save_shards`.
+        folder: folder with all files of one `save_shards`.
         stamp: as for `load_shards`.
 
     Returns:
-        ``"model"`` and ``"optimizer"``: states of the plain model and its optimizer.
+        The states ``"model"`` and ``"optimizer"`` of the plain model and its optimizer.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: if a file is damaged or of another save, or rows are missing or double.
+        ValueError: if a file is damaged or belongs to another save, or rows are missing or occur twice.
     """
     folder = Path(folder)
     index_bytes, rest_bytes = read_head(folder, stamp)
@@ -277,7 +295,7 @@ def join_shards(folder: str | Path, stamp: str | None = None) -> dict[str, Any]:
 
 
 def _without_tables(model: AdaModel, tables: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the states of what is not managed, and writes down what the tables are."""
+    """Return the states without tables, and add the descriptions of the tables to `tables`."""
     state, given = dict(model.module.state_dict()), optimizer.state_dict()
     kept, place_of = dict(given["state"]), parameter_numbers(optimizer)
     named = list(model.module.named_parameters(remove_duplicate=False))
@@ -314,7 +332,7 @@ def _compare(model: AdaModel, tables: Mapping[str, Any], folder: Path) -> None:
 
 
 def _head_of_first(model: AdaModel, folder: Path, stamp: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the index and what is not managed at site 0, for all sites."""
+    """Return the index and the state that is not managed, as read by site 0."""
     first = model.manager.rank == 0
 
     def read() -> tuple[bytes, bytes] | None:
@@ -337,19 +355,19 @@ def _make_folder(folder: Path) -> None:
 
 
 def on_all_sites(model: AdaModel, action: Callable[[], Any], what: str, own: bool = False) -> Any:
-    """Do something at each site; an error of one is raised at all.
+    """Call a function on each site; an error on one site is raised on all.
 
     Args:
-        model: the model, whose sites are meant.
-        action: what to do; may return what JSON has.
-        what: what could not be done, for the message of an error that says only why.
-        own: for what is read: whether to return this site's result only, which may then be anything.
+        model: the model.
+        action: function that returns a value that JSON can hold.
+        what: description of the failure, for the message.
+        own: whether to return the result of this site only, which may then be any object.
 
     Returns:
-        The results by site, or the own one.
+        The results by site, or that of this site.
 
     Raises:
-        FileNotFoundError: if that is a site's error in reading, with its message.
+        FileNotFoundError: if a site raises it and `own` is true, with the same message.
         ValueError: likewise.
         RuntimeError: for all other errors; the message names the site and the cause.
         SiteError: if a site exits or does not answer.

@@ -1,4 +1,4 @@
-"""Where keys were over time: `Timeline` notes it step by step, and draws it."""
+"""Placement of keys over time: `Timeline` records it step by step, and draws it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ COUNTS = ("pulled", "pulled_remotely", "pushed", "pushed_remotely", "moved", "re
 @register
 @dataclass
 class SiteHistory:
-    """What one site noted, an entry a moment.
+    """Records of one site; each list has one entry per call of `Timeline.note`.
 
     Attributes:
-        clocks: the site's clock.
-        seconds: time since the first moment.
-        bytes_sent: payload bytes of the manager since its start.
-        counts: by name, what `ParameterManager.counts` had.
-        states: of the watched keys, as `KeyState`; -1 for absent keys.
+        clocks: clock of the site.
+        seconds: seconds since the timeline was created.
+        bytes_sent: payload bytes that the manager has sent since its start.
+        counts: values of `ParameterManager.counts` by name.
+        states: states of the watched keys as `dadplug.adapm.states.KeyState`, -1 for absent keys; of shape (keys,).
     """
 
     clocks: list[int] = field(default_factory=list)
@@ -44,41 +44,48 @@ class SiteHistory:
     states: list[NDArray[np.int8]] = field(default_factory=list)
 
     def per_step(self, name: str) -> NDArray[np.int64]:
-        """Returns by how much a count has grown in each step but the first; ``"bytes_sent"`` is one, too."""
+        """Return the increase of a count, or of ``"bytes_sent"``, in each step but the first."""
         return np.diff(self.bytes_sent if name == "bytes_sent" else self.counts[name])
 
     @property
     def local_share(self) -> NDArray[np.float64]:
-        """Share of the keys pulled in each step but the first that were here; 1 where none was pulled."""
+        """Share of local keys among the pulled keys in each step but the first; 1 if none was pulled."""
         pulled, away = self.per_step("pulled"), self.per_step("pulled_remotely")
         return 1.0 - away / np.maximum(pulled, 1)
 
     @property
     def owned(self) -> NDArray[np.int64]:
-        """Number of keys that the site owned."""
+        """Number of keys owned by the site."""
         return np.subtract(self.counts["rows"], self.counts["replicas"])
 
 
 class Timeline:
-    """Notes where keys are, as often as it is told to; a note takes microseconds, and sends nothing.
+    """Recorder of the placement of keys; a record takes microseconds and sends nothing.
 
     Args:
         manager: the manager.
-        table: the table of the keys to watch; None for numbers alone.
-        keys: the keys to watch, int64, such as some of the most frequent ones; the same on all sites.
+        table: table of the keys to watch; None to record counts only.
+        keys: the keys to watch, int64, such as frequent ones; equal on all sites.
 
     Attributes:
-        history: what this site has noted.
+        history: records of this site.
 
     Raises:
-        ValueError: if only one of `table` and `keys` is given.
+        ValueError: if only one of `table` and `keys` is passed.
 
     Example:
-        >>> timeline = Timeline(manager, words, keys=torch.arange(100))
-        >>> for batch in loader:
-        ...     train(batch)
-        ...     timeline.note()
-        >>> timeline.draw("placement.png", timeline.gather())
+        >>> import torch
+        >>> from dadplug.adapm import ParameterManager, Timeline
+        >>> with ParameterManager() as manager:
+        ...     words = manager.table("words", width=4, rows=100)
+        ...     timeline = Timeline(manager, words, keys=torch.arange(10))
+        ...     for step in range(3):
+        ...         values = words.pull(torch.arange(step + 1))
+        ...         clock = manager.advance_clock()
+        ...         timeline.note()
+        ...     histories = timeline.gather()  # one per site; Timeline.draw(path, histories) draws them
+        >>> histories[0].counts["pulled"]
+        [1, 3, 6]
     """
 
     def __init__(self, manager: ParameterManager, table: Table | None = None, keys: Tensor | None = None) -> None:
@@ -91,7 +98,7 @@ class Timeline:
         self._left_out = dict.fromkeys(("bytes_sent", *COUNTS[:-2]), 0)
 
     def note(self) -> None:
-        """Notes how things stand at this site; usually once a step."""
+        """Record the state of this site; usually called once per step."""
         history = self.history
         history.clocks.append(self.manager.current_clock)
         history.seconds.append(time.perf_counter() - self._start)
@@ -108,7 +115,7 @@ class Timeline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what is pulled, pushed, moved and sent meanwhile, as by an evaluation between two steps."""
+        """Return a context whose pulls, pushes, moves and bytes are not counted, such as an evaluation."""
         before = self._now()
         try:
             yield
@@ -118,21 +125,21 @@ class Timeline:
                 self._left_out[name] += now[name] - before[name]
 
     def gather(self) -> list[SiteHistory]:
-        """Returns what each site has noted, by site; all sites must call it."""
+        """Return the records of all sites, by site; all sites must call it."""
         return self.manager.gather_objects(self.history)
 
     @staticmethod
     def draw(path: str | Path, sites: Sequence[SiteHistory], title: str = "") -> None:
-        """Draws what the sites have noted, as a PNG: the watched keys, owned keys, replicas, local share and bytes.
+        """Draw watched keys, owned keys, replicas, local share and bytes over time.
 
         Args:
-            path: where to put the picture.
-            sites: what `gather` returned.
-            title: its title.
+            path: path of the picture, a PNG file.
+            sites: histories as returned by `gather`.
+            title: title of the picture.
 
         Raises:
             ImportError: if matplotlib is not installed.
-            ValueError: if a site has noted nothing.
+            ValueError: if a site has fewer than two records.
         """
         if not sites or any(len(site.clocks) < 2 for site in sites):
             raise ValueError("there is nothing to draw: each site must call note() twice at least")
@@ -168,14 +175,14 @@ class Timeline:
 
 
 def owners(sites: Sequence[SiteHistory]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Finds out where watched keys were.
+    """Return the owners of watched keys over time.
 
     Args:
-        sites: what `Timeline.gather` returned.
+        sites: histories as returned by `Timeline.gather`.
 
     Returns:
-        Arrays of shape (moments, keys): the site that owned a key, -1 where it was on its way or not there yet; and
-        whether another site had a replica. Sites' moments are put beside one another by number.
+        Arrays of shape (records, keys): the owner of a key, -1 if it was in transit or had not been used; and whether a
+        site had a replica. The n-th records of all sites are combined.
     """
     moments = min(len(site.states) for site in sites)
     states = np.stack([np.stack(site.states[:moments]) for site in sites])
@@ -188,7 +195,7 @@ def _draw_keys(figure: Any, sites: Sequence[SiteHistory]) -> None:
 
     owner, replicated = owners(sites)
     image = np.full((*owner.shape, 3), 0.85)
-    patches = [Patch(color=(0.85,) * 3, label="on its way, or not used yet")]
+    patches = [Patch(color=(0.85,) * 3, label="in transit, or not used yet")]
     for rank in range(len(sites)):
         full = np.array(_rgb(_color(rank)))
         light = 0.45 * full + 0.55
@@ -213,11 +220,14 @@ def _rgb(color: str) -> tuple[float, float, float]:
 
 
 def frequent_keys(ids: Tensor, count: int) -> Tensor:
-    """Chooses keys to watch: spread by rank of frequency, evenly on a logarithmic scale, the most frequent first.
+    """Select keys to watch, evenly on a logarithmic scale of their frequency rank.
 
     Args:
-        ids: what will be looked up, of any shape.
-        count: number of keys, at most.
+        ids: ids that will be looked up, of any shape.
+        count: maximum number of keys.
+
+    Returns:
+        Keys in descending order of frequency.
     """
     keys, times = torch.unique(ids, return_counts=True)
     order: Tensor = keys[times.argsort(descending=True, stable=True)]

@@ -1,4 +1,4 @@
-"""When to act on an intent, early enough for its keys to arrive and no earlier; and when to synchronise replicas."""
+"""Timing of intents, so that keys arrive in time and not much earlier, and of synchronisation rounds."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from contextlib import contextmanager
 
 QUANTILE = 0.9999
 SMOOTHING = 0.1
-START = 10.0  # ticks, before any have been counted
+START = 10.0  # ticks, before the first measurement
 _SHARE = 5  # a synchronisation is followed by a pause of this many times the processor time that it took
 _LONGEST = 0.1  # seconds that the pause takes at most
 
 
 class ActionTiming:
-    """Estimates how many ticks of the clock may pass before what is decided now takes effect.
+    """Estimator of the number of clock ticks between a decision to act on an intent and its effect.
 
-    After AdaPM (Renz-Wieland et al., arXiv:2206.00470): an intent is due once it starts within the 0.9999 quantile of a
-    Poisson variable. Its mean there is twice the ticks of a round; here it is the ticks that have been counted from one
-    look at the intents to the arrival of what the next look asked for: an intent that has just missed a look waits as
-    long. The mean follows the counts up at once, and down slowly.
+    After AdaPM (Renz-Wieland et al., arXiv:2206.00470): an intent is due if it starts within the 0.9999 quantile of a
+    Poisson variable. There its mean is twice the ticks of a round. Here it is the measured number of ticks from one
+    check of the intents to the arrival of the keys requested at the next check, since an intent that has just missed a
+    check waits that long. The mean follows an increase at once and a decrease slowly.
+
+    Attributes:
+        window: an intent is due if it starts at most this many ticks ahead.
     """
 
     def __init__(self) -> None:
@@ -29,24 +32,27 @@ class ActionTiming:
         self.window = poisson_quantile(START)
 
     def observe(self, begin: int, clock: int) -> None:
-        """Takes into account how long keys were on their way.
+        """Add a measurement.
 
         Args:
-            begin: the clock at the look before the one that asked for them.
-            clock: the clock at their arrival.
+            begin: clock at the check before the one that requested the keys.
+            clock: clock at the arrival of the keys.
         """
         ticks = clock - begin
-        if clock != self._clock:  # a worker at rest (validation, a pause) says nothing about how fast it is
+        if clock != self._clock:  # a worker that rests (validation, a pause) gives no measurement
             self._mean = max(ticks, self._mean + SMOOTHING * (ticks - self._mean))
         self._clock = clock
         self.window = poisson_quantile(self._mean)
 
 
 class SyncTiming:
-    """Lets the synchronisation of replicas take a sixth of a core at most.
+    """Schedule of synchronisation rounds that take at most a sixth of a core.
 
     Args:
-        interval: least time between two, in seconds.
+        interval: minimum time between two rounds, in seconds.
+
+    Attributes:
+        next: time of the next round, on the clock of `time.monotonic`.
     """
 
     def __init__(self, interval: float) -> None:
@@ -56,20 +62,20 @@ class SyncTiming:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts the processor time of a block as spent on synchronisation."""
+        """Return a context that counts its processor time as spent on synchronisation."""
         start = time.thread_time()
         yield
         self._spent += time.thread_time() - start
 
     def end_round(self) -> None:
-        """Sets the time of the next synchronisation, once one is over."""
+        """Schedule the next round; called when a round is complete."""
         self.next = time.monotonic() + max(self._interval, min(_SHARE * self._spent, _LONGEST))
         self._spent = 0.0
 
 
 def poisson_quantile(rate: float, quantile: float = QUANTILE) -> int:
-    """Returns the least k for which a Poisson variable of this rate is at most k with the given probability."""
-    if rate > 1000:  # the normal distribution is as good there, and exp(-rate) would vanish
+    """Return the smallest k with ``P(X <= k) >= quantile`` for a Poisson variable X of a rate."""
+    if rate > 1000:  # normal approximation, since exp(-rate) would underflow
         return math.ceil(rate + 3.72 * math.sqrt(rate))
     term = total = math.exp(-rate)
     k = 0
