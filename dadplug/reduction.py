@@ -26,6 +26,7 @@ from .options import Options
 from .planning.plan import Plan
 from .planning.planner import Planner
 from .reducer.attached import AttachedGradients
+from .signature import takes_keywords_of
 from .units.base import Unit
 from .units.factor import FactorUnit
 
@@ -66,6 +67,7 @@ class GradientReduction:
         ...     optimizer.step()
     """
 
+    @takes_keywords_of(Options)
     def __init__(
         self,
         model: nn.Module,

@@ -1,8 +1,9 @@
-"""What plugs into a trainer. A trainer is imported when its runner is first asked for."""
+"""Runners and strategies: what plugs dadplug into a trainer, which is imported when its runner is first asked for."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from ._lightning.registration import needs_lightning, packages_in_use
@@ -10,28 +11,22 @@ from ._lightning.registration import register_strategies as register_strategies
 
 if TYPE_CHECKING:
     from .adapm_runner import AdaPMRunner
-    from .adapm_strategy import AdaPMStrategy
-    from .dad_strategy import DADStrategy
     from .distributed_runner import DistributedRunner
+    from .pytorch_lightning import AdaPMStrategy, DADStrategy
 
-_TRAINERS = {
-    "AdaPMRunner": "adapm_runner",
-    "AdaPMStrategy": "adapm_strategy",
-    "DADStrategy": "dad_strategy",
-    "DistributedRunner": "distributed_runner",
-}
-_STRATEGIES = ("AdaPMStrategy", "DADStrategy")
+_RUNNERS = {"AdaPMRunner": "adapm_runner", "DistributedRunner": "distributed_runner"}
+_STRATEGIES = {"AdaPMStrategy": "adapm_strategy", "DADStrategy": "dad_strategy"}
 
 __all__ = ["AdaPMRunner", "AdaPMStrategy", "DADStrategy", "DistributedRunner"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _TRAINERS:
+    if name in _STRATEGIES:
+        return _strategy(name)
+    if name not in _RUNNERS:
         raise AttributeError(f"module 'dadplug.runners' has no attribute {name!r}")
-    if name in _STRATEGIES and len(packages_in_use()) == 1:
-        return getattr(needs_lightning(name, __name__), name)  # a class that LightningCLI knows for a strategy
     try:
-        return getattr(importlib.import_module(f".{_TRAINERS[name]}", __name__), name)
+        return getattr(importlib.import_module(f".{_RUNNERS[name]}", __name__), name)
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] in ("catalyst", "accelerate"):
             raise ImportError(
@@ -39,3 +34,22 @@ def __getattr__(name: str) -> Any:
                 "(with pip below 24.1, since newer ones refuse Catalyst's metadata)"
             ) from error
         raise
+
+
+def _strategy(name: str) -> Any:
+    """Return the strategy for the package of Lightning in use, or a factory that chooses the package when called.
+
+    The package cannot be told yet if both are installed and the program has imported neither, or if it has imported
+    both: then the factory raises an error.
+    """
+    if len(packages_in_use()) == 1:
+        return getattr(needs_lightning(name, __name__), name)
+    base = getattr(importlib.import_module(f".{_STRATEGIES[name]}", __name__), f"{name}Base")
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        return getattr(needs_lightning(name, __name__), name)(*args, **kwargs)
+
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = base.__doc__
+    build.__signature__ = inspect.signature(base)  # type: ignore[attr-defined]
+    return build

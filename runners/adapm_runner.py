@@ -1,4 +1,4 @@
-"""Catalyst's runner for embeddings whose rows live spread over the sites (AdaPM)."""
+"""Catalyst's runner for embeddings whose rows are spread over the sites (AdaPM)."""
 
 from __future__ import annotations
 
@@ -10,69 +10,59 @@ from typing import Any
 from torch import nn
 
 from ..adapm import AdaModel
-from ..options import Options
 from ..reduction import GradientReduction
+from ..signature import takes_keywords_of
 from .distributed_runner import DistributedRunner
 from .lookahead_loader import LookaheadLoader
-from .management import Idle, Management, check_names, clip, embeddings_of, give_back
+from .management import Management, Stub, check_names, clip, embeddings_of, give_back
 
 _KEYS = ("input_key", "output_key", "target_key", "loss_key", "split_data", "process_group")
 
 
 class AdaPMRunner(DistributedRunner):
-    """Trains a model whose embeddings are tables spread over the sites; a drop-in for `SupervisedRunner`.
+    """Catalyst runner for models whose embedding rows are spread over the sites (AdaPM); replaces `SupervisedRunner`.
 
     While `train` runs, the rows of the model's nn.Embedding and nn.EmbeddingBag layers are managed as by
     `dadplug.adapm.AdaModel`, train loaders are read ahead as by `dadplug.adapm.AdaDataLoader`, and all other parameters
-    are agreed on as by `DistributedRunner`. Other loaders pull rows, and push none. Checkpoints hold whole tables, and
-    the state of their optimizer, under the plain model's names; after the training the model is a plain one again.
+    are trained as by `DistributedRunner`. Other loaders read rows and write none. Checkpoints hold whole tables and the
+    state of their optimizer under the names of the plain model. After the training the model is a plain model again.
 
     Args:
-        model: as for `DistributedRunner`, and all up to `optimizer`.
-        criterion: see there.
-        optimizer: see there; one that steps rows, see `dadplug.adapm.AdaModel`.
-        mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
-        intent: a function from a batch to ids by the names of weights, ``lambda batch: {"words.weight": batch[0]}``;
-            ``"auto"`` finds them from a pass of shapes through `handle_batch`; None for no lookahead.
-        lookahead: number of batches to be ahead.
+        model: model to train; may be passed to `train` instead, as in `DistributedRunner`.
+        criterion: loss, the mean over the samples of its batch; may be passed to `train` instead.
+        optimizer: optimizer that can update single rows, see `dadplug.adapm.AdaModel`; or an argument of `train`.
+        mode: method for all parameters that are not managed, see `dadplug.GradientReduction`.
+        intent: function from a batch to the ids that it looks up, by the names of weights, such as
+            ``lambda batch: {"words.weight": batch[0]}``; ``"auto"`` finds them by a forward pass of shapes through
+            `handle_batch`; None for no lookahead.
+        lookahead: number of batches that are announced in advance.
         reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows, see `dadplug.adapm.AdaModel`.
-        technique: what intents lead to, see `dadplug.adapm.ParameterManager`.
-        interval: least time between two rounds of synchronisation, in seconds.
+        technique: effect of intents, see `dadplug.adapm.ParameterManager`.
+        interval: minimum time between two rounds of synchronisation, in seconds.
         backend: ``"builtin"`` or ``"adapm"``, see `dadplug.adapm.ParameterManager`.
-        options: as for `DistributedRunner`.
+        arguments: all other arguments of `DistributedRunner`.
 
     Attributes:
-        managed: the `AdaModel` of the training that is running, with its tables and traffic; None outside of one.
+        managed: the `AdaModel` of the running training, with its tables and traffic; None outside of a training.
         reduction: the `GradientReduction` of the other parameters.
 
     Raises:
         ValueError: if an option or its value is unknown; the message lists the valid ones.
 
     Example:
-        >>> runner = AdaPMRunner()
+        >>> runner = AdaPMRunner(lookahead=8)
         >>> runner.train(model=model, criterion=criterion, optimizer=optimizer, loaders=loaders, num_epochs=5)
     """
 
     managed: AdaModel | None = None
 
+    @takes_keywords_of(Management, DistributedRunner.__init__)
     def __init__(
-        self,
-        model: Any = None,
-        criterion: Any = None,
-        optimizer: Any = None,
-        mode: str = "dsgd",
-        *,
-        intent: str | Callable[[Any], Any] | None = "auto",
-        lookahead: int = 16,
-        reduce: str = "mean",
-        technique: str = "all",
-        interval: float = 0.002,
-        backend: str = "builtin",
-        **options: Any,
+        self, model: Any = None, criterion: Any = None, optimizer: Any = None, mode: str = "dsgd", **arguments: Any
     ) -> None:
-        check_names(name for name in options if name not in (*_KEYS, *Options.names()))
-        super().__init__(model, criterion, optimizer, mode, **options)
-        self._management = Management(intent, lookahead, reduce, technique, interval, backend)
+        self._management, others = Management.split(arguments)
+        check_names(name for name in others if name not in _KEYS)
+        super().__init__(model, criterion, optimizer, mode, **others)
         self._owner: Any = None
         self._gathered: tuple[int, dict[str, Any]] | None = None
 
@@ -175,14 +165,14 @@ class _Lookahead(LookaheadLoader):
         self._runner = runner
 
     def _step(self, model: Any, batch: Any) -> None:
-        ghost = copy.copy(self._runner)
-        for name, value in vars(ghost).items():  # methods that the runner has chosen, as for input_key
+        stub: Any = copy.copy(self._runner)
+        for name, value in vars(stub).items():  # methods that the runner has chosen, as for input_key
             if isinstance(value, types.MethodType) and value.__self__ is self._runner:
-                setattr(ghost, name, types.MethodType(value.__func__, ghost))
-        ghost.model, ghost.engine, ghost.optimizer, ghost.scheduler = model, Idle(), Idle(), Idle()  # type: ignore
-        ghost.batch_metrics = {}
-        ghost.batch = ghost._process_batch(batch)
-        ghost.handle_batch(batch=ghost.batch)
+                setattr(stub, name, types.MethodType(value.__func__, stub))
+        stub.model, stub.engine, stub.optimizer, stub.scheduler = model, Stub(), Stub(), Stub()
+        stub.batch_metrics = {}
+        stub.batch = stub._process_batch(batch)
+        stub.handle_batch(batch=stub.batch)
 
 
 class _Part:

@@ -1,116 +1,73 @@
-"""Lightning's strategy for embeddings whose rows live spread over the sites (AdaPM)."""
+"""Lightning's strategy for embeddings whose rows are spread over the sites (AdaPM)."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SiteError
-from . import dad_strategy
-from ._lightning.registration import needs_lightning
+from ..signature import takes_keywords_of
+from .dad_strategy import DADStrategyBase
 from .management import Management, check_names, embeddings_of, give_back
 
 if TYPE_CHECKING:
     from ..adapm import AdaModel
 
 
-class AdaPMStrategy(dad_strategy.DADStrategy):
-    """Trains a module whose embeddings are tables spread over the sites; for ``Trainer(strategy=)``.
+class AdaPMStrategyBase(DADStrategyBase):
+    """Lightning strategy for models whose embedding rows are spread over the sites (AdaPM); for ``Trainer(strategy=)``.
 
-    During a fit the rows of its nn.Embedding and nn.EmbeddingBag layers are managed as by `dadplug.adapm.AdaModel`, the
-    train loader is read ahead as by `dadplug.adapm.AdaDataLoader`, and all other parameters are agreed on as by
-    `DADStrategy`. Validation pulls rows, and pushes none. Checkpoints hold whole tables, and the state of their
-    optimizer, under the plain module's names; after the fit the module is a plain one again, with all its weights.
+    During a fit the rows of the module's nn.Embedding and nn.EmbeddingBag layers are managed as by
+    `dadplug.adapm.AdaModel`, the train loader is read ahead as by `dadplug.adapm.AdaDataLoader`, and all other
+    parameters are trained as by `DADStrategy`. Validation reads rows and writes none. Checkpoints hold whole tables and
+    the state of their optimizer under the names of the plain module. After the fit the module is a plain module again,
+    with all its weights.
 
     Args:
-        mode: how the other parameters are agreed on, see `dadplug.GradientReduction`.
-        intent: a function from a batch to ids by the names of weights, ``lambda batch: {"words.weight": batch[0]}``;
-            ``"auto"`` finds them from a pass of shapes through training_step; None for no lookahead.
-        lookahead: number of batches to be ahead.
-        reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows, see `dadplug.adapm.AdaModel`.
-        technique: what intents lead to, see `dadplug.adapm.ParameterManager`.
-        interval: least time between two rounds of synchronisation, in seconds.
-        backend: ``"builtin"`` or ``"adapm"``, see `dadplug.adapm.ParameterManager`.
+        mode: method for all parameters that are not managed, see `dadplug.GradientReduction`.
         checkpoint: ``"whole"``: site 0 writes whole tables into Lightning's file; ``"sharded"``: each site writes its
-            own rows into a folder beside it, see `dadplug.adapm.save_shards`.
-        rank: and the following: as for `DADStrategy`.
+            own rows into a folder beside the file, see `dadplug.adapm.save_shards`.
+        intent: function from a batch to the ids that it looks up, by the names of weights, such as
+            ``lambda batch: {"words.weight": batch[0]}``; ``"auto"`` finds them by a forward pass of shapes through
+            training_step; None for no lookahead.
+        lookahead: number of batches that are announced in advance.
+        reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows, see `dadplug.adapm.AdaModel`.
+        technique: effect of intents, see `dadplug.adapm.ParameterManager`.
+        interval: minimum time between two rounds of synchronisation, in seconds.
+        backend: ``"builtin"`` or ``"adapm"``, see `dadplug.adapm.ParameterManager`.
+        arguments: all other arguments of `DADStrategy`.
 
     Attributes:
-        managed: the `AdaModel` of the fit that is running, with its tables and traffic; None outside of one.
+        managed: the `AdaModel` of the running fit, with its tables and traffic; None outside of a fit.
         reduction: the `GradientReduction` of the other parameters.
 
     Raises:
         ValueError: if an option or its value is unknown; the message lists the valid ones.
-        RuntimeError: if it cannot tell for which of Lightning's packages it is to be.
+        RuntimeError: if both of Lightning's packages are imported and the strategy is not that of a given package.
 
     Example:
-        >>> trainer = pl.Trainer(strategy=AdaPMStrategy(), accelerator="cpu", devices=2)
+        >>> trainer = pl.Trainer(strategy=AdaPMStrategy(lookahead=8), accelerator="cpu", devices=2)
+        >>> trainer.fit(module, loader)
     """
 
     managed: AdaModel | None = None
 
-    optimizers: Any  # DDPStrategy has them
-    checkpoint_io: Any
-    precision_plugin: Any
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        wanted = needs_lightning("AdaPMStrategy", __package__).AdaPMStrategy if cls is AdaPMStrategy else cls
-        return super().__new__(wanted)
-
-    def __init__(
-        self,
-        mode: str = "dsgd",
-        *,
-        intent: str | Callable[[Any], Any] | None = "auto",
-        lookahead: int = 16,
-        reduce: str = "mean",
-        technique: str = "all",
-        interval: float = 0.002,
-        backend: str = "builtin",
-        checkpoint: str = "whole",
-        rank: int = 8,
-        iterations: int = 1,
-        tolerance: float = 1e-3,
-        warm_start: bool = True,
-        weighting: str = "samples",
-        wire: str = "fp32",
-        dense: str = "allreduce",
-        density: float = 0.01,
-        error_feedback: bool | None = None,
-        share_inputs: bool = True,
-        sync_batchnorm: bool = False,
-        average_buffers: bool = True,
-        check_finite: bool = True,
-        bucket_mb: float | None = None,
-        hierarchy: str | int | list[list[int]] | None = None,
-        timeout: float = 300.0,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        start_method: str = "popen",
-        **unknown: Any,
-    ) -> None:
-        given = locals()  # written out above, as LightningCLI needs it
+    @takes_keywords_of(Management, DADStrategyBase.__init__)
+    def __init__(self, mode: str = "dsgd", *, checkpoint: str = "whole", **arguments: Any) -> None:
         if checkpoint not in ("whole", "sharded"):
             raise ValueError(f"unknown checkpoint {checkpoint!r}; valid ones are 'whole' and 'sharded'")
-        management = Management(**{name: given[name] for name in Management.names()})
-        passed = inspect.signature(dad_strategy.DADStrategy.__init__).parameters
-        super().__init__(**{name: given[name] for name in passed if name not in ("self", "unknown")}, **unknown)
-        self._management, self._sharded = management, checkpoint == "sharded"
+        self._management, others = Management.split(arguments)
+        super().__init__(mode, **others)
+        self._sharded = checkpoint == "sharded"
         self._shards: str | None = None
         self._stamp: str | None = None
         self._optimizer: Any = None
         self._loader: Any = None
 
-    def _check_names(self, unknown: dict[str, Any]) -> None:
-        check_names(unknown)
+    def _check_names(self, options: dict[str, Any]) -> None:
+        check_names(options)
 
     # Start and end
 
@@ -118,7 +75,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         """Does nothing: what is managed is known when the optimizers are there."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)  # type: ignore[misc]
+        super().setup_optimizers(trainer)
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("managed rows have no part in a GradScaler: use precision='bf16-mixed' or '32-true'")
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
@@ -173,7 +130,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
                 "AdaPMStrategy reads one train loader ahead, and there are several: use one, or intent=None, with "
                 "which rows are pulled when they are used"
             )
-        super().on_train_start()  # type: ignore[misc]
+        super().on_train_start()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._loader is None or self.managed is None:
@@ -215,16 +172,16 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
             from ..adapm import join_shards
 
             whole = {**checkpoint, "state_dict": join_shards(self._shards, self._stamp)["model"]}
-            super().load_model_state_dict(whole, strict=strict)  # type: ignore[misc]
+            super().load_model_state_dict(whole, strict=strict)
         elif self.managed is None:
-            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
+            super().load_model_state_dict(checkpoint, strict=strict)
         else:
             self.managed.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         plain = getattr(optimizer, "_optimizer", optimizer)
         if self.managed is None or plain is not self._optimizer:
-            return super().optimizer_state(optimizer)  # type: ignore[misc,no-any-return]
+            return super().optimizer_state(optimizer)
         return {} if self._sharded else self.managed.optimizer_state_dict(plain)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -279,7 +236,7 @@ class AdaPMStrategy(dad_strategy.DADStrategy):
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        super().remove_checkpoint(filepath)
         shutil.rmtree(shards_of(filepath), ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Lightning's strategy for training between sites; no import of Lightning, of which there are two packages."""
+"""Lightning's strategy for training between sites, for either of Lightning's packages, neither of which it imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,87 +17,66 @@ from ..exchange import Traffic, Transport, open_transport
 from ..exchange.addresses import choose_interface, gloo_interface
 from ..exchange.membership import describe
 from ..model_sync.samples import batch_size
-from ..model_sync.uneven_inputs import has_turn
+from ..model_sync.uneven_inputs import takes_part
 from ..options import Options
 from ..reduction import GradientReduction
+from ..signature import takes_keywords_of
 from ._lightning.environment import SiteEnvironment
-from ._lightning.registration import needs_lightning
-from ._lightning.uneven_loader import TurnLoader, agree_on_steps
+from ._lightning.uneven_loader import UnevenLoader, compare_lengths
+
+if TYPE_CHECKING:
+    from ._lightning.ddp_interface import DDPInterface as _DDPStrategy
+else:
+    _DDPStrategy = object  # DDPStrategy comes behind it, in the classes for a package
 
 _SIGTERM = "_broadcast_sigterm_tensor"  # of Lightning's loop over batches, since 2.6
 
 
-class DADStrategy:
-    """Trains one model between sites, by gradients that dadplug agrees on; for ``Trainer(strategy=)``.
+class DADStrategyBase(_DDPStrategy):
+    """Lightning strategy that trains one model between sites; for ``Trainer(strategy=)``.
 
-    Processes, samplers, metrics and evaluation are those of Lightning's ``DDPStrategy``, from which the classes that
-    are made derive: `dadplug.runners.lightning.DADStrategy` and `dadplug.runners.pytorch_lightning.DADStrategy`. This
-    one stands for that of the package that is in use.
+    Processes, samplers, metrics and evaluation are those of Lightning's ``DDPStrategy``. Gradients are agreed on at the
+    end of each backward pass (the last one, with accumulation), before any hook, clipping or optimizer reads them.
 
-    Where the sites have met before, by `dadplug.connect`, Lightning starts no processes: give ``devices=1`` then.
-    Gradients are agreed on at the end of each backward pass, with accumulation of the last one, before any hook,
-    clipping or optimizer sees them. Sites may have different numbers of batches: one that has fewer repeats a batch
-    without weight in some steps.
+    If the sites are connected already, by `dadplug.connect`, Lightning starts no processes: pass ``devices=1``. Sites
+    may have different numbers of batches: a site with fewer repeats a batch with weight zero in some steps.
+
+    `dadplug.DADStrategy` is the strategy for the one of Lightning's two packages that is in use;
+    `dadplug.runners.lightning.DADStrategy` and `dadplug.runners.pytorch_lightning.DADStrategy` are those for a given
+    package.
 
     Args:
         mode: name of a method, such as ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
-        rank: and all up to `timeout`: options of the reduction, see `dadplug.options.Options`.
-        accelerator: and the following: as in ``DDPStrategy``.
+        accelerator: as in ``DDPStrategy``.
         parallel_devices: as in ``DDPStrategy``.
-        cluster_environment: as in ``DDPStrategy``.
+        cluster_environment: as in ``DDPStrategy``; by default the existing connection of the sites, if there is one.
         checkpoint_io: as in ``DDPStrategy``.
         precision_plugin: as in ``DDPStrategy``.
         process_group_backend: as in ``DDPStrategy``.
-        start_method: ``"popen"``, or ``"spawn"``, ``"fork"`` (notebooks), ``"forkserver"``.
+        start_method: start of the processes: ``"popen"``, ``"spawn"``, ``"fork"`` (notebooks) or ``"forkserver"``.
+        options: options of the gradient reduction, with the names and defaults of `dadplug.options.Options`.
 
     Attributes:
+        options: the options of the gradient reduction.
         reduction: the `GradientReduction` of the last fit, with its plan and traffic; None before it.
 
     Raises:
-        ValueError: if a mode, an option or its value is unknown; the message lists the valid ones.
-        RuntimeError: if it cannot tell for which of Lightning's packages it is to be.
+        ValueError: if the mode, an option or its value is unknown; the message lists the valid ones.
+        RuntimeError: if both of Lightning's packages are imported and the strategy is not that of a given package.
 
     Example:
         >>> trainer = pl.Trainer(strategy=DADStrategy(mode="rankdad"), accelerator="cpu", devices=2)
+        >>> trainer.fit(module, loader)
+        >>> print(trainer.strategy.reduction.plan)
     """
 
     reduction: GradientReduction | None = None
 
-    # What DDPStrategy has.
-    cluster_environment: Any
-    lightning_module: Any
-    precision_plugin: Any
-    parallel_devices: Any
-    world_size: int
-    global_rank: int
-    local_rank: int
-    pre_backward: Any
-    post_backward: Any
-    _layer_sync: Any
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__new__(needs_lightning("DADStrategy", __package__).DADStrategy if cls is DADStrategy else cls)
-
+    @takes_keywords_of(Options)
     def __init__(
         self,
         mode: str = "rankdad",
         *,
-        rank: int = 8,
-        iterations: int = 1,
-        tolerance: float = 1e-3,
-        warm_start: bool = True,
-        weighting: str = "samples",
-        wire: str = "fp32",
-        dense: str = "allreduce",
-        density: float = 0.01,
-        error_feedback: bool | None = None,
-        share_inputs: bool = True,
-        sync_batchnorm: bool = False,
-        average_buffers: bool = True,
-        check_finite: bool = True,
-        bucket_mb: float | None = None,
-        hierarchy: str | int | list[list[int]] | None = None,
-        timeout: float = 300.0,
         accelerator: Any = None,
         parallel_devices: Any = None,
         cluster_environment: Any = None,
@@ -105,13 +84,12 @@ class DADStrategy:
         precision_plugin: Any = None,
         process_group_backend: str | None = None,
         start_method: str = "popen",
-        **unknown: Any,
+        **options: Any,
     ) -> None:
-        given = locals()
-        self._check_names(unknown)
+        self._check_names(options)
         if cluster_environment is None and SiteEnvironment.detect():
             cluster_environment = SiteEnvironment()
-        self.options = Options.create(**{name: given[name] for name in Options.names()}, **unknown)
+        self.options = Options.create(mode=mode, **options)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -120,16 +98,16 @@ class DADStrategy:
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             start_method=start_method,
-            timeout=timedelta(seconds=timeout),
-        )  # type: ignore[call-arg]
+            timeout=timedelta(seconds=self.options.timeout),
+        )
         self._states: list[Any] | None = None
         self._steps: tuple[int, int] | None = None
         self._weightless = self._skipped = False
         self._transport: Transport | None = None
         self._run = ExitStack()
 
-    def _check_names(self, unknown: dict[str, Any]) -> None:
-        """Refuses unknown options; `Options.create` does where this does not."""
+    def _check_names(self, options: dict[str, Any]) -> None:
+        """Raise ValueError for unknown options; `Options.create` does if this does not."""
 
     # Start and end
 
@@ -146,7 +124,7 @@ class DADStrategy:
         if environment is not None and not dist.is_initialized():
             choose_interface(environment.main_address, environment.main_port)
         self._run.enter_context(gloo_interface())  # Lightning builds process groups of its own during a run
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         if self.world_size > 1:
             before = self._transport
             self._transport = open_transport(None, Traffic(), self.root_device, self.options.timeout)
@@ -161,7 +139,7 @@ class DADStrategy:
         if self._transport is not None and hasattr(loop, _SIGTERM):
             setattr(loop, _SIGTERM, self._share_sigterm)
             self._run.callback(delattr, loop, _SIGTERM)
-        super().setup(trainer)  # type: ignore[misc]
+        super().setup(trainer)
 
     def configure_ddp(self) -> None:
         """Builds the reduction, where DDP would wrap the model."""
@@ -179,7 +157,7 @@ class DADStrategy:
             if self.reduction is not None:
                 self.reduction.detach(discard=True)  # after an error or a stop some gradients are left
             self._steps = None
-            super().teardown()  # type: ignore[misc]
+            super().teardown()
         finally:
             self._run.close()
 
@@ -191,23 +169,23 @@ class DADStrategy:
             self._transport.close()
         if self.reduction is not None:
             self.reduction.abort(reason)
-        super().on_exception(exception)  # type: ignore[misc]
+        super().on_exception(exception)
 
     # Training
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        dataloader = super().process_dataloader(dataloader)
         trainer = self._trainer
         if trainer is None or not trainer.training or self._transport is None:
             return dataloader
-        self._steps = agree_on_steps(dataloader, self._transport)
+        self._steps = compare_lengths(dataloader, self._transport)
         own, steps = self._steps or (0, 0)
-        return TurnLoader(dataloader, own, steps) if own < steps else dataloader
+        return UnevenLoader(dataloader, own, steps) if own < steps else dataloader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step; where it returns None, this site takes part in the step without data."""
         with self._samples_of((args, kwargs)):
-            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+            output = super().training_step(*args, **kwargs)
         automatic = self.lightning_module.automatic_optimization
         self._skipped = output is None and automatic and self._transport is not None
         if not self._skipped:
@@ -222,7 +200,7 @@ class DADStrategy:
     def _samples_of(self, batch: Any) -> AbstractContextManager[Any]:
         self._weightless = False
         if self._steps is not None and self._trainer is not None:
-            self._weightless = not has_turn(self._trainer.fit_loop.epoch_loop.batch_idx, *self._steps)
+            self._weightless = not takes_part(self._trainer.fit_loop.epoch_loop.batch_idx, *self._steps)
         if self.reduction is None:
             return nullcontext()
         samples = 0 if self._weightless else batch_size(batch)
@@ -247,7 +225,7 @@ class DADStrategy:
         """Step an optimizer; one that looks at the loss gets the mean over sites, so that all decide alike."""
         if self._transport is not None and isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
             closure = self._with_mean_loss(closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def agreed() -> Any:
@@ -268,7 +246,7 @@ class DADStrategy:
 
     def on_validation_start(self) -> None:
         self._average_buffers()
-        super().on_validation_start()  # type: ignore[misc]
+        super().on_validation_start()
 
     def _average_buffers(self) -> None:
         if self._in_fit and self.reduction is not None and self.options.average_buffers:
@@ -278,17 +256,17 @@ class DADStrategy:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._average_buffers()
-        return super().lightning_module_state_dict()  # type: ignore[misc,no-any-return]
+        return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a checkpoint, with what every site's compressor carries from step to step."""
         if self.reduction is not None:
             own = self.reduction.state_dict()
             checkpoint["dadplug"] = self.reduction.gather_objects(own) if self._in_fit else [own]
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._states = checkpoint.get("dadplug")
         return checkpoint
 
@@ -301,12 +279,12 @@ class DADStrategy:
         if self._transport is not None:
             self._transport.gather_objects(None)
         else:
-            super().barrier(*args, **kwargs)  # type: ignore[misc]
+            super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return one site's object on all sites."""
         if self._transport is None or self._interrupted:
-            return super().broadcast(obj, src) if self._transport is None else obj  # type: ignore[misc]
+            return super().broadcast(obj, src) if self._transport is None else obj
         items = [obj]
         with self._naming_sites():
             dist.broadcast_object_list(items, src, group=self._transport.group)
@@ -315,12 +293,12 @@ class DADStrategy:
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the sites."""
         with self._naming_sites():
-            return super().reduce(tensor, self._own_group(group), reduce_op)  # type: ignore[misc]
+            return super().reduce(tensor, self._own_group(group), reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor from all sites."""
         with self._naming_sites():
-            return super().all_gather(tensor, self._own_group(group), sync_grads)  # type: ignore[misc,no-any-return]
+            return super().all_gather(tensor, self._own_group(group), sync_grads)
 
     def _own_group(self, group: Any) -> Any:
         """Replace the group of all processes by one that this site can leave after an error."""

@@ -28,9 +28,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import MismatchError
 from ..exchange import connect
-from ..model_sync.uneven_inputs import batches_before, has_turn
+from ..model_sync.uneven_inputs import batches_before, takes_part
 from ..options import Options
 from ..reduction import GradientReduction
+from ..signature import takes_keywords_of
 from ._catalyst.engine import SiteEngine
 from ._catalyst.fixes import adapt, load_model, load_runner
 from ._catalyst.loaders import SPLIT_DATA, begin_epoch
@@ -39,27 +40,29 @@ from ._catalyst.patches import OLDER_NAMES
 
 
 class DistributedRunner(SupervisedRunner):
-    """A `SupervisedRunner` that trains one model between sites; a drop-in for it.
+    """Catalyst runner that trains one model between sites; a drop-in replacement for `SupervisedRunner`.
 
-    Every site runs the same script, with its place from `dadplug.connect`, torchrun's environment, or a process group
-    that exists already; alone it trains as one site. Stock callbacks, loggers and progress bars work as they do for
-    one process: metrics of a loader are those of all sites together, and only site 0 prints and writes.
+    Every site runs the same script. The sites are connected by `dadplug.connect`, by torchrun's environment, or by an
+    existing process group; without any of them the runner trains as a single site. Stock callbacks, loggers and
+    progress bars work as for one process: metrics of a loader are those of all sites together, and only site 0 prints
+    and writes files.
 
     Args:
-        model: the model; may be given to `train` instead.
-        criterion: the loss; may be given to `train` instead. It should take the mean over its batch.
-        optimizer: the optimizer; may be given to `train` instead.
-        mode: ``"dsgd"``, ``"dad"``, ``"edad"`` or ``"rankdad"``.
+        model: model to train; may be passed to `train` instead.
+        criterion: loss, the mean over the samples of its batch; may be passed to `train` instead.
+        optimizer: optimizer of the model; may be passed to `train` instead.
+        mode: name of a method, such as ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
         input_key: as in `SupervisedRunner`.
         output_key: as in `SupervisedRunner`.
         target_key: as in `SupervisedRunner`.
         loss_key: as in `SupervisedRunner`.
-        split_data: True: loaders hold one data set, the same at all sites, which is split; False: each site brings its
-            own; ``"auto"``: split what is the same at all sites.
-        process_group: the processes that are the sites; the default group where None.
-        options: options of the reduction, see `dadplug.options.Options`.
+        split_data: True: all sites' loaders hold the same data set, which is split over the sites; False: each site
+            has data of its own; ``"auto"``: split those loaders that hold the same data set on all sites.
+        process_group: process group of the sites; the default group if None.
+        options: options of the gradient reduction, with the names and defaults of `dadplug.options.Options`.
 
     Attributes:
+        options: the options of the gradient reduction.
         reduction: the `GradientReduction` of the last training, with its plan and traffic.
 
     Raises:
@@ -68,12 +71,14 @@ class DistributedRunner(SupervisedRunner):
     Example:
         >>> runner = DistributedRunner(mode="rankdad", rank=4)
         >>> runner.train(model=model, criterion=criterion, optimizer=optimizer, loaders=loaders, num_epochs=5)
+        >>> print(runner.reduction.plan)
     """
 
     engine: SiteEngine
     reduction: GradientReduction
     need_early_stop: bool
 
+    @takes_keywords_of(Options)
     def __init__(
         self,
         model: Any = None,
@@ -248,7 +253,7 @@ class DistributedRunner(SupervisedRunner):
                     self.need_early_stop = False
                     self._idle(stop=True)
                     break
-                batch = next(batches, None) if has_turn(step, self._own_steps, self._steps) else None
+                batch = next(batches, None) if takes_part(step, self._own_steps, self._steps) else None
                 if batch is None:
                     self._idle()
                 else:

@@ -59,8 +59,14 @@ class Management:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Lists the options."""
+        """Return the names of the options."""
         return [field.name for field in fields(cls)]
+
+    @classmethod
+    def split(cls, arguments: dict[str, Any]) -> tuple[Management, dict[str, Any]]:
+        """Build the options from those arguments that are theirs; return them and the other arguments."""
+        own = {name: arguments[name] for name in cls.names() if name in arguments}
+        return cls(**own), {name: value for name, value in arguments.items() if name not in own}
 
     def manage(self, owner: str, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> AdaModel:
         """Puts a model's embeddings into tables; all sites must call it.
@@ -94,14 +100,16 @@ class Management:
         return managed
 
 
-def check_names(unknown: Iterable[str]) -> None:
-    """Refuses options that neither managed embeddings nor the reduction of other parameters have.
+def check_names(given: Iterable[str]) -> None:
+    """Check that options belong to managed embeddings or to the reduction of the other parameters.
 
     Raises:
-        ValueError: if there are any; the message lists the valid ones.
+        ValueError: if one does not; the message lists the valid ones.
     """
     names = ["mode", *Management.names(), *(name for name in Options.names() if name != "mode")]
-    for name in unknown:
+    for name in given:
+        if name in names:
+            continue
         near = difflib.get_close_matches(name, names, 1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
@@ -158,7 +166,7 @@ def clip(model: AdaModel, function: Callable[..., Any]) -> Any:
     return model.clip_grad_norm_(options["max_norm"], options.get("norm_type", 2.0))
 
 
-class Idle:
+class Stub:
     """Stands for what steps a model: an optimizer, a schedule, an engine. Whatever is called does nothing."""
 
     def __getattr__(self, name: str) -> Any:

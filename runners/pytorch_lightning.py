@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pytorch_lightning.strategies import DDPStrategy
 
-from . import adapm_strategy, dad_strategy
+from .adapm_strategy import AdaPMStrategyBase
+from .dad_strategy import DADStrategyBase
 
 
-class DADStrategy(dad_strategy.DADStrategy, DDPStrategy):
-    """`dadplug.runners.dad_strategy.DADStrategy` for this package."""
+class DADStrategy(DADStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
+    __doc__ = DADStrategyBase.__doc__
 
 
-class AdaPMStrategy(adapm_strategy.AdaPMStrategy, DDPStrategy):
-    """`dadplug.runners.adapm_strategy.AdaPMStrategy` for this package."""
+class AdaPMStrategy(AdaPMStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
+    __doc__ = AdaPMStrategyBase.__doc__

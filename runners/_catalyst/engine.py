@@ -44,6 +44,7 @@ class SiteEngine(Engine):
     """
 
     transport: Transport
+    _place = 0, 1  # rank and number of sites; Accelerate, which is to work as if alone, asks for them while it is built
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class SiteEngine(Engine):
         self.loader_samples: Callable[[], int] = lambda: 1
         self.seed = 0
         self.transport = open_transport(process_group, Traffic(), torch.device("cpu"), timeout)
+        self._place = self.transport.rank, self.transport.world_size
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -102,7 +104,7 @@ class SiteEngine(Engine):
 
     @property
     def process_index(self) -> int:
-        return self.transport.rank if "transport" in vars(self) else 0
+        return self._place[0]
 
     @property
     def local_process_index(self) -> int:
@@ -110,7 +112,7 @@ class SiteEngine(Engine):
 
     @property
     def num_processes(self) -> int:
-        return self.transport.world_size if "transport" in vars(self) else 1
+        return self._place[1]
 
     @property
     def is_main_process(self) -> bool:

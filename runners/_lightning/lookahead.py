@@ -11,7 +11,7 @@ from typing import Any
 from ...adapm import AdaModel, IntentError
 from ...adapm.loader import Ids
 from ..lookahead_loader import LookaheadLoader
-from ..management import Idle, nothing, shape_only
+from ..management import Stub, nothing, shape_only
 
 _HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 # What needs a trainer and looks up nothing.
@@ -70,8 +70,8 @@ def _prepare(module: Any, optimizers: int, schedules: int) -> None:
     for name in _SILENT:
         setattr(module, name, nothing)
     if not module.automatic_optimization:
-        module.optimizers = functools.partial(_idle, optimizers)
-        module.lr_schedulers = functools.partial(_idle, schedules)
+        module.optimizers = functools.partial(_stubs, optimizers)
+        module.lr_schedulers = functools.partial(_stubs, schedules)
     metrics = sys.modules.get("torchmetrics")
     for child in module.modules():
         if metrics is not None and isinstance(child, metrics.Metric):
@@ -83,5 +83,5 @@ def _is_users(item: Any, name: str) -> bool:
     return module.split(".")[0] not in ("lightning", "pytorch_lightning")
 
 
-def _idle(count: int, *args: Any, **kwargs: Any) -> Any:
-    return Idle() if count == 1 else [Idle() for _ in range(count)] or None
+def _stubs(count: int, *args: Any, **kwargs: Any) -> Any:
+    return Stub() if count == 1 else [Stub() for _ in range(count)] or None

@@ -1,4 +1,4 @@
-"""Gives sites with different numbers of batches equally many steps, for trainers that know nothing of idle sites."""
+"""A loader that gives a site with fewer batches as many steps as the others have."""
 
 from __future__ import annotations
 
@@ -6,54 +6,60 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...exchange import Transport
-from ...model_sync.uneven_inputs import has_turn
+from ...model_sync.uneven_inputs import takes_part
 
 
-class TurnLoader:
-    """A loader that says its last batch once more in the steps in which its site has no turn.
+class UnevenLoader:
+    """Loader that repeats its last batch in the steps in which its site does not participate.
 
-    The strategy gives those no weight. Everything else about the loader stays reachable, and settable, through this.
+    The strategy gives the repeated batches no weight. All other attributes are those of the wrapped loader, for reading
+    and for writing.
 
     Args:
         loader: the site's own loader.
         own: number of its batches.
-        steps: number of batches to give.
+        steps: number of batches to yield, at least `own`.
     """
 
+    _OWN = ("_loader", "_own", "_steps")
+
     def __init__(self, loader: Any, own: int, steps: int) -> None:
-        vars(self).update(_loader=loader, _own=own, _steps=steps)
+        self._loader, self._own, self._steps = loader, own, steps
 
     def __len__(self) -> int:
-        return int(self._steps)
+        return self._steps
 
     def __iter__(self) -> Iterator[Any]:
         batches, batch = iter(self._loader), None
         for step in range(self._steps):
-            if has_turn(step, self._own, self._steps):
+            if takes_part(step, self._own, self._steps):
                 batch = next(batches)
             yield batch
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loader" not in vars(self):
+        if name.startswith("__") or name in self._OWN:  # not set yet while a copy is built
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loader, name, value)
+        if name in self._OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._loader, name, value)
 
 
-def agree_on_steps(loader: Any, transport: Transport) -> tuple[int, int] | None:
+def compare_lengths(loader: Any, transport: Transport) -> tuple[int, int] | None:
     """Compare the lengths of all sites' loaders; all sites must call it.
 
     Args:
         loader: the site's own loader.
-        transport: the transport.
+        transport: transport to the other sites.
 
     Returns:
-        This site's number of batches and the largest of all; None where there is nothing to even out.
+        This site's number of batches and the largest number of any site; None if all sites have equally many.
 
     Raises:
-        ValueError: if some site has no batches, or only some know how many they have.
+        ValueError: if a site has no batches, or only some sites know how many they have.
     """
     try:
         own = len(loader)
@@ -63,9 +69,9 @@ def agree_on_steps(loader: Any, transport: Transport) -> tuple[int, int] | None:
     if len(set(lengths)) == 1:
         return None
     if min(lengths) < 1:
-        told = ", ".join(f"site {site}: {'unknown' if n < 0 else n}" for site, n in enumerate(lengths))
+        found = ", ".join(f"site {site}: {'unknown' if n < 0 else n}" for site, n in enumerate(lengths))
         raise ValueError(
-            f"sites need equally many training batches, or a known number each, at least one ({told}); a loader over "
+            f"sites need equally many training batches, or a known number each, at least one ({found}); a loader over "
             "an IterableDataset needs limit_train_batches=n where others' lengths are known"
         )
     return own, max(lengths)

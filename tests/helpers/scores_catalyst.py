@@ -41,7 +41,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def one_process(kind="sgd", epochs=2, accumulation=1, steps=(6, 6), head=True):
-    from dadplug.model_sync.uneven_inputs import has_turn
+    from dadplug.model_sync.uneven_inputs import takes_part
 
     model = Scores(head)
     optimizer = optimizer_of(model, kind)
@@ -49,7 +49,7 @@ def one_process(kind="sgd", epochs=2, accumulation=1, steps=(6, 6), head=True):
         loaders = [list(DataLoader(data(site, steps=steps[site]), BATCH)) for site in (0, 1)]
         waiting = []
         for step in range(max(steps)):
-            now = [own.pop(0) for own, count in zip(loaders, steps) if has_turn(step, count, max(steps))]
+            now = [own.pop(0) for own, count in zip(loaders, steps) if takes_part(step, count, max(steps))]
             waiting.extend(now)
             if (step + 1) % accumulation == 0 or step + 1 == max(steps):
                 ids, targets = (torch.cat(parts) for parts in zip(*waiting))

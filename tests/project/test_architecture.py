@@ -19,6 +19,7 @@ EVERYWHERE = (*architecture.FOLDERS, "examples", "benchmarks", "tests")
 LAYERS = (
     "errors",
     "registry",
+    "signature",
     "jit",
     "hooks",
     "lowrank",

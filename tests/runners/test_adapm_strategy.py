@@ -156,11 +156,11 @@ def uneven() -> None:
     make_trainer(AdaPMStrategy(), max_epochs=1).fit(
         module, DataLoader(data(site, steps=4 - 2 * site), batch_size=BATCH)
     )
-    from dadplug.model_sync.uneven_inputs import has_turn
+    from dadplug.model_sync.uneven_inputs import takes_part
 
     optimizer = expected.configure_optimizers()
     for step in range(4):
-        now = [own.pop(0) for own, count in zip(shares, (4, 2), strict=True) if has_turn(step, count, 4)]
+        now = [own.pop(0) for own, count in zip(shares, (4, 2), strict=True) if takes_part(step, count, 4)]
         words, tags, targets = (torch.cat(parts) for parts in zip(*now, strict=True))
         optimizer.zero_grad()
         (expected(words, tags) - targets).square().mean().backward()
@@ -265,8 +265,7 @@ def test_wrong_options_are_named(options, message):
 
 
 def test_the_constructor_names_the_options_of_dadstrategy_with_their_defaults():
-    from dadplug.runners.adapm_strategy import AdaPMStrategy
-    from dadplug.runners.dad_strategy import DADStrategy
+    from dadplug.runners.pytorch_lightning import AdaPMStrategy, DADStrategy
 
     ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (AdaPMStrategy, DADStrategy))
     assert [name for name in theirs if name not in ours] == []

@@ -13,7 +13,7 @@ pl = pytest.importorskip("pytorch_lightning")
 import lightning_zoo as zoo  # noqa: E402
 from dadplug.runners import DADStrategy  # noqa: E402
 
-from dadplug.model_sync.uneven_inputs import has_turn  # noqa: E402
+from dadplug.model_sync.uneven_inputs import takes_part  # noqa: E402
 
 MODES = ("dsgd", "dad", "rankdad")
 
@@ -198,7 +198,7 @@ def uneven(rows: list[int], mode: str, accumulate: int) -> None:
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     waiting = [list(share) for share in shares]
     for step in range(steps):
-        now = [own.pop(0) for own, share in zip(waiting, shares) if has_turn(step, len(share), steps)]
+        now = [own.pop(0) for own, share in zip(waiting, shares) if takes_part(step, len(share), steps)]
         inputs, targets = (torch.cat(parts) for parts in zip(*now, strict=True))
         optimizer.zero_grad()
         zoo.cross_entropy(reference(inputs), targets).backward()

@@ -209,17 +209,3 @@ def test_wrong_names_list_the_right_ones():
     mode, option = support.run_programs(commands, preload=["pytorch_lightning"])
     assert f"unknown mode 'rnkdad'; valid ones are {support.valid_modes()}" in mode.errors
     assert "unknown option 'rnk' (did you mean 'rank'?); valid options are mode, rank" in option.errors
-
-
-def test_the_constructor_names_every_option_with_its_default():
-    import dataclasses
-    import inspect
-
-    from dadplug.runners.dad_strategy import DADStrategy
-
-    from dadplug.options import Options
-
-    parameters = inspect.signature(DADStrategy.__init__).parameters
-    for option in dataclasses.fields(Options):
-        assert parameters[option.name].default == option.default
-        assert parameters[option.name].annotation.split(" |")[0] in ("str", "int", "float", "bool")

@@ -1,0 +1,91 @@
+"""The members of Lightning's ``DDPStrategy`` that the strategies use, for type checking only.
+
+The strategies are written once for both of Lightning's packages, and so before it is known which ``DDPStrategy`` they
+derive from. At run time nothing imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+
+class DDPInterface:
+    """The part of ``DDPStrategy`` that `DADStrategyBase` and `AdaPMStrategyBase` rely on."""
+
+    cluster_environment: Any
+    lightning_module: Any
+    optimizers: Any
+    checkpoint_io: Any
+    precision_plugin: Any
+    parallel_devices: Any
+    world_size: int
+    global_rank: int
+    local_rank: int
+    pre_backward: Callable[[Tensor], None]
+    post_backward: Callable[[Tensor], None]
+    _layer_sync: Any
+
+    def __init__(
+        self,
+        accelerator: Any,
+        parallel_devices: Any,
+        cluster_environment: Any,
+        checkpoint_io: Any,
+        precision_plugin: Any,
+        process_group_backend: str | None,
+        start_method: str,
+        timeout: timedelta,
+    ) -> None: ...
+
+    def setup_environment(self) -> None: ...
+
+    def setup(self, trainer: Any) -> None: ...
+
+    def setup_optimizers(self, trainer: Any) -> None: ...
+
+    def teardown(self) -> None: ...
+
+    def on_exception(self, exception: BaseException) -> None: ...
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        raise NotImplementedError
+
+    def on_train_start(self) -> None: ...
+
+    def on_validation_start(self) -> None: ...
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None: ...
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None: ...
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def remove_checkpoint(self, filepath: Any) -> None: ...
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        raise NotImplementedError
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        raise NotImplementedError
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        raise NotImplementedError
