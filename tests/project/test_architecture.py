@@ -92,7 +92,6 @@ REPLACED = {
     "flight": "in_flight",
 }
 REPLACED_BUT_LEFT = {
-    "ghost",
     "lane",
     "lanes",
     "stage",
