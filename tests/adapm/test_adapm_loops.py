@@ -10,7 +10,8 @@ import functools
 import pytest
 import support
 import torch
-from adapm_loops import LOOPS, Loop, run_all
+from adapm_loops import LOOPS, run_all
+from managed_loop import Loop
 from torch import nn
 
 from dadplug import NonFiniteError

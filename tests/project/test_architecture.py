@@ -55,8 +55,6 @@ MODULES_IN_CYCLES = {
 }
 LONG_FILES = {
     "dadplug/reduction.py",
-    "tests/adapm/test_adapm_bindings.py",
-    "tests/helpers/adapm_loops.py",
     "tests/runners/test_distributed_runner.py",
 }
 LONG_FUNCTIONS = {
