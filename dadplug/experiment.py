@@ -22,19 +22,19 @@ from .models import MODELS, build_for
 from .options import Options
 from .registry import Registry
 
-CRITERIA: Registry[type[nn.Module]] = Registry("criterion")
+CRITERIA: Registry[str, type[nn.Module]] = Registry("criterion")
 CRITERIA.register("crossentropyloss", "crossentropy")(nn.CrossEntropyLoss)
 CRITERIA.register("nllloss", "nll")(nn.NLLLoss)
 CRITERIA.register("multimarginloss")(nn.MultiMarginLoss)
 
-OPTIMIZERS: Registry[Any] = Registry("optimizer")
+OPTIMIZERS: Registry[str, Any] = Registry("optimizer")
 OPTIMIZERS.register("adam")(torch.optim.Adam)
 OPTIMIZERS.register("adamw")(torch.optim.AdamW)
 OPTIMIZERS.register("sgd")(torch.optim.SGD)
 OPTIMIZERS.register("rmsprop")(torch.optim.RMSprop)
 
 # Each takes the optimizer, the number of epochs, and the user's own settings.
-SCHEDULERS: Registry[Any] = Registry("scheduler")
+SCHEDULERS: Registry[str, Any] = Registry("scheduler")
 SCHEDULERS.register("none")(lambda optimizer, epochs: None)
 SCHEDULERS.register("step", "steplr")(
     lambda optimizer, epochs, **own: lr_scheduler.StepLR(optimizer, **{"step_size": max(1, epochs // 3)} | own)

@@ -11,6 +11,7 @@ from typing import Any
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.topology import check_hierarchy
 from .exchange.wire import FORMATS
+from .methods import method_names
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = tuple(FORMATS)
@@ -60,8 +61,6 @@ class Options:
     timeout: float = _option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost")
 
     def __post_init__(self) -> None:
-        from .methods import method_names
-
         _one_of("mode", self.mode, method_names())
         for option in dataclasses.fields(self):
             if choices := option.metadata["choices"]:

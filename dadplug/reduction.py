@@ -118,7 +118,7 @@ class GradientReduction:
         if self._remembers:
             self._method.loss_scales.record(unit.name)
         if isinstance(unit, FactorUnit):
-            unit.prepare(self._counter.owned, exact=self._method.exact)
+            unit.prepare(self._counter.owned, exact=self._method.traits.exact)
         self._planner.record_arrival(unit, self._syncing)
         if isinstance(unit, FactorUnit):
             unit.show_arrival()

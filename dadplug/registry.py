@@ -1,48 +1,70 @@
-"""Named choices: a table of builders, and one error for a name that is not in it."""
+"""Registries: named choices that can be added to, with one error for a name that is not registered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
-class Registry(Generic[T]):
-    """A table of things by name; names are compared without case, ``-`` and ``_``.
+class Registry(dict[K, T]):
+    """A dictionary that is filled by a decorator, and whose error for a missing key lists the valid ones.
 
     Args:
-        kind: what the things are, for messages.
+        kind: what the entries are, for messages.
+        exact: whether names have to be spelled exactly. Otherwise case, ``-`` and ``_`` do not count in look-ups by
+            ``registry[name]``.
+
+    Example:
+        >>> SHAPES: Registry[str, type] = Registry("shape")
+        >>> @SHAPES.register("square", "box")
+        ... class Square: ...
+        >>> SHAPES["Square"] is SHAPES["box"] is Square
+        True
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, exact: bool = False) -> None:
+        super().__init__()
         self.kind = kind
-        self._entries: dict[str, tuple[str, T]] = {}
+        self._exact = exact
+        self._keys: dict[Any, K] = {}  # by alias
+        self._listeners: list[Callable[[K], object]] = []
 
-    def register(self, *names: str) -> Callable[[T], T]:
-        """Registers a thing under its name and further ones; a decorator."""
+    def register(self, key: K, *aliases: K) -> Callable[[T], T]:
+        """Register an entry under a key; a decorator. An entry that has the key is replaced.
+
+        Args:
+            key: the key, which iteration yields.
+            aliases: further keys for look-ups.
+        """
 
         def decorate(entry: T) -> T:
-            for name in names:
-                self._entries[self._key(name)] = (names[0], entry)
+            self[key] = entry
+            for each in (key, *aliases):
+                self._keys[self._normalised(each)] = key
+            for listener in self._listeners:
+                listener(key)
             return entry
 
         return decorate
 
-    def __getitem__(self, name: str) -> T:
-        """Finds a thing by name.
+    def on_register(self, listener: Callable[[K], object]) -> None:
+        """Call a function with the key of every entry that is registered from now on."""
+        self._listeners.append(listener)
+
+    def __missing__(self, key: K) -> T:
+        """Look up an alias or another spelling.
 
         Raises:
-            ValueError: if there is none; the message lists the valid names.
+            ValueError: if there is none; the message lists the keys.
         """
-        try:
-            return self._entries[self._key(name)][1]
-        except KeyError:
-            raise ValueError(f"unknown {self.kind} {name!r}; valid ones are {', '.join(self)}") from None
+        found = self.get(self._keys.get(self._normalised(key)))  # type: ignore[arg-type]
+        if found is None:
+            raise ValueError(f"unknown {self.kind} {key!r}; valid ones are {', '.join(map(str, self))}")
+        return found
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(name for name, _ in self._entries.values()))
-
-    @staticmethod
-    def _key(name: str) -> str:
-        return name.lower().replace("-", "").replace("_", "")
+    def _normalised(self, key: K) -> Any:
+        exact = self._exact or not isinstance(key, str)
+        return key if exact else key.lower().replace("-", "").replace("_", "")  # type: ignore[attr-defined]

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..registry import Registry
+
 Backward = Callable[..., Tensor]
 
 
@@ -23,7 +25,7 @@ class _Kind(NamedTuple):
     rounds: bool
 
 
-_KINDS: dict[str, _Kind] = {}
+_KINDS: Registry[str, _Kind] = Registry("elementwise function", exact=True)
 # Nodes that leave numbers and their order as they are.
 _SAME_ROWS = {
     *("AliasBackward0", "CloneBackward0", "ReshapeAliasBackward0", "ToCopyBackward0", "UnsafeViewBackward0"),
@@ -90,7 +92,7 @@ def register_elementwise(
         rounds: whether `backward` rounds in another way than autograd does.
     """
     for node in nodes:
-        _KINDS[node] = _Kind(backward, tuple(constants), fits, rounds)
+        _KINDS.register(node)(_Kind(backward, tuple(constants), fits, rounds))
 
 
 _aten = torch.ops.aten

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..registry import Registry
 from .form import LINEAR, Form
 
 
@@ -53,8 +54,9 @@ class LayerFamily(ABC):
         return ""
 
 
-_FAMILIES: dict[type[nn.Module], LayerFamily] = {}
-_NAMED_FAMILIES: dict[str, LayerFamily] = {}  # by qualified name of a class whose library need not be installed
+_FAMILIES: Registry[type[nn.Module], LayerFamily] = Registry("layer family")
+# By qualified name of a class whose library need not be installed.
+_NAMED_FAMILIES: Registry[str, LayerFamily] = Registry("layer family", exact=True)
 # Modules that use their children's weights without calling the children, so that no hook on a child ever fires.
 _OPAQUE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
 
@@ -70,9 +72,9 @@ def register_family(*layer_types: type[nn.Module] | str) -> Callable[[type[Layer
     def decorate(family: type[LayerFamily]) -> type[LayerFamily]:
         for layer_type in layer_types:
             if isinstance(layer_type, str):
-                _NAMED_FAMILIES[layer_type] = family()
+                _NAMED_FAMILIES.register(layer_type)(family())
             else:
-                _FAMILIES[layer_type] = family()
+                _FAMILIES.register(layer_type)(family())
         return family
 
     return decorate

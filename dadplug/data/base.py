@@ -133,7 +133,7 @@ class DataPair:
         return DataPair(self.train.resized(size), self.test.resized(size), self.classes)
 
 
-DATASETS: Registry[Callable[[Path], DataPair]] = Registry("dataset")
+DATASETS: Registry[str, Callable[[Path], DataPair]] = Registry("dataset")
 
 
 def load_dataset(name: str, data_dir: str | Path = "data") -> DataPair:

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..registry import Registry
+
 _HEAD = b"dadplug1"
 _DEPTH = 64  # levels of containers in containers
 _SIZE = struct.Struct("<Q")
@@ -27,7 +29,7 @@ _ARRAY_TYPES = {name: np.dtype(name) for name in _SHARED.split()}
 _TENSOR_TYPES = {name: getattr(torch, name) for name in f"{_SHARED} {_OWN}".split() if hasattr(torch, name)}
 _TENSOR_NAMES = {dtype: name for name, dtype in _TENSOR_TYPES.items()}
 
-_registered: dict[str, type] = {}
+_registered: Registry[str, type] = Registry("class", exact=True)
 _families: list[type] = []
 
 Class = TypeVar("Class", bound=type)
@@ -48,7 +50,7 @@ def register(cls: Class) -> Class:
     """
     if not _sendable(cls):
         raise TypeError(f"only dataclasses, named tuples and enumerations can be registered, not {cls.__name__}")
-    _registered[_name(cls)] = cls
+    _registered.register(_name(cls))(cls)
     return cls
 
 
@@ -290,7 +292,8 @@ def _name(cls: type) -> str:
 def _registered_as(name: str) -> type | None:
     if name not in _registered:
         for family in _families:
-            _registered.update((_name(cls), cls) for cls in _derived(family))
+            for cls in _derived(family):
+                _registered.register(_name(cls))(cls)
     return _registered.get(name)
 
 

@@ -110,7 +110,7 @@ class QuantisedFormat(WireFormat):
         return values.to(rows)
 
 
-FORMATS: Registry[Callable[[torch.dtype], WireFormat]] = Registry("wire format")
+FORMATS: Registry[str, Callable[[torch.dtype], WireFormat]] = Registry("wire format")
 """Wire formats by the value of the option ``wire``; each is a function of the type of the tensors."""
 
 FORMATS.register("fp32")(WireFormat)  # stands for the parameters' own type

@@ -1,6 +1,28 @@
 """The methods of gradient agreement, one a file."""
 
 from . import auto, dad, dsgd, edad, powersgd, rankdad, topk  # noqa: F401  (each registers itself)
-from .base import Method, Quality, decode, make_method, method_names, on_registration, register_method
+from .base import (
+    METHODS,
+    Method,
+    MethodOptions,
+    Quality,
+    Traits,
+    decode,
+    make_method,
+    method_names,
+    on_registration,
+    register_method,
+)
 
-__all__ = ["Method", "Quality", "decode", "make_method", "method_names", "on_registration", "register_method"]
+__all__ = [
+    "METHODS",
+    "Method",
+    "MethodOptions",
+    "Quality",
+    "Traits",
+    "decode",
+    "make_method",
+    "method_names",
+    "on_registration",
+    "register_method",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import register_method
+from .base import Traits, register_method
 from .dad import DAD
 
 
@@ -10,4 +10,4 @@ from .dad import DAD
 class Auto(DAD):
     """Sends what `DAD` sends, or all-reduces; `dadplug.planning.first_step` chooses by the link and by the rows."""
 
-    chooses = True
+    traits = Traits(exact=True, chooses_path=True)

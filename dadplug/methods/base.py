@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,11 +13,9 @@ from torch import Tensor
 from ..exchange.payload import FactorPayload
 from ..hooks import LINEAR, Factor, Form
 from ..lowrank import sum_of_products, sum_one_by_one
+from ..registry import Registry
 from .feedback import ErrorFeedback
 from .loss_scale import LossScales
-
-if TYPE_CHECKING:
-    from ..options import Options
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,61 @@ class Quality:
     residual: float
 
 
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a method.
+
+    Attributes:
+        exact: whether the agreed gradient is that of one process, up to rounding.
+        takes_factors: whether it sends factors at all; then an embedding's gradient is sent as the rows that it has.
+        chooses_path: whether layers are all-reduced where that is predicted to take less time than their `path`.
+        detects_nonfinite: whether `encode` raises FloatingPointError for NaN or Inf, so that no other check is needed.
+        keeps_state: whether a step changes anything that the next one uses. The step then ends by `commit` or
+            `rollback`.
+        shares_state: whether all sites must have the same state; sites that resume get rank 0's.
+        sends_bias: whether a bias gradient is sent beside the rows; otherwise it is the sum of the rows of `left`.
+        recomputes_deltas: whether deltas along chains of layers are recomputed and not sent, see
+            `dadplug.planning.chains`.
+    """
+
+    exact: bool
+    takes_factors: bool = True
+    chooses_path: bool = False
+    detects_nonfinite: bool = False
+    keeps_state: bool = False
+    shares_state: bool = False
+    sends_bias: bool = False
+    recomputes_deltas: bool = False
+
+
+class MethodOptions(Protocol):
+    """Options that methods read; `dadplug.options.Options` has them, with their meaning."""
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def iterations(self) -> int: ...
+
+    @property
+    def tolerance(self) -> float: ...
+
+    @property
+    def warm_start(self) -> bool: ...
+
+    @property
+    def density(self) -> float: ...
+
+    @property
+    def error_feedback(self) -> bool | None: ...
+
+    @property
+    def wire(self) -> str: ...
+
+
 class Method(ABC):
     """A method of gradient agreement; a new one is a subclass in a file of its own, and `register_method`.
 
@@ -44,28 +97,14 @@ class Method(ABC):
         loss_scales: the loss scale that a unit's gradient contains, by name of the unit.
     """
 
-    name: str
-    exact: bool
-    """Whether the agreed gradient is that of one process, up to rounding."""
+    name: ClassVar[str]
+    """Value of the option ``mode``; `register_method` sets it."""
+    traits: ClassVar[Traits]
+    """Properties by which the other parts of a step treat the method."""
     max_rank: int | None = None
     """Largest rank of a compressed gradient; None for a method without."""
-    takes_factors: bool = True
-    """Whether it sends factors at all; then an embedding's gradient is sent as the rows that it has."""
-    chooses: bool = False
-    """Whether layers are all-reduced where that is predicted to take less time than what `path` says."""
-    finds_what_is_not_finite: bool = False
-    """Whether `encode` raises where there is NaN or Inf, so that nobody else has to look."""
-    keeps_state: bool = False
-    """Whether a step changes anything that the next one uses; then `commit` and `rollback` say how it ended."""
-    shares_state: bool = False
-    """Whether sites that resume have to have the same state, which rank 0's then is."""
-    sends_bias: bool = False
-    """Whether a bias gradient is sent beside the rows; otherwise it is the sum of the rows of `left`."""
 
-    chains: bool = False
-    """Whether deltas along chains of layers are recomputed and not sent, see `dadplug.planning.chains`."""
-
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: MethodOptions) -> None:
         self.options = options
         self.errors = ErrorFeedback(False)
         self.loss_scales = LossScales()
@@ -177,33 +216,30 @@ def decode(
     return gradient, bias
 
 
-_METHODS: dict[str, type[Method]] = {}
-_TOLD: list[Callable[[str], None]] = []
+METHODS: Registry[str, type[Method]] = Registry("mode", exact=True)
+"""Methods by the value of the option ``mode``."""
 
 
 def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
-    """Registers a method under the name that ``mode=`` takes; a class decorator."""
+    """Register a method under the value of the option ``mode`` that names it; a class decorator."""
 
     def decorate(method: type[Method]) -> type[Method]:
         method.name = name
-        _METHODS[name] = method
-        for tell in _TOLD:
-            tell(name)
-        return method
+        return METHODS.register(name)(method)
 
     return decorate
 
 
-def on_registration(tell: Callable[[str], None]) -> None:
-    """Has something told the name of every method that is registered from now on."""
-    _TOLD.append(tell)
+def on_registration(listener: Callable[[str], object]) -> None:
+    """Call a function with the name of every method that is registered from now on."""
+    METHODS.on_register(listener)
 
 
 def method_names() -> tuple[str, ...]:
-    """Lists the modes."""
-    return tuple(_METHODS)
+    """Return the valid values of the option ``mode``."""
+    return tuple(METHODS)
 
 
-def make_method(options: Options) -> Method:
-    """Builds the method that ``options.mode`` names."""
-    return _METHODS[options.mode](options)
+def make_method(options: MethodOptions) -> Method:
+    """Make the method that ``options.mode`` names."""
+    return METHODS[options.mode](options)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ..exchange.payload import FactorPayload
 from ..hooks import Factor
-from .base import Method, register_method
+from .base import Method, Traits, register_method
 
 
 @register_method("dad")
 class DAD(Method):
     """Sends N (m + n) numbers a layer, fewer than dSGD's m n where N < m n / (m + n)."""
 
-    exact = True
+    traits = Traits(exact=True)
 
     def path(self, out: int, width: int) -> str:
         return "factors"

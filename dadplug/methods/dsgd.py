@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from .base import Method, register_method
+from .base import Method, Traits, register_method
 
 
 @register_method("dsgd")
 class DSGD(Method):
     """Sends m n numbers a layer, in buckets that are summed while backward goes on."""
 
-    exact = True
-    takes_factors = False
+    traits = Traits(exact=True, takes_factors=False)
 
     def path(self, out: int, width: int) -> str:
         return "allreduce"

@@ -5,7 +5,7 @@ Every site recomputes the others on the rows of all sites, ``D_{i-1} = (D_i W_i)
 
 from __future__ import annotations
 
-from .base import register_method
+from .base import Traits, register_method
 from .dad import DAD
 
 
@@ -13,4 +13,4 @@ from .dad import DAD
 class EDAD(DAD):
     """Sends N n numbers a layer in a chain, and N (m + n) for the last one and for layers outside of chains."""
 
-    chains = True
+    traits = Traits(exact=True, recomputes_deltas=True)

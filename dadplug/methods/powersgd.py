@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..exchange.payload import finite
 from ..lowrank import orthonormalise
-from .base import Method, register_method
+from .base import Method, MethodOptions, Traits, register_method
 from .feedback import ErrorFeedback
 
 
@@ -139,12 +139,10 @@ class PowerSGD(Method):
     A weight whose gradient is not larger than that is all-reduced.
     """
 
-    exact = False
-    takes_factors = False
-    keeps_state = True
-    shares_state = True  # the bases Q are the same on all sites
+    # The bases Q are the same on all sites.
+    traits = Traits(exact=False, takes_factors=False, keeps_state=True, shares_state=True)
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)
         self.max_rank: int = options.rank
         self.errors = ErrorFeedback(options.error_feedback is not False)

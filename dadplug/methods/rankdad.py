@@ -16,7 +16,7 @@ from ..exchange.payload import FactorPayload
 from ..exchange.wire import wire_format
 from ..hooks import Factor
 from ..lowrank import Carry, compress, compress_matrix, squared_norm
-from .base import Method, Quality, register_method
+from .base import Method, MethodOptions, Quality, Traits, register_method
 from .feedback import ErrorFeedback
 
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
@@ -45,12 +45,9 @@ class RankDAD(Method):
     A layer so small that its gradient has no more numbers than that is all-reduced.
     """
 
-    exact = False
-    sends_bias = True
-    finds_what_is_not_finite = True
-    keeps_state = True
+    traits = Traits(exact=False, sends_bias=True, detects_nonfinite=True, keeps_state=True)
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)
         self.max_rank: int = options.rank
         self.errors = ErrorFeedback(bool(options.error_feedback))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..lowrank import top_k
-from .base import Method, register_method
+from .base import Method, MethodOptions, Traits, register_method
 from .feedback import ErrorFeedback
 
 _WHOLE = 1024  # elements below which a gradient is sent as it is
@@ -87,11 +87,9 @@ class TopK(Method):
     A small parameter, such as a bias, is all-reduced.
     """
 
-    exact = False
-    takes_factors = False
-    keeps_state = True
+    traits = Traits(exact=False, takes_factors=False, keeps_state=True)
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)
         self.errors = ErrorFeedback(options.error_feedback is not False)
 

@@ -13,7 +13,7 @@ from ..registry import Registry
 if TYPE_CHECKING:
     from ..data import DataPair
 
-MODELS: Registry[Callable[..., nn.Module]] = Registry("model")
+MODELS: Registry[str, Callable[..., nn.Module]] = Registry("model")
 
 
 def build_model(name: str, *args: Any, **kwargs: Any) -> nn.Module:

@@ -82,7 +82,7 @@ class PayloadCosts:
         rows = None if self._reducer is None else self._reducer.room(unit)
         rate = self._transport.copies * wire_format(self._options.wire, unit.lead.dtype).itemsize
         if name == unit.bias:
-            sent = self._method.sends_bias and (rows is None or rows > 0)
+            sent = self._method.traits.sends_bias and (rows is None or rows > 0)
             return rate * unit.parameters[name].numel() * sent
         if rows is None:
             rows = self._method.rows_sent(1, *unit.shape)

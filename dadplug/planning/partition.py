@@ -69,20 +69,20 @@ def partition_parameters(
         compress_dense: whether gradients of weights without factors are compressed, if the method compresses.
     """
     parameters = dict(model.named_parameters())
-    reasons = _refusals(model, parameters) if method.takes_factors else {}
+    reasons = _refusals(model, parameters) if method.traits.takes_factors else {}
     paths: dict[str, str] = {}
     factored: dict[str, _WeightGroup] = {}
     for group in _weight_groups(model, parameters):
         path = _layer_path(group.layer, method) if group.separable else GradientPath.ALLREDUCE
-        if not group.separable and method.takes_factors:
+        if not group.separable and method.traits.takes_factors:
             reasons[group.name] = "shared by layers that do not go together"
         if path != GradientPath.ALLREDUCE and group.name not in keep_dense:
             factored[group.name] = group
             paths |= dict.fromkeys([group.name] if group.bias is None else [group.name, group.bias], path)
-            if not method.takes_factors:
+            if not method.traits.takes_factors:
                 reasons[group.name] = "sparse=True: its gradient is sent as the rows that it has"
     captured = [name for group in factored.values() for name in group.layers]
-    capture = LayerCapture(model, captured, weight_gradients=False, trace_chains=method.chains)
+    capture = LayerCapture(model, captured, weight_gradients=False, trace_chains=method.traits.recomputes_deltas)
     units: list[Unit] = []
     for name, parameter in parameters.items():
         if name in factored:
@@ -148,7 +148,7 @@ def _layer_path(layer: nn.Module, method: Method) -> str:
     """Return the path of a captured layer's weight."""
     weight, form = _weight(layer), _known_form(layer)
     if form is not None and not form.encoded:
-        return GradientPath.FACTORS if method.takes_factors or form.sparse else GradientPath.ALLREDUCE
+        return GradientPath.FACTORS if method.traits.takes_factors or form.sparse else GradientPath.ALLREDUCE
     out = weight.shape[0]
     return method.path(out, weight.numel() // out) if weight.numel() else GradientPath.ALLREDUCE
 

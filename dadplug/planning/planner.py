@@ -168,7 +168,7 @@ class Planner:
         if self._added:
             replicas.check_values(self._model, self._added, self._transport)
             self._added.clear()
-        if self._method.chooses and self._link is None:
+        if self._method.traits.chooses_path and self._link is None:
             with self._transport.traffic.apart():
                 self._link = measure_link(self._transport)
         own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, self._samples(), self._link)
@@ -179,7 +179,7 @@ class Planner:
         reasons = merged.chosen | self._reasons
         self.units = [new for unit in self.units for new in self._unless_dense(unit, reasons.get(unit.name))]
         self._reference = self._reference or merged.samples
-        self._complete = not self._method.chains or self._link_chains()
+        self._complete = not self._method.traits.recomputes_deltas or self._link_chains()
         self._reducer = Reducer(
             order_followers_first(merged.order(self.units)),
             self._method,
@@ -228,7 +228,7 @@ class Planner:
         Args:
             samples: samples of each site in the step that is over.
         """
-        if not self._method.chooses or not any(samples):
+        if not self._method.traits.chooses_path or not any(samples):
             return
         off = not self._planned_for / _OTHER_SIZE <= max(samples) <= self._planned_for * _OTHER_SIZE
         self._off_plan = self._off_plan + 1 if off else 0
@@ -252,7 +252,7 @@ class Planner:
         self._reference = self._reference or state["reference"]
         if self._reducer is not None:
             self._reducer.add_rounding(self._rounding)
-            if self._method.shares_state:
+            if self._method.traits.shares_state:
                 self._reducer.share_state()
 
     def release(self, *, discard: bool = False) -> None:

@@ -58,7 +58,7 @@ class FactorHandler(BucketHandler):
 
     def _bias(self, unit: FactorUnit) -> int:
         """Number of elements of the bias gradient that is sent beside a unit's rows."""
-        sent = unit.bias is not None and self.reducer.method.sends_bias
+        sent = unit.bias is not None and self.reducer.method.traits.sends_bias
         return unit.parameters[str(unit.bias)].numel() if sent else 0
 
     def post(self) -> None:
@@ -105,7 +105,7 @@ class FactorHandler(BucketHandler):
             method = self.reducer.method
             if factor.form.encoded:
                 share = method.encode(unit.name, factor, unit.bias is not None)
-                if method.finds_what_is_not_finite and not share.left.is_cuda:
+                if method.traits.detects_nonfinite and not share.left.is_cuda:
                     return share
             else:
                 share = FactorPayload(factor.deltas, factor.activations)
@@ -178,9 +178,9 @@ class FactorHandler(BucketHandler):
         whole = unit.complete([share.to(unit.lead.device, self.dtype) for share in shares], self.reducer.known)
         if whole is None:
             return
-        if self.reducer.method.chains:  # nobody else asks for it, and it is as large as the payloads
+        if self.reducer.method.traits.recomputes_deltas:  # nobody else asks for it, and it is as large as the payloads
             self.reducer.known[unit.name] = whole
-        weights, exact = self._weights(samples), self.reducer.method.exact
+        weights, exact = self._weights(samples), self.reducer.method.traits.exact
         gradients = decode(whole, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
         self._gradients[unit.name] = gradients
 

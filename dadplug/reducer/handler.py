@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..exchange import Traffic, Transport
 from ..methods import Method
+from ..registry import Registry
 from ..units.base import Unit
 from .step_header import StepHeader
 
@@ -181,7 +182,8 @@ def gradient_to_form(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> T
     return gradient.detach().view(shape)
 
 
-_KINDS: dict[tuple[str, bool], type[BucketHandler]] = {}
+_HANDLERS: Registry[tuple[str, bool], type[BucketHandler]] = Registry("handler")
+"""Handlers by path, and whether they are for hierarchical groups."""
 
 
 def register_handler(*paths: str, merged: bool = False) -> Callable[[type[BucketHandler]], type[BucketHandler]]:
@@ -194,7 +196,7 @@ def register_handler(*paths: str, merged: bool = False) -> Callable[[type[Bucket
 
     def decorate(kind: type[BucketHandler]) -> type[BucketHandler]:
         for path in paths:
-            _KINDS[path, merged] = kind
+            _HANDLERS.register((path, merged))(kind)
         return kind
 
     return decorate
@@ -202,5 +204,5 @@ def register_handler(*paths: str, merged: bool = False) -> Callable[[type[Bucket
 
 def handler_type(path: str, transport: Transport) -> type[BucketHandler]:
     """Finds the kind of handler for a path."""
-    merged = transport.machines is not None and (path, True) in _KINDS
-    return _KINDS[path, merged]
+    merged = transport.machines is not None and (path, True) in _HANDLERS
+    return _HANDLERS[path, merged]

@@ -54,7 +54,7 @@ class Reducer:
         self.samples = samples
         self.reference = max(reference, 1)
         self.faults: list[tuple[int, str]] = []
-        self.checks = options.check_finite or method.keeps_state or wire_format(options.wire).quantised
+        self.checks = options.check_finite or method.traits.keeps_state or wire_format(options.wire).quantised
         self.known: dict[str, list[FactorPayload]] = {}  # what has arrived in the step, complete, by unit and site
         self.index = {unit.name: index for index, unit in enumerate(self.units)}
         self.turns = itertools.count()  # of those that work for their machine, under hierarchical groups

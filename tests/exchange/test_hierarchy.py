@@ -18,8 +18,7 @@ import dadplug
 from dadplug.exchange import Traffic
 from dadplug.exchange.factory import open_transport
 from dadplug.exchange.topology import Machines, members_of
-from dadplug.methods import method_names
-from dadplug.methods.base import _METHODS
+from dadplug.methods import METHODS, method_names
 
 LAYOUTS = (2, [[0, 1, 2], [3]], [[0, 2], [1], [3]])
 CUTS = (0, 2, 5, 9, 12)
@@ -27,7 +26,11 @@ CUTS = (0, 2, 5, 9, 12)
 
 @pytest.mark.parametrize("mode", method_names())
 def test_every_mode_agrees_with_one_process(sites, mode):
-    names = ("mixed", "partly", "images") if _METHODS[mode].chains else ("mixed", "partly", "bags", "conv1d")
+    names = (
+        ("mixed", "partly", "images")
+        if METHODS[mode].traits.recomputes_deltas
+        else ("mixed", "partly", "bags", "conv1d")
+    )
     for name in names:
         sites(4).run(trains, name, mode, 6, {"hierarchy": 2}, [[0, 1], [2, 3]])
 

@@ -14,7 +14,7 @@ from loops.compare import scaled, small_gradients_compressed
 from loops.reference import Agreement, mean
 
 import dadplug
-from dadplug.methods.base import _METHODS
+from dadplug.methods import METHODS
 
 SAMPLES = 14
 
@@ -45,7 +45,7 @@ def trains(name: str, mode: str, steps: int, options: dict | None = None, nodes:
     model = copy.deepcopy(reference)
     settings = {"mode": mode, "rank": 2, "density": 0.3, **(options or {})}
     agreement = Agreement({key: settings[key] for key in settings if key != "hierarchy"}, world_size, nodes)
-    check = exactly if _METHODS[mode].exact else Lossily(agreement)
+    check = exactly if METHODS[mode].traits.exact else Lossily(agreement)
     with small_gradients_compressed():
         reduction = dadplug.GradientReduction(model, **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -7,8 +7,7 @@ import torch
 from dadplug.hooks import Factor
 
 from dadplug.exchange.payload import FactorPayload
-from dadplug.methods import Method, decode, make_method, method_names, register_method
-from dadplug.methods.base import _METHODS
+from dadplug.methods import METHODS, Method, Traits, decode, make_method, method_names, register_method
 from dadplug.options import Options
 
 
@@ -83,7 +82,7 @@ def test_paths():
 def test_a_new_method_is_a_class_and_a_registration():
     @register_method("half")
     class Half(Method):
-        exact = False
+        traits = Traits(exact=False)
 
         def path(self, out, width):
             return "factors"
@@ -100,7 +99,7 @@ def test_a_new_method_is_a_class_and_a_registration():
         gradient, _ = decode([method("half").encode("w", each, False)], [1.0], False)
         torch.testing.assert_close(gradient, each.gradient() / 2)
     finally:
-        del _METHODS["half"]
+        del METHODS["half"]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from comparison import off_by
 from zoo_training import agreed_loss, notices, trains
 
 import dadplug
-from dadplug.methods import method_names
-from dadplug.methods.base import _METHODS
+from dadplug.methods import METHODS, method_names
 
 FULL = os.environ.get("DADPLUG_ZOO") == "full"
 LONG = ("mlp", "conv1d", "words")
@@ -41,8 +40,8 @@ def is_refused(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", method_names())
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo_trains_in_every_mode(sites, name, mode, world_size):
-    steps = 200 if FULL else (200 if _METHODS[mode].exact else 60) if name in LONG else 6
-    if _METHODS[mode].chains and name not in zoo.CHAINS:
+    steps = 200 if FULL else (200 if METHODS[mode].traits.exact else 60) if name in LONG else 6
+    if METHODS[mode].traits.recomputes_deltas and name not in zoo.CHAINS:
         sites(world_size).run(is_refused, name, mode)
     else:
         sites(world_size).run(trains, name, mode, steps)

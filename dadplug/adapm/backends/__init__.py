@@ -7,7 +7,7 @@ import importlib
 from ...registry import Registry
 
 # The module and the class of each.
-BACKENDS: Registry[tuple[str, str]] = Registry("backend")
+BACKENDS: Registry[str, tuple[str, str]] = Registry("backend")
 BACKENDS.register("builtin")(("dadplug.adapm.manager", "ParameterManager"))
 BACKENDS.register("adapm")(("dadplug.adapm.backends.bindings", "BindingsManager"))
 

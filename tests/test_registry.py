@@ -1,0 +1,57 @@
+"""Registries: look-ups by any spelling, aliases, listeners, and the error that lists what there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from dadplug.registry import Registry
+
+
+@pytest.fixture
+def shapes():
+    shapes: Registry[str, int] = Registry("shape")
+    shapes.register("Square_one", "box")(1)
+    shapes.register("circle")(2)
+    return shapes
+
+
+def test_names_are_found_by_any_spelling_and_listed_once(shapes):
+    assert [shapes[name] for name in ("Square_one", "SQUARE-ONE", "squareone", "Box", "circle")] == [1, 1, 1, 1, 2]
+    assert list(shapes) == ["Square_one", "circle"]
+
+
+def test_an_unknown_name_lists_the_valid_ones(shapes):
+    with pytest.raises(ValueError, match="unknown shape 'cube'; valid ones are Square_one, circle"):
+        shapes["cube"]
+    assert shapes.get("cube") is None
+    assert list(shapes) == ["Square_one", "circle"]
+
+
+def test_an_exact_registry_takes_names_as_they_are():
+    modes: Registry[str, int] = Registry("mode", exact=True)
+    modes.register("dad")(1)
+    with pytest.raises(ValueError, match="unknown mode 'DAD'"):
+        modes["DAD"]
+
+
+def test_an_entry_can_be_replaced_and_removed(shapes):
+    shapes.register("circle")(3)
+    assert shapes["Circle"] == 3
+    del shapes["circle"]
+    with pytest.raises(ValueError, match=r"valid ones are Square_one$"):
+        shapes["circle"]
+
+
+def test_listeners_hear_of_later_entries(shapes):
+    heard = []
+    shapes.on_register(heard.append)
+    shapes.register("line", "stroke")(4)
+    assert heard == ["line"]
+
+
+def test_keys_need_not_be_names():
+    types: Registry[type, str] = Registry("type")
+    types.register(int)("whole")
+    assert types[int] == "whole"
+    with pytest.raises(ValueError, match="unknown type <class 'str'>"):
+        types[str]
