@@ -214,7 +214,7 @@ def _json(text: str, flag: str, kind: type) -> Any:
     return value
 
 
-def _loaders(arguments: argparse.Namespace, samples: Samples, rank: int, num_nodes: int) -> dict[str, DataLoader]:
+def _loaders(arguments: argparse.Namespace, samples: Samples, rank: int, num_nodes: int) -> dict[str, DataLoader[Any]]:
     """Builds the loaders: a site's share of the folds to train on, and the fold to validate on."""
     if arguments.N > 0:
         samples = samples.subset(torch.arange(min(arguments.N, len(samples))))

@@ -65,7 +65,7 @@ def njit(**options: Any) -> Callable[[Kernel], Kernel]:
     return decorate
 
 
-class _SharedCache(FunctionCache):  # type: ignore[misc]
+class _SharedCache(FunctionCache):
     """A kernel's files on disk, with a lock from the moment a process finds nothing there until it has compiled."""
 
     _locked = False

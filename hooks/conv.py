@@ -15,9 +15,7 @@ class Conv(LayerFamily):
 
     methods = ("forward", "_conv_forward")
 
-    def forward(  # type: ignore[override]
-        self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor
-    ) -> Tensor:
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
         assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
         dims = len(module.kernel_size)
         before_and_after = module._reversed_padding_repeated_twice  # last dimension first, as F.pad wants it

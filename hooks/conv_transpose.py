@@ -16,7 +16,7 @@ class ConvTranspose(LayerFamily):
 
     methods = ("forward", "_output_padding")
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         module: nn.Module,
         record: Recorder,

@@ -9,7 +9,7 @@ and of deltas, from which `torch.ops.aten.convolution_backward` forms the gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +57,7 @@ class Geometry:
 
     def backward(self, deltas: Tensor, inputs: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         """Computes the gradients of input and weight that are wanted."""
-        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
             deltas,
             inputs,
             weight,
@@ -70,6 +70,7 @@ class Geometry:
             self.groups,
             (*wanted, False),
         )
+        return gradients
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class ConvolutionForm(Form):
         return gradient.add_(self.gradient(deltas, activations))
 
     def bias_gradient(self, deltas: Tensor) -> Tensor:
-        return deltas.unflatten(1, (self.output_size[0], math.prod(self.output_size[1:]))).sum((0, 2))
+        by_channel: Tensor = deltas.unflatten(1, (self.output_size[0], math.prod(self.output_size[1:])))
+        return by_channel.sum((0, 2))
 
     def unfold(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
         inputs, outputs = activations.unflatten(1, self.input_size), deltas.unflatten(1, self.output_size)
@@ -176,7 +178,7 @@ class ConvolutionWithFactors(torch.autograd.Function):
         return geometry.forward(inputs, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         use = gradient_use(ctx, ctx.weight_gradients)
         if use.record:
@@ -196,6 +198,9 @@ class ConvolutionWithFactors(torch.autograd.Function):
         return grad_inputs, grad_weight, grad_bias, None, None, None
 
 
+_convolution: Callable[..., Tensor] = ConvolutionWithFactors.apply
+
+
 def convolve(
     inputs: Tensor,
     weight: Tensor,
@@ -207,5 +212,5 @@ def convolve(
     """Convolves inputs with or without a batch dimension, and records factors in backward."""
     batched = inputs.dim() == len(geometry.stride) + 2
     inputs = inputs if batched else inputs[None]
-    outputs = ConvolutionWithFactors.apply(inputs, weight, bias, geometry, record, weight_gradients)
-    return outputs if batched else outputs[0]  # type: ignore[no-any-return]
+    outputs = _convolution(inputs, weight, bias, geometry, record, weight_gradients)
+    return outputs if batched else outputs[0]

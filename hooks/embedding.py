@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class _EmbeddingWithFactors(torch.autograd.Function):
         return F.embedding(numbers, weight, padding_idx)
 
     @staticmethod
-    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         (numbers,) = ctx.saved_tensors
         use = gradient_use(ctx, ctx.weight_gradients, weight=0, bias=None)
         rows, sums, form = factors_of_lookups(ctx.form, numbers, deltas, ctx.padding_idx)
@@ -45,17 +46,18 @@ class _EmbeddingWithFactors(torch.autograd.Function):
         return grad_weight, None, None, None, None, None
 
 
+_embedding: Callable[..., Tensor] = _EmbeddingWithFactors.apply
+
+
 @register_family(nn.Embedding)
 class Embedding(LayerFamily):
     """The family of embeddings, sparse or not."""
 
     bias = ""
 
-    def forward(  # type: ignore[override]
-        self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor
-    ) -> Tensor:
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
         assert isinstance(module, nn.Embedding)
-        return _EmbeddingWithFactors.apply(  # type: ignore[no-any-return]
+        return _embedding(
             module._parameters["weight"], input, module.padding_idx, form_of(module), record, weight_gradients
         )
 

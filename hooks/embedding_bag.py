@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class _BagsWithFactors(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         numbers, bags, *weighted = ctx.saved_tensors
         of_lookups = deltas[bags]
         grad_scales = None
@@ -72,13 +73,16 @@ class _BagsWithFactors(torch.autograd.Function):
         return grad_weight, None, None, None, grad_scales, None, None, None
 
 
+_embedding_bag: Callable[..., Tensor] = _BagsWithFactors.apply
+
+
 @register_family(nn.EmbeddingBag)
 class EmbeddingBag(LayerFamily):
     """The family of bags of embeddings, summed or averaged, with weights of their lookups or without."""
 
     bias = ""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         module: nn.Module,
         record: Recorder,
@@ -102,7 +106,7 @@ class EmbeddingBag(LayerFamily):
         sizes = bounds.diff()
         bags = torch.repeat_interleave(torch.arange(len(sizes), device=input.device), sizes)
         weight = module._parameters["weight"]
-        return _BagsWithFactors.apply(  # type: ignore[no-any-return]
+        return _embedding_bag(
             weight, input, bags, bounds.to(input.dtype), per_sample_weights, module, record, weight_gradients
         )
 

@@ -62,7 +62,7 @@ def _no_factors(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> Non
 class NamedLinear(LibraryLinear, Linear):
     """Fully connected layers with a forward of their own that computes what `nn.Linear` does."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Tensor, **kwargs: Tensor
     ) -> Tensor:
         (rows,) = (*args, *kwargs.values())

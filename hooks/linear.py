@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class _LinearWithFactors(torch.autograd.Function):
         return F.linear(inputs, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         use = gradient_use(ctx, ctx.weight_gradients)
         rows_in, rows_out = inputs.reshape(-1, weight.shape[1]), deltas.reshape(-1, weight.shape[0])
@@ -42,6 +43,9 @@ class _LinearWithFactors(torch.autograd.Function):
         return grad_inputs, grad_weight, grad_bias, None, None
 
 
+_linear: Callable[..., Tensor] = _LinearWithFactors.apply
+
+
 @register_family(nn.Linear)
 class Linear(LayerFamily):
     """The family of fully connected layers; inputs may have any number of leading dimensions."""
@@ -49,8 +53,6 @@ class Linear(LayerFamily):
     def known_form(self, module: nn.Module) -> Form:
         return LINEAR
 
-    def forward(  # type: ignore[override]
-        self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor
-    ) -> Tensor:
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
         weight, bias = module._parameters["weight"], module._parameters["bias"]
-        return _LinearWithFactors.apply(input, weight, bias, record, weight_gradients)  # type: ignore[no-any-return]
+        return _linear(input, weight, bias, record, weight_gradients)

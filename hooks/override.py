@@ -25,7 +25,8 @@ class ForwardOverride:
 
     def plain(self, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the module's own forward."""
-        return type(self.module).forward(self.module, *args, **kwargs)
+        outputs: Tensor = type(self.module).forward(self.module, *args, **kwargs)
+        return outputs
 
     def restore(self) -> None:
         """Gives the module its own forward back; does nothing the second time."""

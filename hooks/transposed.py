@@ -5,6 +5,7 @@ transformers' `Conv1D`, of which GPT-2 is built, is such a layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ class _TransposedLinearWithFactors(torch.autograd.Function):
         return outputs.view(*inputs.shape[:-1], weight.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         use = gradient_use(ctx, ctx.weight_gradients)
         rows_in, rows_out = inputs.reshape(-1, weight.shape[0]), deltas.reshape(-1, weight.shape[1])
@@ -70,6 +71,9 @@ class _TransposedLinearWithFactors(torch.autograd.Function):
         return grad_inputs, grad_weight, grad_bias, None, None
 
 
+_transposed_linear: Callable[..., Tensor] = _TransposedLinearWithFactors.apply
+
+
 @register_family("transformers.pytorch_utils.Conv1D")
 class TransposedLinear(LibraryLinear):
     """The family of linear layers with a weight of shape (in, out)."""
@@ -79,10 +83,6 @@ class TransposedLinear(LibraryLinear):
     def known_form(self, module: nn.Module) -> Form:
         return TRANSPOSED
 
-    def forward(  # type: ignore[override]
-        self, module: nn.Module, record: Recorder, weight_gradients: bool, x: Tensor
-    ) -> Tensor:
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, x: Tensor) -> Tensor:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
-        return _TransposedLinearWithFactors.apply(  # type: ignore[no-any-return]
-            x, weight, bias, record, weight_gradients
-        )
+        return _transposed_linear(x, weight, bias, record, weight_gradients)

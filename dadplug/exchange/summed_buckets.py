@@ -72,7 +72,7 @@ class _FlatBucket(SummedBucket):
     def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
         self._flat = flat
         self._sizes = list(sizes)
-        self._parts = flat.split(self._sizes)
+        self._parts: Sequence[Tensor] = flat.split(self._sizes)
 
     def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
         part = self._parts[index]
@@ -137,7 +137,8 @@ class GatheredBucket(_FlatBucket):
         total = first if self._total is None else self._total.copy_(first)
         for payload in others:
             total.add_(payload)
-        return total.split(self._sizes)
+        sums: Sequence[Tensor] = total.split(self._sizes)
+        return sums
 
 
 class QuantisedBucket(SummedBucket):
@@ -159,6 +160,7 @@ class QuantisedBucket(SummedBucket):
         self.feedback = feedback
         elements = -(-sum(sizes) // _ROW) * _ROW
         self._rows = torch.zeros(elements // _ROW, _ROW, device=transport.device)
+        self._parts: Sequence[Tensor]
         *self._parts, self._padding = self._rows.view(-1).split([*sizes, elements - sum(sizes)])
         self._sizes = list(sizes)
         self._lost, self._next = (torch.zeros_like(self._rows) if feedback else self._rows[:0] for _ in range(2))
@@ -170,7 +172,8 @@ class QuantisedBucket(SummedBucket):
         return self._split(self._lost) if self.feedback else ()
 
     def _split(self, rows: Tensor) -> Sequence[Tensor]:
-        return rows.view(-1)[: sum(self._sizes)].split(self._sizes)
+        parts: Sequence[Tensor] = rows.view(-1)[: sum(self._sizes)].split(self._sizes)
+        return parts
 
     def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
         part = self._parts[index]

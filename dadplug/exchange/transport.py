@@ -221,7 +221,8 @@ class _PeerGather:
     def _start(self, start: Any, peer: int) -> dist.Work:
         tensor = self.payload if start is dist.isend else self._payloads[peer]
         try:
-            return start(tensor, self._global[peer], group=self._transport.group, tag=self._tag)
+            work: dist.Work = start(tensor, self._global[peer], group=self._transport.group, tag=self._tag)
+            return work
         except RuntimeError as error:
             raise self._transport.lost(error, peer) from error
 

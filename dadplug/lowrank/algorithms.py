@@ -79,7 +79,8 @@ class Operator:
     @property
     def most(self) -> int:
         """The rank that G can have."""
-        return min(*self.deltas.shape, self.activations.shape[1])
+        largest: int = min(*self.deltas.shape, self.activations.shape[1])
+        return largest
 
     def form(self) -> None:
         """Forms G, for products by itself from now on."""

@@ -320,7 +320,7 @@ def _truncate(left: Tensor, right: Tensor, values: Tensor, tolerance: float) -> 
         right *= kept[:, None]
         return left.shape[0]
     lengths = values.tolist()
-    effective = sum(length > tolerance * lengths[0] for length in lengths)
+    effective: int = sum(length > tolerance * lengths[0] for length in lengths)
     if effective < len(lengths):
         left[effective:] = 0
         right[effective:] = 0

@@ -87,7 +87,8 @@ class NumbaKernels:
         return values, vectors
 
     def gram_vectors(self, of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
-        return self._kernels.gram_vectors(of_deltas.numpy(), of_activations.numpy(), jitter, found.numpy())
+        cut: float = self._kernels.gram_vectors(of_deltas.numpy(), of_activations.numpy(), jitter, found.numpy())
+        return cut
 
     def quantise(self, rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
         self._packing.quantise(rows.numpy(), quantised.numpy(), scales.numpy())

@@ -252,7 +252,7 @@ def gram_vectors(
             else:  # a row that depends on earlier ones may fall below zero by rounding
                 root[i, i] = np.sqrt(max(dot, jitter * largest))
                 if not root[i, i] > 0.0:  # NaN, too
-                    return root[i, i]
+                    return float(root[i, i])
     half = np.zeros((rows, rows))  # (D D^T) C
     for i in range(rows):
         for x in range(rows):

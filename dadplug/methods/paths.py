@@ -29,4 +29,4 @@ class GradientPath(str, Enum):
 
     __str__ = str.__str__
     __repr__ = str.__repr__
-    __format__ = str.__format__
+    __format__ = str.__format__  # type: ignore[assignment]

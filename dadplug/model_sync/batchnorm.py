@@ -5,6 +5,7 @@ torch.nn.SyncBatchNorm does this on GPUs only, and with every site weighing the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,14 +88,14 @@ class _SyncedForward(ForwardOverride):
         super().__init__(layer)
         self._norms = norms
 
-    def __call__(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, inputs: Tensor) -> Tensor:
         layer = self.module
         if not layer.training:
             return self.plain(inputs)
         layer._check_input_dim(inputs)
         mean, var, count, weights = self._statistics(inputs.detach())
         self._follow(mean, var, count)
-        normalised = _Normalise.apply(inputs, mean, torch.rsqrt(var + layer.eps), count, weights, self._norms)
+        normalised = _normalise(inputs, mean, torch.rsqrt(var + layer.eps), count, weights, self._norms)
         if layer.weight is None:
             return normalised
         shape = [1, -1] + [1] * (inputs.dim() - 2)
@@ -155,7 +156,7 @@ class _Normalise(torch.autograd.Function):
         return normalised
 
     @staticmethod
-    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         normalised, invstd, weights = ctx.saved_tensors
         norms: SyncedBatchNorms = ctx.norms
         dims = _all_but_channels(deltas)
@@ -167,6 +168,9 @@ class _Normalise(torch.autograd.Function):
         mean_deltas, mean_products = sums.view(2, -1)
         gradient = (wide - mean_deltas.view(shape) - normalised * mean_products.view(shape)) * invstd.view(shape)
         return gradient.to(deltas.dtype), None, None, None, None, None
+
+
+_normalise: Callable[..., Tensor] = _Normalise.apply
 
 
 def _all_but_channels(tensor: Tensor) -> list[int]:

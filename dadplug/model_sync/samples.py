@@ -243,7 +243,7 @@ class _After(_Before):
         self._of_model = of_model
 
     @eager
-    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:  # type: ignore[override]
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._counter.leave(module, outputs, self._of_model)
 
 

@@ -82,6 +82,7 @@ class Planner:
         self._off_plan = 0  # steps in succession with batches of another size
         self._link: LinkCosts | None = None
         self._added: set[str] = set()  # parameters that have been added since the last plan was complete
+        self.units: list[Unit]
         self._begin_plan()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..hooks import OwnHook
 from .lazy_gradient import accumulated
@@ -39,7 +40,7 @@ class Unit:
         self.void = False
         self.discards = 0
         self.expected_discards = 0
-        self._hooks: list = []
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -57,9 +57,10 @@ class LazyGradient(Tensor):
     @staticmethod
     def __new__(cls: Any, parameter: Tensor, name: str, source: GradientSource) -> LazyGradient:
         """Make a tensor without memory."""
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        made: LazyGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
+        return made
 
     def __init__(self, parameter: nn.Parameter, name: str, source: GradientSource) -> None:
         self.parameter = parameter
@@ -139,9 +140,10 @@ class ReadOnlyGradient(Tensor):
     @staticmethod
     def __new__(cls: Any, value: Tensor, gradient: LazyGradient) -> ReadOnlyGradient:
         """Make a tensor without memory."""
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        made: ReadOnlyGradient = Tensor._make_wrapper_subclass(
             cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
         )
+        return made
 
     def __init__(self, value: Tensor, gradient: LazyGradient) -> None:
         self._value = value

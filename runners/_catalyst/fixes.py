@@ -83,7 +83,7 @@ class FixedCheckpoint(CheckpointCallback):
     """Site 0 writes, whole files, with every site's compressor state; all sites load what site 0 has."""
 
     @property
-    def on_epoch_end(self) -> Any:  # type: ignore[override]
+    def on_epoch_end(self) -> Any:
         """The method that the stock callback has chosen, which is bound to the user's callback."""
         return types.MethodType(vars(self)["on_epoch_end"].__func__, self)
 

@@ -19,7 +19,8 @@ def manager_class(name: str) -> type:
         ValueError: if there is no such backend; the message lists the valid ones.
     """
     module, kind = BACKENDS[name]
-    return getattr(importlib.import_module(module), kind)
+    found: type = getattr(importlib.import_module(module), kind)
+    return found
 
 
 __all__ = ["BACKENDS", "manager_class"]

@@ -170,7 +170,8 @@ class BindingsManager(ParameterManager):
 
     def advance_clock(self) -> int:
         self.check()
-        return self._engine.advance_clock()
+        clock: int = self._engine.advance_clock()
+        return clock
 
     def _flush(self) -> None:
         self.check()
