@@ -12,12 +12,13 @@ from ..errors import SiteError
 from ..exchange.transport import Transport
 from .engine import Engine
 from .messages import Kind, Message, ProtocolError
-from .network import Network
+from .network import Network, Ready
 from .timing import SyncTiming
 
 _IDLE = 0.05  # seconds between looks at nothing
 _HURRY = 2e-4  # seconds between rounds while somebody waits for them
 _LATE = 0.01  # seconds that the background thread may be late before a worker waits for it, and waits at most
+_LEAD = 5e-3  # seconds for which a worker that waits receives by itself
 _FAREWELL = 0.3  # seconds that a site's last message may take longer than the end of its connection
 
 
@@ -49,6 +50,7 @@ class Background:
         self._left: set[int] = set()
         self._missing: dict[int, float] = {}
         self._closed = False
+        self._receiving = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="dadplug-adapm", daemon=True)
         self._thread.start()
 
@@ -123,9 +125,38 @@ class Background:
         Raises:
             SiteError: if a site ends or does not answer.
         """
-        if not done.wait(self._timeout):
+        if not self._receive_until(done) and not done.wait(self._timeout):
             self._time_out(None)
         self.check()
+
+    def _receive_until(self, done: threading.Event) -> bool:
+        """Receive in this thread until an answer has come, for a short time; return whether it has.
+
+        An answer that comes soon reaches its worker without waking up the background thread first.
+        """
+        if done.is_set() or not self._network.lendable or not self._receiving.acquire(blocking=False):
+            return done.is_set()
+        try:
+            if self._failure is None:  # else the network may be closed
+                self._network.lend(True)
+                try:
+                    self._receive_here(done)
+                finally:
+                    self._network.lend(False)
+        finally:
+            self._receiving.release()
+        return done.is_set()
+
+    def _receive_here(self, done: threading.Event) -> None:
+        deadline = time.monotonic() + _LEAD
+        while not done.is_set() and (left := deadline - time.monotonic()) > 0:
+            ready = self._network.poll(left)  # a signal's handler may raise here, and nothing is lost
+            try:
+                self._take_all(ready)
+            except BaseException as error:
+                self.fail(error)
+                if not isinstance(error, Exception):
+                    raise
 
     def _time_out(self, culprit: int | None) -> None:
         silent = self._network.silent
@@ -193,11 +224,20 @@ class Background:
         except BaseException as error:
             self.fail(error)
         finally:
-            self._network.close()
+            with self._receiving:
+                self._network.close()
 
     def _receive(self, pause: float) -> None:
-        messages, lost = self._network.receive(pause)
+        self._network.wait(pause)
         self._due = math.inf  # it has woken up
+        if self._receiving.acquire(blocking=False):  # else a worker receives
+            try:
+                self._take_all(self._network.poll(0))
+            finally:
+                self._receiving.release()
+
+    def _take_all(self, ready: Ready) -> None:
+        messages, lost = self._network.read(ready)
         for sender, message in messages:
             try:
                 self._take(sender, message)

@@ -1,4 +1,9 @@
-"""Messages from site to site: any site sends to any other at any time, from any thread."""
+"""Messages from site to site: any site sends to any other at any time, from any thread.
+
+Two pollers divide the work between threads: one has all connections, the other the first one and a bell. The background
+thread waits for the second. A worker that is about to get an answer takes the first one out of the second, and receives
+by itself: messages then wake no other thread.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import math
 import os
 import select
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,13 +23,26 @@ from .connections import Connection, connect_sites
 from .messages import Head, Kind, Message, ProtocolError
 
 _CLOSE = 1.0  # seconds that the last messages get to leave
+_LENDABLE = hasattr(select, "epoll")  # such pollers can be polled
 _SIGNS = 4  # signs of life in the time after which a silent site counts as lost
+
+Ready = list[tuple[int, int]]  # descriptors of sockets, and what they are ready for
+
+
+def _make_poller() -> Any:
+    return select.epoll() if _LENDABLE else select.poll()  # with the same numbers for events
+
+
+def _poll(poller: Any, timeout: float) -> Ready:
+    ready: Ready = poller.poll(timeout if _LENDABLE else math.ceil(1000 * timeout))
+    return ready
 
 
 class Network:
     """Connections from this site to each other one.
 
-    `send` may be called from any thread, `receive` from one.
+    `send` and `wake` may be called from any thread, `wait` from one. `poll` and `read` may be called from several, but
+    by one at a time.
 
     Args:
         rank: this site.
@@ -32,6 +51,10 @@ class Network:
         traffic: the meter.
         widths: the width of each table; more are appended as tables are added.
         name: how messages call a site.
+
+    Attributes:
+        connections: to each other site, by rank.
+        lendable: whether `lend` is supported.
 
     Raises:
         SiteError: if a site does not come.
@@ -50,17 +73,24 @@ class Network:
         sites = len(sockets) + 1
         self._traffic = traffic
         self._timeout = timeout
-        self._poll = select.poll()
-        self._watched: dict[int, int] = {}  # events that are polled for, by rank
+        self._poller: Any = _make_poller()
+        self._idle_poller: Any = _make_poller() if _LENDABLE else self._poller
+        self._watched = dict.fromkeys(sockets, False)  # whether room to send is polled for, by rank
+        self._watch_lock = threading.Lock()
         self.connections = {
             peer: Connection(peer, connected, lambda buffer, offset: Head(buffer, offset, widths, sites))
             for peer, connected in sorted(sockets.items())
         }
         self._peers = {each.socket.fileno(): each for each in self.connections.values()}
+        self.lendable = _LENDABLE
         self._ring, self._bell = socket.socketpair()
         for end in (self._ring, self._bell):
             end.setblocking(False)
-        self._poll.register(self._bell, select.POLLIN)
+        self._idle_poller.register(self._bell, select.POLLIN)
+        if self.lendable:
+            self._idle_poller.register(self._poller, select.POLLIN)
+        for connection in self.connections.values():
+            self._poller.register(connection.socket, select.POLLIN)
         self._awake = self._alive = time.monotonic()
         _open.add(self)
 
@@ -71,25 +101,40 @@ class Network:
         if not self.connections[peer].send(buffers):
             self.wake()
 
-    def receive(self, timeout: float) -> tuple[list[tuple[int, Message]], dict[int, Exception]]:
-        """Wait for messages.
+    def lend(self, lent: bool) -> None:
+        """Have `wait` ignore what comes, since another thread receives, or heed it again; from any thread."""
+        self._idle_poller.modify(self._poller, 0 if lent else select.POLLIN)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until something has come, for `wake`, or for a time in seconds."""
+        self._watch()
+        timeout = min(max(timeout, 0.0), self._timeout / _SIGNS)
+        for descriptor, _ in _poll(self._idle_poller, timeout):
+            if descriptor == self._bell.fileno():
+                with suppress(OSError):
+                    while self._bell.recv(4096):
+                        pass
+
+    def poll(self, timeout: float) -> Ready:
+        """Wait until something has come, for a time in seconds; return what `read` takes."""
+        self._watch()
+        return _poll(self._poller, timeout)
+
+    def read(self, ready: Ready) -> tuple[list[tuple[int, Message]], dict[int, Exception]]:
+        """Receive what has come, and send what the kernel had no room for before.
 
         Args:
-            timeout: seconds to wait at most.
+            ready: what `poll` has returned.
 
         Returns:
             Messages with their senders, and the sites that are lost, with the reason.
         """
         messages: list[tuple[int, Message]] = []
         lost: dict[int, Exception] = {}
-        self._watch()
-        for descriptor, events in self._poll.poll(math.ceil(1000 * min(max(timeout, 0.0), self._timeout / _SIGNS))):
-            if descriptor not in self._peers:
-                with suppress(OSError):
-                    while self._bell.recv(4096):
-                        pass
+        for descriptor, events in ready:
+            connection = self._peers.get(descriptor)
+            if connection is None:  # the bell
                 continue
-            connection = self._peers[descriptor]
             if events & select.POLLOUT:
                 connection.flush()
             if events & ~select.POLLOUT:
@@ -103,15 +148,17 @@ class Network:
 
     def _watch(self) -> None:
         """Poll for room on connections that have something left to send."""
-        for connection in self._peers.values():
-            events = select.POLLIN | select.POLLOUT * connection.blocked
-            if self._watched.get(connection.rank) != events:
-                self._poll.register(connection.socket, events)
-                self._watched[connection.rank] = events
+        with self._watch_lock:
+            for connection in self._peers.values():
+                blocked = connection.blocked
+                if blocked is not self._watched[connection.rank]:
+                    self._poller.modify(connection.socket, select.POLLIN | select.POLLOUT * blocked)
+                    self._watched[connection.rank] = blocked
 
     def _forget(self, connection: Connection) -> None:
-        self._poll.unregister(connection.socket)
-        self._peers = {number: each for number, each in self._peers.items() if each is not connection}
+        with self._watch_lock:
+            self._poller.unregister(connection.socket)
+            self._peers = {number: each for number, each in self._peers.items() if each is not connection}
 
     def _show_life(self, lost: dict[int, Exception]) -> None:
         """Send signs of life, and find the sites from which none come."""
@@ -139,16 +186,15 @@ class Network:
         return peer if time.monotonic() - heard > 2 * step else None
 
     def wake(self) -> None:
-        """End the wait of `receive`; from any thread."""
+        """End `wait`; from any thread."""
         with suppress(OSError):  # the pipe of wake-ups is full
             self._ring.send(b"!")
 
     def close(self) -> None:
-        """Close all connections once the last messages have left; from the thread that receives."""
+        """Close all connections once the last messages have left; while no other thread receives."""
         deadline = time.monotonic() + _CLOSE
         while any(not each.flush() for each in self._peers.values()) and time.monotonic() < deadline:
-            self._watch()
-            self._poll.poll(50)
+            self.poll(0.05)
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -157,6 +203,9 @@ class Network:
             connection.close()
         self._ring.close()
         self._bell.close()
+        if _LENDABLE:
+            self._poller.close()
+            self._idle_poller.close()
 
 
 _open: weakref.WeakSet[Network] = weakref.WeakSet()

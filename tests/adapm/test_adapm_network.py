@@ -194,16 +194,20 @@ def networks(timeout):
     return together(2, lambda rank: Network(rank, meeting.at(rank), timeout, Traffic(), WIDTHS, "site {}".format))
 
 
+def receive(network):
+    return network.read(network.poll(0.05))
+
+
 def test_a_silent_site_is_lost_and_signs_of_life_keep_a_quiet_one():
     first, second = networks(1.0)
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
         for network in (first, second):
-            assert network.receive(0.05) == ([], {})
+            assert receive(network) == ([], {})
     lost = {}
     deadline = time.monotonic() + 20
     while not lost and time.monotonic() < deadline:  # the second is silent from now on
-        lost = first.receive(0.05)[1]
+        lost = receive(first)[1]
     assert list(lost) == [1]
     assert isinstance(lost[1], TimeoutError)
     assert first.silent == 1
@@ -220,7 +224,7 @@ def test_a_forked_child_lets_connections_go():
     first.close()
     start, lost = time.monotonic(), {}
     while not lost and time.monotonic() - start < 2.5:
-        lost = second.receive(0.05)[1]
+        lost = receive(second)[1]
     os.waitpid(child, 0)
     second.close()
     assert list(lost) == [0]  # although a child of it lived
