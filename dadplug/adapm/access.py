@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import kernels
-from .messages import Kind, Message
+from .messages import Kind, Message, ProtocolError
 from .requests import PullRequest, Request, SetRequest
 from .rows import Block, Keys
 from .state import Outbox, SiteState
@@ -37,23 +37,24 @@ class Access(SiteState):
         outbox: Outbox = []
         with self._lock:
             store = self.stores[table]
-            where = np.empty(keys.shape[0], np.int32)
-            missing = kernels.read(store.rows.finder, store.rows.values, keys, store.limit, out, where)
-            if missing < 0:
-                return -1 - missing
-            self.counts["pulled"] += keys.shape[0]
+            where, targets, fresh, away, bad = store.read(self.rank, self.sites, False, keys, out)
+            if bad >= 0:
+                return bad
+            count = keys.shape[0]
+            self.counts["pulled"] += count
             store.touch(where)
-            if not missing:
+            if not fresh and not away:
                 return None
-            if missing == keys.shape[0]:
-                positions = np.arange(missing, dtype=np.int32)
-                request = self._pull_rest(table, keys.copy(), positions, out, outbox)
-                self._post(outbox)
-                return request
-            positions = np.flatnonzero(where < 0).astype(np.int32)
-            request = self._pull_rest(table, keys[positions], positions, out, outbox)
+            whole = fresh + away == count
+            positions = np.arange(count, dtype=np.int32) if whole else np.flatnonzero(where < 0).astype(np.int32)
+            rest = keys.copy() if whole else keys[positions]
+            if fresh:
+                request = self._pull_rest(table, rest, positions, out, outbox)
+            else:
+                request = self._ask(table, rest, positions, targets if whole else targets[positions], out, outbox)
             self._post(outbox)  # all of it goes to other sites, which work while the rest is copied
-            kernels.read_found(store.rows.values, where, out)
+            if not whole:
+                kernels.read_found(store.rows.values, where, out)
         return request
 
     def here(self, table: int, keys: Keys) -> NDArray[np.bool_]:
@@ -72,8 +73,18 @@ class Access(SiteState):
             kernels.scatter_rows(self.stores[table].read_rows(where[here]), positions[here], out)
             away = ~here
             keys, positions, targets = keys[away], positions[away], targets[away]
-        if not keys.shape[0]:
-            return None
+        return self._ask(table, keys, positions, targets, out, outbox) if keys.shape[0] else None
+
+    def _ask(
+        self,
+        table: int,
+        keys: Keys,
+        positions: NDArray[np.int32],
+        targets: NDArray[np.int8],
+        out: Block,
+        outbox: Outbox,
+    ) -> PullRequest:
+        """Ask other sites for keys."""
         self.counts["pulled_remotely"] += keys.shape[0]
         store = self.stores[table]
         buffered = store.replicas and kernels.any_requested(store.rows, keys)
@@ -141,18 +152,27 @@ class Access(SiteState):
         return True, request
 
     def _on_pull(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, rows, arrays = self._serve(message, outbox)
-        if rows.shape[0]:
-            answer = Message(
-                Kind.PULLED, message.table, self.rank, message.request, 0, [arrays[1], store.read_rows(rows)]
-            )
+        store = self.stores[message.table]
+        keys, positions = message.arrays
+        values = np.empty((keys.shape[0], store.width), np.float32)
+        where, _, fresh, away, bad = store.read(self.rank, self.sites, True, keys, values)
+        if bad >= 0:
+            raise ProtocolError(f"PULL with a key out of range of table {message.table}")
+        if fresh or away:
+            store, rows, (_, positions) = self._serve(message, outbox)
+            values = store.read_rows(rows)
+        else:
+            store.touch(where)
+        if values.shape[0]:
+            answer = Message(Kind.PULLED, message.table, self.rank, message.request, 0, [positions, values])
             outbox.append((message.origin, answer))
 
     def _on_pulled(self, sender: int, message: Message, outbox: Outbox) -> None:
         request = self._requests[message.request]
         assert isinstance(request, PullRequest)
         positions, values = message.arrays
-        kernels.scatter_rows(values, positions, request.out)
+        if not kernels.scatter_rows(values, positions, request.out):
+            raise ProtocolError("PULLED with values for places that this site has not asked for")
         request.remaining -= positions.shape[0]
         if request.remaining:
             return

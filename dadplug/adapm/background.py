@@ -13,6 +13,7 @@ from ..exchange.transport import Transport
 from .engine import Engine
 from .messages import Kind, Message, ProtocolError
 from .network import Network, Ready
+from .requests import Done
 from .timing import SyncTiming
 
 _IDLE = 0.05  # seconds between looks at nothing
@@ -20,6 +21,7 @@ _HURRY = 2e-4  # seconds between rounds while somebody waits for them
 _LATE = 0.01  # seconds that the background thread may be late before a worker waits for it, and waits at most
 _LEAD = 5e-3  # seconds for which a worker that waits receives by itself
 _FAREWELL = 0.3  # seconds that a site's last message may take longer than the end of its connection
+_SYNCS = (Kind.SYNC, Kind.SYNCED)
 
 
 class Background:
@@ -119,7 +121,7 @@ class Background:
             if time.monotonic() > deadline:
                 self._time_out(culprit())
 
-    def wait_for(self, done: threading.Event) -> None:
+    def wait_for(self, done: Done) -> None:
         """Wait for an answer from other sites.
 
         Raises:
@@ -129,7 +131,7 @@ class Background:
             self._time_out(None)
         self.check()
 
-    def _receive_until(self, done: threading.Event) -> bool:
+    def _receive_until(self, done: Done) -> bool:
         """Receive in this thread until an answer has come, for a short time; return whether it has.
 
         An answer that comes soon reaches its worker without waking up the background thread first.
@@ -147,7 +149,7 @@ class Background:
             self._receiving.release()
         return done.is_set()
 
-    def _receive_here(self, done: threading.Event) -> None:
+    def _receive_here(self, done: Done) -> None:
         deadline = time.monotonic() + _LEAD
         while not done.is_set() and (left := deadline - time.monotonic()) > 0:
             ready = self._network.poll(left)  # a signal's handler may raise here, and nothing is lost
@@ -243,20 +245,22 @@ class Background:
                 self._take(sender, message)
             except ProtocolError as error:
                 self.fail(error, sender)
+        lost |= self._network.show_life()
         if lost or self._left or self._missing:
             self._miss(lost)
 
     def _take(self, sender: int, message: Message) -> None:
-        if message.kind is Kind.BARRIER:
+        kind = message.kind
+        if kind is Kind.BARRIER:
             with self._progress:
                 self._arrived.setdefault(message.request, set()).add(sender)
                 self._progress.notify_all()
-        elif message.kind is Kind.BYE:
+        elif kind is Kind.BYE:
             self._left.add(sender)
-        elif message.kind in (Kind.SYNC, Kind.SYNCED):
+        elif kind in _SYNCS:
             with self._sync_timing.counted():
                 self._engine.receive(sender, message)
-        else:
+        elif kind is not Kind.ALIVE:
             self._engine.receive(sender, message)
 
     def _miss(self, lost: dict[int, Exception]) -> None:

@@ -70,6 +70,17 @@ class Connection:
         self.sent = time.monotonic()
         with self._lock:
             waiting = bool(self._outgoing)
+            if len(buffers) == 1 and not waiting:  # a small message: most leave whole
+                whole = memoryview(buffers[0])
+                try:
+                    count = self.socket.send(whole)
+                except BlockingIOError:
+                    count = 0
+                except OSError:  # as in _write
+                    return True
+                if count == whole.nbytes:
+                    return True
+                buffers = [whole[count:]]
             self._outgoing.extend(map(memoryview, buffers))
             return not waiting and self._write()
 
@@ -106,7 +117,10 @@ class Connection:
         """
         last = len(messages) + _BATCH
         while len(messages) < last:
-            target = self._missing if self._partial is not None else self._view[self._filled :]
+            if self._partial is not None:
+                target = self._missing
+            else:
+                target = self._view[self._filled :] if self._filled else self._view
             try:
                 count = self.socket.recv_into(target)
             except BlockingIOError:
@@ -132,15 +146,18 @@ class Connection:
         while self._filled - start >= HEAD_SIZE:
             head = self._head(self._buffer, start)
             start += HEAD_SIZE
-            body = np.empty(head.nbytes, np.uint8)
-            here = min(head.nbytes, self._filled - start)
-            body.data[:here] = self._view[start : start + here]
-            start += here
-            if here < head.nbytes:
+            end = start + head.nbytes
+            if end > self._filled:
+                body = np.empty(head.nbytes, np.uint8)
+                here = self._filled - start
+                body.data[:here] = self._view[start : self._filled]
                 self._partial, self._missing = (head, body), body.data[here:]
+                start = self._filled
                 break
-            messages.append((self.rank, head.message(body)))
-        self._buffer[: self._filled - start] = self._buffer[start : self._filled]
+            messages.append((self.rank, head.message(self._buffer[start:end])))
+            start = end
+        if start < self._filled:
+            self._buffer[: self._filled - start] = self._buffer[start : self._filled]
         self._filled -= start
 
     def close(self) -> None:

@@ -28,34 +28,64 @@ from .states import IDLE, OUTDATED, OWNED, REPLICA
 
 
 @njit(cache=True, nogil=True)
-def read(index: Index, values: Block, keys: Keys, limit: int, out: Block, where: Numbers) -> int:
-    """Copy the values of keys if this site can read all of them.
+def read(
+    index: Index,
+    directory: Index,
+    states: Codes,
+    counts: Keys,
+    values: Block,
+    rank: int,
+    sites: int,
+    limit: int,
+    owned_only: bool,
+    keys: Keys,
+    where: Numbers,
+    targets: Codes,
+    out: Block,
+) -> tuple[int, int, int]:
+    """Copy the values of keys if this site can read all of them, else find the sites to ask.
 
     Args:
         index: `Rows.finder` of the store.
+        directory: directory of the store.
+        states: states of the store.
+        counts: counts of the store.
         values: values of the store.
-        keys: n keys.
+        rank: this site.
+        sites: number of sites.
         limit: upper bound of keys, exclusive.
-        out: of shape (n, width), overwritten.
+        owned_only: whether to regard replicas as not readable.
+        keys: n keys.
         where: n rows, overwritten; less than 0 for keys that cannot be read here.
+        targets: n sites, overwritten for keys that cannot be read here: the site to ask.
+        out: of shape (n, width), overwritten.
 
     Returns:
-        The number of keys that cannot be read here, or -1 - i if key i is out of range. Unless it is 0, no value has
-        been copied.
+        The number of keys that this site has to create, the number of keys at other sites, and the position of a key
+        that is out of range or -1. Unless the result is (0, 0, -1), no value has been copied.
     """
-    missing = 0
+    all_owned, no_moves = counts[SLOTS] == 0 or not owned_only, counts[DIRECTORY] == 0
+    fresh, away = 0, 0
     for i in range(keys.shape[0]):
         if keys[i] < 0 or keys[i] >= limit:
-            return -1 - i
-        where[i] = get(index, keys[i])
-        if where[i] < 0:
-            missing += 1
-    if missing == 0:
+            return 0, 0, i
+        row = get(index, keys[i])
+        if row >= 0 and (all_owned or states[row] == OWNED):
+            where[i] = row
+            continue
+        where[i] = -1
+        entry = -1 if no_moves else get(directory, keys[i])
+        targets[i] = keys[i] % sites if entry < 0 else entry >> 32
+        if targets[i] == rank:
+            fresh += 1
+        else:
+            away += 1
+    if fresh == 0 and away == 0:
         for i in range(keys.shape[0]):
             row = where[i]
             for x in range(values.shape[1]):
                 out[i, x] = values[row, x]
-    return missing
+    return fresh, away, -1
 
 
 @njit(cache=True, nogil=True)
@@ -229,12 +259,16 @@ def gather_rows(block: Block, rows: Numbers, out: Block) -> None:
 
 
 @njit(cache=True, nogil=True)
-def scatter_rows(values: Block, positions: Numbers, out: Block) -> None:
-    """Compute ``out[positions[i]] = values[i]``."""
+def scatter_rows(values: Block, positions: Numbers, out: Block) -> bool:
+    """Compute ``out[positions[i]] = values[i]``; return False, without changes, if a position is out of range."""
+    for i in range(positions.shape[0]):
+        if positions[i] < 0 or positions[i] >= out.shape[0]:
+            return False
     for i in range(positions.shape[0]):
         row = positions[i]
         for x in range(values.shape[1]):
             out[row, x] = values[i, x]
+    return True
 
 
 @njit(cache=True, nogil=True)

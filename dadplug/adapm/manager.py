@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from .engine import TECHNIQUES, Engine
 from .initialisers import Initialiser
 from .messages import Message
 from .network import Network
+from .requests import Done
 from .table import Table
 
 _MOST_SITES = 62
@@ -225,7 +225,7 @@ class ParameterManager:
         if self._background is not None:
             self._background.barrier()
 
-    def wait_for(self, done: threading.Event) -> None:
+    def wait_for(self, done: Done) -> None:
         """Waits for an answer from other sites.
 
         Raises:

@@ -44,6 +44,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -89,10 +90,12 @@ ARRAYS: dict[Kind, tuple[np.dtype[Any], ...]] = {
     Kind.ALIVE: (),
 }
 _PARTLY = (Kind.SYNC, Kind.SYNCED)  # have values for some keys only
+_KINDS = dict(enumerate(Kind))
 _HEAD = struct.Struct("<B3xHhIIqq")  # kind, table, origin, keys, rows of values, request, extra
 HEAD_SIZE = _HEAD.size
 _MOST_PER_KEY = 32  # bytes of a key in any message, beside its values
 _PAD = bytes(8)
+_SMALL = 4096  # bytes of arrays that are copied into one buffer with the head
 
 
 class ProtocolError(Exception):
@@ -125,20 +128,50 @@ class Message:
     arrays: list[NDArray[Any]] = field(default_factory=list)
 
     def encode(self) -> list[Any]:
-        """Return the message as buffers that follow one another, without copying its arrays."""
-        arrays = self.arrays
-        keys = arrays[0].shape[0] if arrays else 0
-        types = ARRAYS[self.kind]
-        rows = arrays[-1].shape[0] if types and types[-1] is _VALUES else 0
-        buffers: list[Any] = [_HEAD.pack(self.kind, self.table, self.origin, keys, rows, self.request, self.extra)]
+        """Return the message as buffers that follow one another; large arrays are not copied."""
+        kind, arrays = self.kind, self.arrays
+        keys = rows = size = 0
+        if arrays:
+            keys = arrays[0].shape[0]
+            rows = arrays[-1].shape[0] if ARRAYS[kind][-1] is _VALUES else 0
+            size = sum([array.nbytes for array in arrays])
+        buffers: list[Any] = [_HEAD.pack(kind, self.table, self.origin, keys, rows, self.request, self.extra)]
         offset = 0
         for array in arrays:
             if gap := -offset % array.itemsize:
                 buffers.append(_PAD[:gap])
-            if array.size:
+            if size <= _SMALL:
+                buffers.append(array.tobytes())
+            elif array.size:
                 buffers.append(array.reshape(-1).view(np.uint8).data)
             offset += gap + array.nbytes
-        return buffers
+        return [b"".join(buffers)] if size <= _SMALL else buffers
+
+
+_Places = tuple[tuple[Any, np.dtype[Any], int], ...]  # shape, type and offset of each array of a message
+
+
+@lru_cache(maxsize=1024)
+def _layout(number: int, table: int, width: int | None, keys: int, rows: int) -> tuple[Kind, int, _Places]:
+    """Return the kind of a message, the size of its arrays in bytes, and their places; see `Head`."""
+    kind = _KINDS.get(number)
+    if kind is None:
+        raise ProtocolError(f"a message of unknown kind {number}")
+    types = ARRAYS[kind]
+    if not types:
+        return kind, 0, ()
+    if width is None:
+        raise ProtocolError(f"{kind.name} for table {table}, which this site does not have")
+    expected = 0 if types[-1] is not _VALUES else min(rows, keys) if kind in _PARTLY else keys
+    if not 0 < keys <= most_keys(width) or rows != expected:
+        raise ProtocolError(f"{kind.name} of {keys} keys and {rows} rows of {width} values")
+    offset = 0
+    places: list[tuple[Any, np.dtype[Any], int]] = []
+    for dtype in types:
+        offset += -offset % dtype.itemsize
+        places.append(((rows, width) if dtype is _VALUES else keys, dtype, offset))
+        offset += (rows * width if dtype is _VALUES else keys) * dtype.itemsize
+    return kind, offset, tuple(places)
 
 
 class Head:
@@ -157,40 +190,18 @@ class Head:
         ProtocolError: if no site sends such a message.
     """
 
-    __slots__ = ("_message", "_places", "_width", "nbytes")
+    __slots__ = ("_message", "_places", "nbytes")
 
     def __init__(self, buffer: Any, offset: int, widths: Sequence[int], sites: int) -> None:
         number, table, origin, keys, rows, request, extra = _HEAD.unpack_from(buffer, offset)
-        try:
-            kind = Kind(number)
-        except ValueError:
-            raise ProtocolError(f"a message of unknown kind {number}") from None
-        types = ARRAYS[kind]
-        self._message = Message(kind, table, origin, request, extra)
-        self._places: list[tuple[np.dtype[Any], int, int]] = []
-        self._width = self.nbytes = 0
+        width = widths[table] if table < len(widths) else None
+        kind, self.nbytes, self._places = _layout(number, table, width, keys, rows)
         if not 0 <= origin < sites:
             raise ProtocolError(f"{kind.name} of site {origin}, and there are {sites}")
-        if not types:
-            return
-        if table >= len(widths):
-            raise ProtocolError(f"{kind.name} for table {table}, and there are {len(widths)}")
-        width = self._width = widths[table]
-        expected = 0 if types[-1] is not _VALUES else min(rows, keys) if kind in _PARTLY else keys
-        if not 0 < keys <= most_keys(width) or rows != expected:
-            raise ProtocolError(f"{kind.name} of {keys} keys and {rows} rows of {width} values")
-        offset = 0
-        for dtype in types:
-            count = rows * width if dtype is _VALUES else keys
-            offset += -offset % dtype.itemsize
-            self._places.append((dtype, count, offset))
-            offset += count * dtype.itemsize
-        self.nbytes = offset
+        self._message = Message(kind, table, origin, request, extra)
 
-    def message(self, body: NDArray[np.uint8]) -> Message:
-        """Return the message; its arrays are views of the body, which has `nbytes` bytes."""
+    def message(self, body: Any) -> Message:
+        """Return the message; its arrays are views of the body, a buffer of `nbytes` bytes."""
         message = self._message
-        for dtype, count, offset in self._places:
-            array = np.frombuffer(body, dtype, count, offset)
-            message.arrays.append(array.reshape(-1, self._width) if dtype is _VALUES else array)
+        message.arrays = [np.ndarray(shape, dtype, body, offset) for shape, dtype, offset in self._places]
         return message

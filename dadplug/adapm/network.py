@@ -41,8 +41,8 @@ def _poll(poller: Any, timeout: float) -> Ready:
 class Network:
     """Connections from this site to each other one.
 
-    `send` and `wake` may be called from any thread, `wait` from one. `poll` and `read` may be called from several, but
-    by one at a time.
+    `send` and `wake` may be called from any thread, `wait` from one. `poll`, `read` and
+    `show_life` may be called from several, but by one at a time.
 
     Args:
         rank: this site.
@@ -86,6 +86,7 @@ class Network:
         self._ring, self._bell = socket.socketpair()
         for end in (self._ring, self._bell):
             end.setblocking(False)
+        self._bell_descriptor = self._bell.fileno()
         self._idle_poller.register(self._bell, select.POLLIN)
         if self.lendable:
             self._idle_poller.register(self._poller, select.POLLIN)
@@ -110,14 +111,13 @@ class Network:
         self._watch()
         timeout = min(max(timeout, 0.0), self._timeout / _SIGNS)
         for descriptor, _ in _poll(self._idle_poller, timeout):
-            if descriptor == self._bell.fileno():
+            if descriptor == self._bell_descriptor:
                 with suppress(OSError):
                     while self._bell.recv(4096):
                         pass
 
     def poll(self, timeout: float) -> Ready:
         """Wait until something has come, for a time in seconds; return what `read` takes."""
-        self._watch()
         return _poll(self._poller, timeout)
 
     def read(self, ready: Ready) -> tuple[list[tuple[int, Message]], dict[int, Exception]]:
@@ -127,7 +127,7 @@ class Network:
             ready: what `poll` has returned.
 
         Returns:
-            Messages with their senders, and the sites that are lost, with the reason.
+            Messages with their senders, and the sites whose connections are lost, with the reason.
         """
         messages: list[tuple[int, Message]] = []
         lost: dict[int, Exception] = {}
@@ -137,14 +137,14 @@ class Network:
                 continue
             if events & select.POLLOUT:
                 connection.flush()
+                self._watch()
             if events & ~select.POLLOUT:
                 try:
                     connection.read(messages)
                 except (OSError, ProtocolError) as error:
                     lost[connection.rank] = error
                     self._forget(connection)
-        self._show_life(lost)
-        return [(sender, message) for sender, message in messages if message.kind is not Kind.ALIVE], lost
+        return messages, lost
 
     def _watch(self) -> None:
         """Poll for room on connections that have something left to send."""
@@ -160,8 +160,9 @@ class Network:
             self._poller.unregister(connection.socket)
             self._peers = {number: each for number, each in self._peers.items() if each is not connection}
 
-    def _show_life(self, lost: dict[int, Exception]) -> None:
-        """Send signs of life, and find the sites from which none come."""
+    def show_life(self) -> dict[int, Exception]:
+        """Send signs of life where they are due; return the sites from which none come, once, with the reason."""
+        lost: dict[int, Exception] = {}
         now = time.monotonic()
         step = self._timeout / _SIGNS
         if now - self._awake > 2 * step:  # it is this process that has slept
@@ -169,7 +170,7 @@ class Network:
                 connection.heard = now
         self._awake = now
         if now - self._alive < step / 2:
-            return
+            return lost
         self._alive = now
         for connection in list(self._peers.values()):
             if now - connection.sent > step / 2:
@@ -177,6 +178,7 @@ class Network:
             if now - connection.heard > self._timeout:
                 lost[connection.rank] = TimeoutError("timed out")
                 self._forget(connection)
+        return lost
 
     @property
     def silent(self) -> int | None:
@@ -194,6 +196,7 @@ class Network:
         """Close all connections once the last messages have left; while no other thread receives."""
         deadline = time.monotonic() + _CLOSE
         while any(not each.flush() for each in self._peers.values()) and time.monotonic() < deadline:
+            self._watch()
             self.poll(0.05)
         self._close_sockets()
 

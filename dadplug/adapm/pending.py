@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Generic, Protocol, TypeVar
+
+from .requests import Done
 
 T = TypeVar("T")
 
@@ -11,7 +12,7 @@ T = TypeVar("T")
 class Waiter(Protocol):
     """Knows how to wait, and whether waiting is in vain."""
 
-    def wait_for(self, done: threading.Event) -> None: ...
+    def wait_for(self, done: Done) -> None: ...
 
 
 class Pending(Generic[T]):
@@ -23,7 +24,7 @@ class Pending(Generic[T]):
         result: what `wait` returns.
     """
 
-    def __init__(self, waiter: Waiter, done: threading.Event | None, result: T) -> None:
+    def __init__(self, waiter: Waiter, done: Done | None, result: T) -> None:
         self._waiter, self._done, self._result = waiter, done, result
 
     @property

@@ -10,6 +10,36 @@ from numpy.typing import NDArray
 from .rows import Block, Keys
 
 
+class Done:
+    """An event as `threading.Event` is, which happens once and takes a fifth of the time to make.
+
+    `set` must not be called by two threads at once.
+    """
+
+    __slots__ = ("_happened", "_lock")
+
+    def __init__(self) -> None:
+        self._happened = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        """Return whether it has happened."""
+        return self._happened
+
+    def set(self) -> None:
+        """Let it happen, and end all waits."""
+        if not self._happened:
+            self._happened = True
+            self._lock.release()
+
+    def wait(self, timeout: float = -1) -> bool:
+        """Wait until it happens, at most for a time in seconds; return whether it has."""
+        if not self._happened and self._lock.acquire(timeout=timeout):
+            self._lock.release()  # for others that wait
+        return self._happened
+
+
 class Request:
     """A pull, push or set that is under way.
 
@@ -18,7 +48,7 @@ class Request:
     """
 
     def __init__(self, remaining: int) -> None:
-        self.done = threading.Event()
+        self.done = Done()
         self.remaining = remaining
         if not remaining:
             self.done.set()

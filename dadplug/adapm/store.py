@@ -163,6 +163,33 @@ class Store:
             self.touch(rows)
         return where, targets, away
 
+    def read(
+        self, rank: int, sites: int, owned_only: bool, keys: Keys, out: Block
+    ) -> tuple[Numbers, NDArray[np.int8], int, int, int]:
+        """Copies values if all are here; see `kernels.read`.
+
+        Returns:
+            Rows and sites to ask, and the three numbers of `kernels.read`.
+        """
+        where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
+        r = self.rows
+        numbers = kernels.read(
+            r.finder,
+            r.directory,
+            r.states,
+            r.counts,
+            r.values,
+            rank,
+            sites,
+            self.limit,
+            owned_only,
+            keys,
+            where,
+            targets,
+            out,
+        )
+        return where, targets, *numbers
+
     def read_rows(self, rows: Numbers) -> Block:
         """Copies values."""
         out = np.empty((rows.shape[0], self.width), np.float32)

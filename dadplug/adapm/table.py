@@ -91,7 +91,8 @@ class Table:
                 f"out of table {self.name!r} must be a contiguous float32 CPU tensor of shape {shape}, got {out.dtype} "
                 f"of shape {tuple(out.shape)} on {out.device}"
             )
-        request = self._engine.pull(self._number, flat, out.detach().numpy().reshape(-1, self.width))
+        block = out.detach() if out.requires_grad else out
+        request = self._engine.pull(self._number, flat, block.numpy().reshape(-1, self.width))
         if isinstance(request, int):
             self._refuse(flat, request)
         return out, None if request is None else request.done
@@ -223,7 +224,8 @@ class Table:
                 f"keys of table {self.name!r} must be int64 on the CPU, got {keys.dtype} on {keys.device}: "
                 "use keys.long().cpu()"
             )
-        return keys.detach().contiguous().numpy().reshape(-1)
+        flat = keys.numpy()
+        return flat if flat.ndim == 1 and flat.flags.c_contiguous else np.ascontiguousarray(flat).reshape(-1)
 
     def _block(self, name: str, keys: Tensor, values: Tensor) -> Any:
         if values.dtype != torch.float32 or values.is_cuda:

@@ -32,7 +32,7 @@ def head(kind, table=0, origin=0, keys=0, rows=0, request=0, extra=0):
     ("wrong", "message"),
     [
         (head(99), "unknown kind 99"),
-        (head(Kind.PUSH, table=1, keys=1, rows=1), "for table 1, and there are 1"),
+        (head(Kind.PUSH, table=1, keys=1, rows=1), "for table 1, which this site does not have"),
         (head(Kind.PUSH, origin=3, keys=1, rows=1), "of site 3, and there are 3"),
         (head(Kind.PUSH, origin=-1, keys=1, rows=1), "of site -1"),
         (head(Kind.PUSH, keys=2**32 - 1, rows=2**32 - 1), "4294967295 keys"),
@@ -195,7 +195,8 @@ def networks(timeout):
 
 
 def receive(network):
-    return network.read(network.poll(0.05))
+    messages, lost = network.read(network.poll(0.05))
+    return [each for each in messages if each[1].kind is not Kind.ALIVE], lost | network.show_life()
 
 
 def test_a_silent_site_is_lost_and_signs_of_life_keep_a_quiet_one():
