@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import threading
@@ -19,6 +20,7 @@ from dadplug.adapm import ParameterManager, connections, messages
 from dadplug.adapm.connections import Connection, connect_sites
 from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Kind, Message, ProtocolError, most_keys
 from dadplug.adapm.network import Network
+from dadplug.adapm.requests import Done
 from dadplug.exchange import Traffic
 
 WIDTHS = [4]
@@ -306,3 +308,74 @@ def test_a_site_that_sends_what_no_site_sends_is_named():
     assert "site 1 (" in first
     assert "has sent what no site sends: PULLED for 1 keys that this site has not asked for" in first
     assert "site 0 (" in second
+
+
+def receives_in_the_worker(_):
+    with ParameterManager(timeout=20) as manager:
+        table = manager.table("t", 2, rows=10)
+        table.set(torch.arange(manager.rank, 10, 2), torch.full((5, 2), float(manager.rank + 1)))
+        manager.barrier()
+        receive, receivers = manager._engine.receive, []
+
+        def noting(sender, message):
+            if message.kind is Kind.PULLED:
+                receivers.append(threading.current_thread())
+            receive(sender, message)
+
+        manager._engine.receive = noting
+        expected = torch.tensor([1.0, 2.0]).repeat(5).reshape(10, 1).expand(10, 2)
+        exact = all(torch.equal(table.pull(torch.arange(10)), expected) for _ in range(200))
+        manager.barrier()
+        return exact, threading.current_thread() in receivers
+
+
+def test_the_worker_that_waits_receives_the_answer_itself():
+    if hasattr(select, "epoll"):
+        assert support.sites(2).run(receives_in_the_worker, None) == [(True, True)] * 2
+
+
+def is_interrupted(_):
+    with ParameterManager(timeout=20) as manager:
+        table = manager.table("t", 2, rows=10)
+        manager.barrier()
+        poll, polls = manager._background._network.poll, []
+
+        def interrupted(timeout):
+            if threading.current_thread() is threading.main_thread() and not polls:
+                polls.append(timeout)
+                raise KeyboardInterrupt
+            return poll(timeout)
+
+        manager._background._network.poll = interrupted
+        raised = False
+        for _ in range(200):
+            try:
+                table.pull(torch.arange(10))
+            except KeyboardInterrupt:
+                raised = True
+                break
+        table.push(torch.arange(10), torch.ones(10, 2))
+        manager.wait_sync(everywhere=True)
+        return raised, table.pull(torch.arange(10)).unique().tolist()
+
+
+def test_a_worker_that_is_interrupted_while_it_receives_leaves_the_manager_usable():
+    if hasattr(select, "epoll"):
+        assert support.sites(2).run(is_interrupted, None) == [(True, [2.0])] * 2
+
+
+def test_done_ends_all_waits_and_stays():
+    done = Done()
+    assert not done.is_set()
+    assert not done.wait(0.01)
+    outcomes = []
+    threads = [threading.Thread(target=lambda: outcomes.append(done.wait(20))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    done.set()
+    done.set()
+    for thread in threads:
+        thread.join(20)
+    assert outcomes == [True] * 3
+    assert done.is_set()
+    assert done.wait(0)
