@@ -23,12 +23,12 @@ _STATES = {
 def check_message(message: Message, stores: Sequence[Store], requests: Mapping[int, Request]) -> None:
     """Check a message against the tables and requests of this site.
 
+    The kernels that use the keys of a PULL and the positions of a PULLED check these.
+
     Args:
         message: the message; its sizes have been checked.
         stores: the stores of this site, by table.
         requests: the open requests of this site, by number.
-
-    The keys of a PULL and the positions of a PULLED are left to the kernels that use them.
 
     Raises:
         ProtocolError: if it does not fit them. Nothing has been changed.

@@ -90,3 +90,25 @@ def copy_into(index: Index, larger: Index) -> None:
     for place in range(index.shape[0]):
         if index[place, 0] >= 0:
             put(larger, index[place, 0], index[place, 1])
+
+
+@njit(cache=True, nogil=True)
+def count_absent(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
+    """Count the keys that are not in `others`; both may hold any int64."""
+    bits = 4
+    while (1 << bits) < 2 * others.shape[0]:
+        bits += 1
+    mask, shift = (1 << bits) - 1, np.uint64(64 - bits)
+    places = np.full(1 << bits, -1, np.int64)
+    for i in range(others.shape[0]):
+        place = np.int64((np.uint64(others[i]) * MIX) >> shift)
+        while places[place] >= 0 and others[places[place]] != others[i]:
+            place = (place + 1) & mask
+        places[place] = i
+    count = 0
+    for i in range(keys.shape[0]):
+        place = np.int64((np.uint64(keys[i]) * MIX) >> shift)
+        while places[place] >= 0 and others[places[place]] != keys[i]:
+            place = (place + 1) & mask
+        count += places[place] < 0
+    return count

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..jit import njit
-from .index import MIX, Index, get
+from .index import Index, get
 from .rows import (
     DIRECTORY,
     ROW_TOP,
@@ -350,28 +350,6 @@ def list_owned(r: Rows, rows: Numbers) -> int:
         if r.states[row] == OWNED:
             rows[count] = row
             count += 1
-    return count
-
-
-@njit(cache=True, nogil=True)
-def count_absent(keys: Keys, others: Keys) -> int:
-    """Count the keys that are not in `others`; both may hold any int64."""
-    bits = 4
-    while (1 << bits) < 2 * others.shape[0]:
-        bits += 1
-    mask, shift = (1 << bits) - 1, np.uint64(64 - bits)
-    places = np.full(1 << bits, -1, np.int64)
-    for i in range(others.shape[0]):
-        place = np.int64((np.uint64(others[i]) * MIX) >> shift)
-        while places[place] >= 0 and others[places[place]] != others[i]:
-            place = (place + 1) & mask
-        places[place] = i
-    count = 0
-    for i in range(keys.shape[0]):
-        place = np.int64((np.uint64(keys[i]) * MIX) >> shift)
-        while places[place] >= 0 and others[places[place]] != keys[i]:
-            place = (place + 1) & mask
-        count += places[place] < 0
     return count
 
 

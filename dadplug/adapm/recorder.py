@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..hooks.override import ForwardOverride
 from ..lowrank import sparse_kernels
-from . import kernels
+from .index import count_absent
 from .shapes import IntentError, ShapesOnly, keep_shapes, stub
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -144,7 +144,7 @@ def count_missing(keys: Tensor, announced: Tensor) -> int:
     """
     if keys.numel() <= announced.numel() and torch.equal(keys, announced[: keys.numel()]):
         return 0  # one lookup, whose distinct keys are in the same order
-    return int(kernels.count_absent(keys.contiguous().numpy(), announced.contiguous().numpy()))
+    return int(count_absent(keys.contiguous().numpy(), announced.contiguous().numpy()))
 
 
 def _line_of(error: BaseException) -> str:
