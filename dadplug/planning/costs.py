@@ -12,7 +12,7 @@ from ..methods import Method
 from ..methods.paths import GradientPath
 from ..model_sync.structure import is_managed
 from ..options import Options
-from ..reducer import DenseHandler, handler_type
+from ..reducer import handler_type
 from ..reducer.reducer import Reducer
 from ..units.base import Unit
 from ..units.factor import FactorUnit
@@ -73,10 +73,8 @@ class PayloadCosts:
             return self._factor_bytes(unit, name)
         if self._reducer is not None:
             return self._reducer.sent_bytes(unit)
-        handler = handler_type(unit.path, self._transport)
-        assert issubclass(handler, DenseHandler)
         wire = wire_format(self._options.wire, unit.lead.dtype)
-        return handler.payload_bytes(unit, self._method, wire, self._transport)
+        return handler_type(unit.path, self._transport).payload_bytes(unit, self._method, wire, self._transport)
 
     def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
         rows = None if self._reducer is None else self._reducer.room(unit)

@@ -1,7 +1,7 @@
-"""The handlers of an exchange, one kind a file; each kind registers the paths that it serves."""
+"""The exchange of one step: a reducer, and the bucket handlers of the paths, one kind a file."""
 
-from . import dense, factors, hierarchical, powersgd, topk  # noqa: F401  (each registers itself)
-from .dense import DenseHandler
-from .handler import BucketHandler, handler_type, register_handler, write_gradient
+from . import dense, factors, hierarchical, powersgd, topk  # noqa: F401  (each registers its handlers)
+from .handler import BucketHandler, handler_type, register_handler
+from .summed import SummedHandler
 
-__all__ = ["DenseHandler", "BucketHandler", "register_handler", "handler_type", "write_gradient"]
+__all__ = ["BucketHandler", "SummedHandler", "handler_type", "register_handler"]

@@ -1,4 +1,4 @@
-"""Gradients that a reduction does not send, and that have to be weighted, checked and dropped with those it does."""
+"""Interface of gradients that a reduction does not send, and weights, checks and drops with those that it sends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol
 
 
 class AttachedGradients(Protocol):
-    """Gradients of parameters that are managed elsewhere, as those of rows in tables.
+    """Gradients of parameters that are managed elsewhere, such as those of rows in tables.
 
     Attributes:
         names: names of the parameters, in the same order on all sites.
-        arrived: whether backward has brought gradients since the last synchronization, cleared or not.
-        cleared: whether the program has cleared all those.
+        arrived: whether backward has added gradients since the last synchronization, cleared or not.
+        cleared: whether the program has cleared all of them.
     """
 
     @property
@@ -25,7 +25,7 @@ class AttachedGradients(Protocol):
     def cleared(self) -> bool: ...
 
     def first_not_finite(self) -> int | None:
-        """Return the number of the first parameter whose gradient holds NaN or Inf; None if there is none."""
+        """Return the index of the first parameter whose gradient holds NaN or Inf; None if there is none."""
 
     def apply_share(self, share: float) -> None:
         """Weight the gradients that have arrived; called at the end of a synchronization.
@@ -35,4 +35,4 @@ class AttachedGradients(Protocol):
         """
 
     def fill_with_inf(self) -> None:
-        """Make the gradients Inf, as those of some site are; replaces `apply_share`."""
+        """Replace the gradients by Inf, since some site's are not finite; called instead of `apply_share`."""

@@ -1,11 +1,11 @@
-"""The handler of units that send rows: factors, low-rank factors, rows of tables."""
+"""Handlers of units that send rows: factors, low-rank factors, rows of tables."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,143 +13,94 @@ from ..exchange.buckets import FactorBucket, Slot
 from ..exchange.indices import IndexSlot
 from ..exchange.payload import FactorPayload, finite
 from ..methods import Method, decode
+from ..methods.paths import GradientPath
 from ..units.base import Unit, add_gradient
 from ..units.factor import FactorUnit
+from .context import HandlerContext
+from .faults import Fault
 from .handler import BucketHandler, register_handler
 from .step_header import StepHeader
 
-if TYPE_CHECKING:
-    from .reducer import Reducer
 
+class GatheredHandler(BucketHandler):
+    """Base of handlers that gather rows, and form the agreed gradients of them.
 
-@register_handler("factors", "lowrank", "activations")
-class FactorHandler(BucketHandler):
-    """Gathers rows from all sites, and forms the agreed gradients of them."""
+    A subclass says who sends, what a sender puts into its bucket, and what a sender counts for in the mean.
+
+    Args:
+        units: the units that share the bucket.
+        context: what the handlers of a reducer share.
+        senders: ranks of the sites that send.
+    """
 
     bucket_mb = 0.03  # small, since a slow link should not wait for the next layer
 
-    @classmethod
-    def numbers(cls, unit: Unit, rows: int, method: Method) -> int:
-        assert isinstance(unit, FactorUnit)
-        return rows * sum(unit.widths)
-
-    def __init__(self, units: Sequence[Unit], reducer: Reducer) -> None:
-        super().__init__(units, reducer)
-        self.senders = self._find_senders()
-        slots = [self._slot(unit) for unit in units]
-        wire = reducer.wire(self.dtype)
-        self.bucket = FactorBucket(slots, reducer.transport, self.dtype, wire, self.senders)
+    def __init__(self, units: Sequence[Unit], context: HandlerContext, senders: Sequence[int]) -> None:
+        super().__init__(units, context)
+        self.units: list[FactorUnit] = [_factored(unit) for unit in units]
+        self.senders = list(senders)
+        slots = [self._slot(unit) for unit in self.units]
+        self.bucket = FactorBucket(slots, context.transport, self.dtype, context.wire(self.dtype), self.senders)
         self._present: set[str] = set()
-        self._samples: list[int] = []
-        self._rows: list[list[int]] = []  # that have arrived, by slot and site
+        self._samples: list[int] = []  # of each sender, as its payload says
+        self._rows: list[list[int]] = []  # that have arrived, by slot and sender
         self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
 
-    def _find_senders(self) -> list[int]:
-        """Ranks of the sites that send; all of them."""
-        return list(range(self.reducer.transport.world_size))
+    @classmethod
+    def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
+        return rows * sum(_factored(unit).widths)
 
-    def _slot(self, unit: Unit) -> Slot:
-        assert isinstance(unit, FactorUnit)
+    def sent_bytes(self, unit: Unit) -> int:
+        return self.context.transport.copies * self.bucket.slot_bytes(self._slots[unit.name])
+
+    def room(self, unit: Unit) -> int:
+        return self.bucket.room(self._slots[unit.name])
+
+    def _slot(self, unit: FactorUnit) -> Slot:
         assert unit.form is not None
-        sites, (out, width) = len(self.senders), unit.widths
+        sites, (out, width), wire = len(self.senders), unit.widths, self.context.wire(self.dtype)
         if unit.form.table_rows:
-            return IndexSlot(out, unit.form.table_rows, self.reducer.wire(self.dtype), sites)
-        return Slot(out, width, self._bias(unit), sites, self.reducer.wire(self.dtype))
+            return IndexSlot(out, unit.form.table_rows, wire, sites)
+        return Slot(out, width, self._bias_size(unit), sites, wire)
 
-    def _bias(self, unit: FactorUnit) -> int:
-        """Number of elements of the bias gradient that is sent beside a unit's rows."""
-        sent = unit.bias is not None and self.reducer.method.traits.sends_bias
-        return unit.parameters[str(unit.bias)].numel() if sent else 0
+    def _bias_size(self, unit: FactorUnit) -> int:
+        """Return the number of elements of the bias gradient that is sent beside a unit's rows."""
+        if unit.bias is None or not self.context.method.traits.sends_bias:
+            return 0
+        return unit.parameters[unit.bias].numel()
+
+    def _not_finite(self, unit: FactorUnit) -> FactorPayload:
+        """Return a payload that stands for a gradient with NaN or Inf."""
+        (out, width), bias = unit.widths, self._bias_size(unit)
+        left, right = unit.lead.new_full((1, out), math.nan), unit.lead.new_zeros(1, width)
+        return FactorPayload(left, right, left.new_full((bias,), math.nan) if bias else None)
+
+    # What a subclass decides
+
+    @abstractmethod
+    def _weights(self, samples: Sequence[int]) -> list[float]:
+        """Return the factors of each sender's rows in the mean.
+
+        Args:
+            samples: samples of each sender.
+        """
+
+    @abstractmethod
+    def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
+        """Return the samples that each sender's rows stand for at the end of the step."""
+
+    @abstractmethod
+    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
+        """Return, by slot and sender, whether what was sent has been discarded since and is to be left out."""
+
+    @abstractmethod
+    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
+        """Return, by slot, whether there are rows to make a gradient of."""
+
+    # A step
 
     def post(self) -> None:
         self.bucket.post()
-
-    def fill(self, unit: Unit) -> None:
-        slot = self._slots[unit.name]
-        with self.timing("encode", unit):
-            share = self._encode(unit)
-            if share is None:
-                self.bucket.clear(slot)
-            else:
-                self.bucket.fill(slot, share)
-        self._meter(unit)
-        assert isinstance(unit, FactorUnit)
-        unit.sent_gradient = partial(self._sent_gradient, unit)
-
-    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
-        """Compute what this site has sent of a parameter's gradient, for programs that read it."""
-        share = self.bucket.own_share(self._slots[unit.name]).to(unit.lead.device, self.dtype)
-        if not unit.widths[0]:
-            raise RuntimeError(
-                f"the gradient of {name!r} is on its way to the other sites, without deltas in mode 'edad': read it "
-                "after reduction.synchronize()"
-            )
-        assert unit.form is not None
-        weight, bias = decode([share], [1.0], unit.bias is not None, site_by_site=True, form=unit.form)
-        return [weight if name == unit.name or bias is None else bias]
-
-    def _meter(self, unit: Unit) -> None:
-        transport = self.reducer.transport
-        transport.traffic.of(unit.name).bytes += transport.copies * self.bucket.slot_bytes(self._slots[unit.name])
-
-    def _encode(self, unit: Unit) -> FactorPayload | None:
-        """Encodes what has arrived; takes note of NaN and Inf, and passes them on as such."""
-        assert isinstance(unit, FactorUnit)
-        factor = unit.take()
-        if factor is None:
-            return None
-        self._present.add(unit.name)
-        if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
-            return None
-        try:
-            method = self.reducer.method
-            if factor.form.encoded:
-                share = method.encode(unit.name, factor, unit.bias is not None)
-                if method.traits.detects_nonfinite and not share.left.is_cuda:
-                    return share
-            else:
-                share = FactorPayload(factor.deltas, factor.activations)
-            if not self.reducer.checks or share.finite():
-                return share
-        except FloatingPointError:
-            pass
-        kind = 2 if finite(factor.inputs) else 1
-        self.reducer.faults.append((kind, unit.name))
-        return self._nan(unit)
-
-    def _nan(self, unit: FactorUnit) -> FactorPayload:
-        """What stands for a gradient that is not finite."""
-        out, width = unit.widths
-        left, right = unit.lead.new_full((1, out), math.nan), unit.lead.new_zeros(1, width)
-        return FactorPayload(left, right, left.new_full((self._bias(unit),), math.nan) if self._bias(unit) else None)
-
-    def room(self, unit: Unit) -> int:
-        """Tells how many rows of a unit this site sends in a step."""
-        return self.bucket.room(self._slots[unit.name])
-
-    def launch(self) -> None:
-        self.bucket.launch(self.reducer.samples())
-
-    def settle_late(self) -> None:
-        for unit in self.units:
-            assert isinstance(unit, FactorUnit)
-            unit.before_header()
-            if unit.void:
-                self._drop_sent(unit)
-            share = self._encode(unit)
-            if share is not None:
-                self.bucket.add_late(self._slots[unit.name], share)
-            gradient = unit.lead.grad if unit.dense and self.reducer.checks else None
-            if gradient is not None and not finite(gradient):
-                self.reducer.faults.append((3, unit.name))
-
-    def _drop_sent(self, unit: Unit) -> None:
-        """Forget what has been sent of a unit, since its gradient has been discarded."""
-        self.bucket.drop_late(self._slots[unit.name])
-        self._present.discard(unit.name)
-        self.reducer.method.rollback(unit.name)
-        faults = self.reducer.faults
-        faults[:] = [fault for fault in faults if fault[1] != unit.name]
 
     def present(self, unit: Unit) -> bool:
         return unit.name in self._present
@@ -160,61 +111,51 @@ class FactorHandler(BucketHandler):
     def receive(self) -> None:
         with self.timing("wait"):
             self.bucket.wait()
-        self._samples, shares = self.bucket.receive()
-        self._rows = [[share.rows for share in sites] for sites in shares]
-        self._decode(shares, self._samples)
+        self._samples, payloads = self.bucket.receive()
+        self._rows = [[payload.rows for payload in by_sender] for by_sender in payloads]
+        self._decode(payloads, self._samples)
 
-    def _decode(self, shares: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
-        """Forms the gradients of what has arrived, with each site's share in the samples."""
+    def _decode(self, payloads: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
+        """Form the gradients of what has arrived.
+
+        Args:
+            payloads: by slot and sender.
+            samples: samples of each sender.
+        """
         self._gradients.clear()
         if any(samples):
-            for unit, each in zip(self.units, shares, strict=True):
+            for unit, by_sender in zip(self.units, payloads, strict=True):
                 with self.timing("decode", unit):
-                    self._decode_unit(unit, each, samples)
+                    self._decode_unit(unit, by_sender, samples)
 
-    def _decode_unit(self, unit: Unit, shares: Sequence[FactorPayload], samples: Sequence[int]) -> None:
-        assert isinstance(unit, FactorUnit)
+    def _decode_unit(self, unit: FactorUnit, payloads: Sequence[FactorPayload], samples: Sequence[int]) -> None:
         assert unit.form is not None
-        whole = unit.complete([share.to(unit.lead.device, self.dtype) for share in shares], self.reducer.known)
-        if whole is None:
+        context, traits, device = self.context, self.context.method.traits, unit.lead.device
+        complete = unit.complete([each.to(device, self.dtype) for each in payloads], context.complete_payloads)
+        if complete is None:
             return
-        if self.reducer.method.traits.recomputes_deltas:  # nobody else asks for it, and it is as large as the payloads
-            self.reducer.known[unit.name] = whole
-        weights, exact = self._weights(samples), self.reducer.method.traits.exact
-        gradients = decode(whole, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
-        self._gradients[unit.name] = gradients
-
-    def _weights(self, samples: Sequence[int]) -> list[float]:
-        """Tells each sender's share in the mean."""
-        return [count / sum(samples) for count in samples]
-
-    def _counts(self, headers: Sequence[StepHeader]) -> list[int]:
-        """Tells the samples that each sender's rows stand for."""
-        return [header.samples for header in headers]
-
-    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
-        """Return, by slot and sender, whether what was sent has been discarded since."""
-        return [[headers[rank].void[index] for rank in self.senders] for index in self._indices()]
-
-    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
-        """Return, by slot, whether any site has rows."""
-        return [any(header.present[index] for header in headers) for index in self._indices()]
+        if traits.recomputes_deltas:  # not otherwise: it is as large as the payloads
+            context.complete_payloads[unit.name] = complete
+        self._gradients[unit.name] = decode(
+            complete, self._weights(samples), unit.bias is not None, site_by_site=traits.exact, form=unit.form
+        )
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        samples = self._counts(headers)
-        extra = [[headers[rank].extra_rows[index] for rank in self.senders] for index in self._indices()]
+        samples = self._samples_of(headers)
+        extra = [[headers[rank].extra_rows[position] for rank in self.senders] for position in self._positions]
         void = self._void(headers)
         wanted = [write and want for want in self._wanted(headers)]
         missing = any(want and unit.name not in self._gradients for want, unit in zip(wanted, self.units, strict=True))
         if any(map(any, extra)) or any(map(any, void)) or missing or samples != self._samples:
             self._finish_late(extra, void, wanted, samples, write)
+        method = self.context.method
         for want, unit in zip(wanted, self.units, strict=True):
             if want:
-                self._write_gradients(unit, *self._gradients[unit.name])
+                _add_gradients(unit, *self._gradients[unit.name])
             if keep:
-                self.reducer.method.commit(unit.name)
+                method.commit(unit.name)
             else:
-                self.reducer.method.rollback(unit.name)
+                method.rollback(unit.name)
         self._present.clear()
         self._gradients.clear()
         self.bucket.end_step(self._rows)
@@ -227,23 +168,131 @@ class FactorHandler(BucketHandler):
         samples: Sequence[int],
         write: bool,
     ) -> None:
-        """Decodes anew what has changed since the buckets left: rows in a second round, samples of a late backward."""
-        _, shares = self.bucket.receive()
+        """Decode what has changed since the bucket was launched: rows in a second round, samples of a late backward.
+
+        Args:
+            extra: by slot and sender, rows of the second round.
+            void: by slot and sender, whether the payload has been discarded.
+            wanted: by slot, whether a gradient is written.
+            samples: samples of each sender at the end of the step.
+            write: whether gradients are written at all.
+        """
+        _, payloads = self.bucket.receive()
         if write and samples != self._samples:
-            self._decode(shares, samples)
-        for slot, by_site in enumerate(void):
-            for site in [site for site, discarded in enumerate(by_site) if discarded]:
-                shares[slot][site] = shares[slot][site].without_rows()
-                self._rows[slot][site] = 0
-        for (slot, site), share in self.bucket.second_round(extra).items():
-            shares[slot][site] = shares[slot][site].plus(share)
-            self._rows[slot][site] += share.rows
+            self._decode(payloads, samples)
+        for slot, by_sender in enumerate(void):
+            for sender in [sender for sender, discarded in enumerate(by_sender) if discarded]:
+                payloads[slot][sender] = payloads[slot][sender].without_rows()
+                self._rows[slot][sender] = 0
+        for (slot, sender), payload in self.bucket.second_round(extra).items():
+            payloads[slot][sender] = payloads[slot][sender].plus(payload)
+            self._rows[slot][sender] += payload.rows
         for slot, unit in enumerate(self.units):
             if wanted[slot] and (any(extra[slot]) or any(void[slot]) or unit.name not in self._gradients):
-                self._decode_unit(unit, shares[slot], samples)
+                self._decode_unit(unit, payloads[slot], samples)
 
-    def _write_gradients(self, unit: Unit, weight: Tensor, bias: Tensor | None) -> None:
+
+@register_handler(GradientPath.FACTORS, GradientPath.LOWRANK, GradientPath.ACTIVATIONS)
+class FactorHandler(GatheredHandler):
+    """Gather of rows that each site has encoded itself.
+
+    Args:
+        units: the units that share the bucket.
+        context: what the handlers of a reducer share.
+    """
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        super().__init__(units, context, range(context.transport.world_size))
+
+    def fill(self, unit: Unit) -> None:
         assert isinstance(unit, FactorUnit)
-        add_gradient(unit.lead, weight)
-        if unit.bias is not None and bias is not None:
-            add_gradient(unit.parameters[unit.bias], bias)
+        slot = self._slots[unit.name]
+        with self.timing("encode", unit):
+            payload = self._encode(unit)
+            if payload is None:
+                self.bucket.clear(slot)
+            else:
+                self.bucket.fill(slot, payload)
+        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        unit.sent_gradient = partial(self._sent_gradient, unit)
+
+    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
+        """Return what this site has sent of a parameter's gradient, for programs that read it."""
+        payload = self.bucket.own_share(self._slots[unit.name]).to(unit.lead.device, self.dtype)
+        if not unit.widths[0]:
+            raise RuntimeError(
+                f"the gradient of {name!r} is on its way to the other sites, without deltas in mode 'edad': read it "
+                "after reduction.synchronize()"
+            )
+        assert unit.form is not None
+        weight, bias = decode([payload], [1.0], unit.bias is not None, site_by_site=True, form=unit.form)
+        return [weight if name == unit.name or bias is None else bias]
+
+    def _encode(self, unit: FactorUnit) -> FactorPayload | None:
+        """Encode what has arrived; record NaN and Inf, and send NaN for them."""
+        factor = unit.take()
+        if factor is None:
+            return None
+        self._present.add(unit.name)
+        if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
+            return None
+        method = self.context.method
+        try:
+            if factor.form.encoded:
+                payload = method.encode(unit.name, factor, unit.bias is not None)
+                if method.traits.detects_nonfinite and not payload.left.is_cuda:
+                    return payload
+            else:
+                payload = FactorPayload(factor.deltas, factor.activations)
+            if not self.context.checks_finite or payload.finite():
+                return payload
+        except FloatingPointError:
+            pass
+        self.context.faults.record(Fault.DELTAS if finite(factor.inputs) else Fault.ACTIVATIONS, unit)
+        return self._not_finite(unit)
+
+    def launch(self) -> None:
+        self.bucket.launch(self.context.samples())
+
+    def add_late(self) -> None:
+        context = self.context
+        for unit in self.units:
+            unit.before_header()
+            if unit.void:
+                self._drop_sent(unit)
+            payload = self._encode(unit)
+            if payload is not None:
+                self.bucket.add_late(self._slots[unit.name], payload)
+            if unit.dense and context.checks_finite:
+                context.faults.check_gradient(unit)
+
+    def _drop_sent(self, unit: Unit) -> None:
+        """Forget what has been sent of a unit, since its gradient has been discarded."""
+        self.bucket.drop_late(self._slots[unit.name])
+        self._present.discard(unit.name)
+        self.context.method.rollback(unit.name)
+        self.context.faults.drop(unit)
+
+    def _weights(self, samples: Sequence[int]) -> list[float]:
+        total = sum(samples)
+        return [count / total for count in samples]
+
+    def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
+        return [header.samples for header in headers]
+
+    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
+        return [[header.void[position] for header in headers] for position in self._positions]
+
+    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
+        return [any(header.present[position] for header in headers) for position in self._positions]
+
+
+def _factored(unit: Unit) -> FactorUnit:
+    assert isinstance(unit, FactorUnit)
+    return unit
+
+
+def _add_gradients(unit: FactorUnit, weight: Tensor, bias: Tensor | None) -> None:
+    add_gradient(unit.lead, weight)
+    if unit.bias is not None and bias is not None:
+        add_gradient(unit.parameters[unit.bias], bias)

@@ -1,26 +1,32 @@
-"""Handlers: a bucket and the units that share it, from their gradients' arrival to the agreed ones."""
+"""Bucket handlers: a bucket and the units that share it, from the arrival of their gradients to the agreed ones."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..exchange import Traffic, Transport
+from ..exchange.wire import WireFormat
 from ..methods import Method
 from ..registry import Registry
 from ..units.base import Unit
+from .context import HandlerContext
 from .step_header import StepHeader
-
-if TYPE_CHECKING:
-    from .reducer import Reducer
 
 
 class Timing:
-    """Counts time on the meter, for one unit or in equal shares for several."""
+    """Context manager that counts time on the meter, for one unit or in equal parts for several.
+
+    Args:
+        traffic: the meter.
+        kind: ``"encode"``, ``"decode"`` or ``"wait"``.
+        units: the units.
+    """
 
     __slots__ = ("_kind", "_record", "_start", "_traffic", "_units")
 
@@ -44,129 +50,163 @@ class Timing:
             self._traffic.of(unit.name).add(self._kind, seconds / len(self._units))
 
 
-class BucketHandler:
-    """A bucket and the units that fill it; one kind for each path that a parameter can take.
+class BucketHandler(ABC):
+    """A bucket and the units that fill it; one subclass for each path that a gradient can take.
+
+    In each step the reducer calls `fill` for each unit, `launch` once the handler is `ready`, and after backward, for
+    all handlers, `add_late`, `receive`, perhaps `repeat`, and `finish`.
 
     Args:
         units: the units that share the bucket, in the order in which backward is expected to reach them.
-        reducer: the reducer that the handler belongs to.
+        context: what the handlers of a reducer share.
+
+    Attributes:
+        units: the units.
+        missing: number of units that have not been filled in this step; the reducer counts it down.
     """
 
     bucket_mb: ClassVar[float] = 4.0
     """Payload at which a bucket is full by default, in MB."""
     repeats: ClassVar[bool] = False
-    """Whether the exchange can be repeated when a payload that has been sent is void."""
-
-    def __init__(self, units: Sequence[Unit], reducer: Reducer) -> None:
-        self.units = list(units)
-        self.reducer = reducer
-        self.dtype = units[0].lead.dtype
-        self._slots = {unit.name: slot for slot, unit in enumerate(units)}
-        self.missing = len(self.units)
-
-    @property
-    def ready(self) -> bool:
-        """Whether the bucket can leave."""
-        return not self.missing
-
-    def filled(self) -> None:
-        """Is called when all units have been filled."""
-
-    def post(self) -> None:
-        """Makes ready to receive."""
-
-    def fill(self, unit: Unit) -> None:
-        """Puts a unit's gradient, or its absence, into the bucket."""
-        raise NotImplementedError
-
-    def launch(self) -> None:
-        """Sends the bucket."""
-        raise NotImplementedError
-
-    def settle_late(self) -> None:
-        """Deals with gradients that arrived after their unit had been sent."""
-        raise NotImplementedError
-
-    def present(self, unit: Unit) -> bool:
-        """Says whether this site has a gradient for a unit at all."""
-        raise NotImplementedError
-
-    def room(self, unit: Unit) -> int:
-        """Tells how many rows of a unit this site sends in a step."""
-        return 0
-
-    def extra_rows(self, unit: Unit) -> int:
-        """Tells how many of this site's rows go in a second round."""
-        return 0
-
+    """Whether `repeat` can exchange anew what is void in a payload that has been sent."""
     resends_as_gradients: ClassVar[bool] = False
-    """Whether all sites send a unit's gradient as it is once one of them has discarded the rows that it sent."""
+    """Whether all sites send a unit's gradient as it is once one of them has discarded the rows that it sent; what
+    `add_sent` of the other sites adds to ``.grad`` is part of it then."""
 
-    def form_sent(self, unit: Unit) -> None:
-        """Add to ``.grad`` what this site has sent of a unit, unless it has been discarded."""
-        raise NotImplementedError
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        self.units = list(units)
+        self.context = context
+        self.dtype = units[0].lead.dtype
+        self.missing = len(self.units)
+        self._slots = {unit.name: slot for slot, unit in enumerate(units)}
+        self._positions = [context.positions[unit.name] for unit in units]
 
-    def timing(self, kind: str, unit: Unit | None = None) -> Timing:
-        """Counts the time inside on the meter, and gives it a name in a profile; a context manager.
-
-        Args:
-            kind: ``"encode"``, ``"decode"`` or ``"wait"``.
-            unit: the unit that it is for; where None, all of the handler have equal shares of it.
-        """
-        return Timing(self.reducer.transport.traffic, kind, self.units if unit is None else (unit,))
-
-    def share_state(self) -> None:
-        """Hands to all sites what of rank 0's state has to be the same; all sites must call it."""
-
-    def rounding(self) -> dict[str, Tensor]:
-        """Tells what rounding on the wire has taken away and the next step adds, by name of the unit."""
-        return {}
-
-    def receive(self) -> None:
-        """Waits for the bucket."""
-        raise NotImplementedError
-
-    def repeat(self) -> None:
-        """Drop what has been exchanged in this step, and exchange the present gradients, with the present samples.
-
-        All sites call it, after the headers have been received and before `finish`, if a site's header marks one of the
-        handler's units as ``dense``.
-        """
-        raise NotImplementedError
-
-    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        """Write the agreed gradients, or throw them away.
-
-        Args:
-            headers: the headers of all sites.
-            write: whether gradients are written.
-            keep: whether the step counts for what is kept between steps, such as error memory; otherwise that is left
-                as it was before the step. The same on all sites.
-        """
-        raise NotImplementedError
+    # Payload sizes
 
     @classmethod
     def full_at(cls, transport: Transport) -> float:
-        """Says at how much payload, in MB, a bucket is full by default."""
+        """Return the payload, in MB, at which a bucket is full by default."""
         return cls.bucket_mb
 
     @classmethod
-    def numbers(cls, unit: Unit, rows: int, method: Method) -> int:
-        """Tells about how many numbers of a unit travel.
+    def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
+        """Return about how many elements of a unit are sent.
 
         Args:
             unit: the unit.
-            rows: rows that it is expected to send, where it has rows.
+            rows: rows that it is expected to send, where it sends rows.
             method: the method.
         """
         return unit.lead.numel()
 
-    def _indices(self) -> list[int]:
-        return [self.reducer.index[unit.name] for unit in self.units]
+    @classmethod
+    def payload_bytes(
+        cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = True
+    ) -> int:
+        """Return how many bytes a site hands to the transport for a unit in a step.
+
+        Args:
+            unit: the unit.
+            method: the method.
+            wire: format of the payload.
+            transport: the transport.
+            gathered: whether payloads are gathered, and not summed on their way.
+        """
+        rate = transport.copies if gathered else transport.ring
+        return int(rate * cls.payload_size(unit, 1, method) * wire.itemsize)
+
+    @abstractmethod
+    def sent_bytes(self, unit: Unit) -> int:
+        """Return how many bytes this site hands to the transport for a unit in a step."""
+
+    def room(self, unit: Unit) -> int:
+        """Return how many rows of a unit this site sends in a step; 0 for units without rows."""
+        return 0
+
+    # A step
+
+    @property
+    def ready(self) -> bool:
+        """Whether the bucket can be launched."""
+        return not self.missing
+
+    def post(self) -> None:  # noqa: B027  (not all receive in the background)
+        """Prepare to receive."""
+
+    @abstractmethod
+    def fill(self, unit: Unit) -> None:
+        """Put a unit's gradient, or its absence, into the bucket."""
+
+    def on_filled(self) -> None:  # noqa: B027  (most wait for the launch)
+        """Called when all units have been filled."""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Send the bucket."""
+
+    @abstractmethod
+    def add_late(self) -> None:
+        """Account for gradients that have arrived, changed or gone after their unit had been filled."""
+
+    @abstractmethod
+    def present(self, unit: Unit) -> bool:
+        """Return whether this site has a gradient for a unit."""
+
+    def extra_rows(self, unit: Unit) -> int:
+        """Return how many of this site's rows of a unit are sent in a second round."""
+        return 0
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Wait for the bucket."""
+
+    def repeat(self) -> None:
+        """Exchange the present gradients, with the present samples, in place of those that have been sent.
+
+        All sites call it, between `receive` and `finish`, if a site's header marks one of the handler's units as
+        ``dense``. Only for handlers with `repeats`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot repeat its exchange")
+
+    def add_sent(self, unit: Unit) -> None:
+        """Add to ``.grad`` what this site has sent of a unit, unless it has been discarded.
+
+        Only for handlers with `resends_as_gradients`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot form gradients of what has been sent")
+
+    @abstractmethod
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        """Write the agreed gradients, or drop them.
+
+        Args:
+            headers: the headers of all sites, by rank.
+            write: whether gradients are written.
+            keep: whether the step counts for state such as error memory; otherwise that is left as it was before the
+                step. The same on all sites.
+        """
+
+    # State between steps
+
+    def share_state(self) -> None:  # noqa: B027  (most have none)
+        """Replace state that has to be the same everywhere by that of rank 0; all sites must call it."""
+
+    def rounding(self) -> dict[str, Tensor]:
+        """Return the rounding errors that the next step adds, by name of the unit."""
+        return {}
+
+    def timing(self, kind: str, unit: Unit | None = None) -> Timing:
+        """Return a context manager that counts the time inside on the meter, and names it in a profile.
+
+        Args:
+            kind: ``"encode"``, ``"decode"`` or ``"wait"``.
+            unit: the unit that the time is spent for; None for all units of the handler.
+        """
+        return Timing(self.context.transport.traffic, kind, self.units if unit is None else (unit,))
 
 
 def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) -> None:
-    """Replaces ``.grad`` by a flat tensor times a scale."""
+    """Replace ``.grad`` by a flat tensor times a scale."""
     if parameter.grad is None or parameter.grad.is_sparse:
         parameter.grad = torch.empty_like(parameter)
     parameter.grad.copy_(flat.view(parameter.shape))
@@ -174,8 +214,8 @@ def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) ->
         parameter.grad.mul_(scale)
 
 
-def gradient_to_form(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tensor:
-    """Returns ``.grad`` in another shape, to be overwritten where it lies: a gradient is not there twice."""
+def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+    """Return ``.grad`` in another shape, to be overwritten in place, so that no second gradient takes memory."""
     gradient = parameter.grad
     if gradient is None or gradient.is_sparse or gradient.requires_grad or not gradient.is_contiguous():
         gradient = parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
@@ -183,26 +223,26 @@ def gradient_to_form(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> T
 
 
 _HANDLERS: Registry[tuple[str, bool], type[BucketHandler]] = Registry("handler")
-"""Handlers by path, and whether they are for hierarchical groups."""
+"""Handlers by path, and by whether they are for hierarchical groups."""
 
 
 def register_handler(*paths: str, merged: bool = False) -> Callable[[type[BucketHandler]], type[BucketHandler]]:
-    """Registers the kind of handler for units that take one of these paths; a class decorator.
+    """Register the handler of units that take one of these paths; a class decorator.
 
     Args:
         paths: the paths.
-        merged: whether it is for hierarchical groups, where a machine's processes send as one.
+        merged: whether it is for hierarchical groups, where the processes of a node send as one site.
     """
 
-    def decorate(kind: type[BucketHandler]) -> type[BucketHandler]:
+    def decorate(handler: type[BucketHandler]) -> type[BucketHandler]:
         for path in paths:
-            _HANDLERS.register((path, merged))(kind)
-        return kind
+            _HANDLERS.register((path, merged))(handler)
+        return handler
 
     return decorate
 
 
 def handler_type(path: str, transport: Transport) -> type[BucketHandler]:
-    """Finds the kind of handler for a path."""
+    """Return the handler that is registered for a path."""
     merged = transport.machines is not None and (path, True) in _HANDLERS
     return _HANDLERS[path, merged]

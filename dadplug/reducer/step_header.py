@@ -1,4 +1,4 @@
-"""The header that every site sends with each step: what the others need to know to make sense of its payloads."""
+"""Step header: what a site tells all others about a step, so that they can interpret its payloads."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ import torch
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Sites, Transport
+from .faults import Fault
 
-_HEAD = 7  # numbers before the counts
-_PRESENT, _DENSE, _VOID = 1, 2, 4
-CHAIN_BROKEN = 4  # a fault
-ATTACHED = 5  # a fault, of gradients that the reduction does not send
+_HEAD = 7  # integers before those of the units
+_PRESENT, _DENSE, _VOID = 1, 2, 4  # bits of a unit's flags
 
 
 @dataclass
 class StepHeader:
-    """One site's header on one step.
+    """Header of one site for one step.
 
     Attributes:
         step: number of the step.
         version: version of the plan, which changes when parameters are frozen or freed.
         samples: samples that the site's gradients stand for.
         stop: whether the site asks all to stop after this step.
-        fault: 0 for none; else what is not finite: 1 activations, 2 deltas, 3 a gradient, `ATTACHED`;
-            or `CHAIN_BROKEN`.
-        culprit: index of the unit at fault.
-        finite: whether no gradient of the site holds NaN or Inf, as far as that has been looked for.
+        fault: kind of the fault to report; `Fault.NONE` for none.
+        culprit: index of the unit at fault; for `Fault.ATTACHED`, of the attached parameter.
+        finite: whether no gradient of the site holds NaN or Inf, as far as that has been checked.
         present: by unit, whether the site has a gradient for it.
-        dense: by unit, whether the site has a gradient for it that its bucket does not carry; of a handler that can
+        dense: by unit, whether the site has a gradient for it that its bucket does not carry; with a handler that can
             repeat its exchange, whether the unit's payload is void, since its gradient has changed.
         void: by unit, whether the rows that its bucket carries have been discarded since.
         extra_rows: by unit, rows that its bucket had no room for, or that came late; 0 for a dense unit.
@@ -40,7 +38,7 @@ class StepHeader:
     version: int
     samples: int
     stop: bool = False
-    fault: int = 0
+    fault: Fault = Fault.NONE
     culprit: int = 0
     finite: bool = True
     present: list[bool] = field(default_factory=list)
@@ -48,27 +46,27 @@ class StepHeader:
     void: list[bool] = field(default_factory=list)
     extra_rows: list[int] = field(default_factory=list)
 
-    def numbers(self) -> list[int]:
-        """Packs the header."""
+    def pack(self) -> list[int]:
+        """Return the header as integers: 7 of the step, then flags and rows of the units."""
         flags = [
-            _PRESENT * here + _DENSE * dense + _VOID * void
-            for here, dense, void in zip(self.present, self.dense, self.void, strict=True)
+            _PRESENT * present + _DENSE * dense + _VOID * void
+            for present, dense, void in zip(self.present, self.dense, self.void, strict=True)
         ]
-        head = [self.step, self.version, self.samples, int(self.stop), self.fault, self.culprit, int(self.finite)]
+        head = [self.step, self.version, self.samples, int(self.stop), int(self.fault), self.culprit, int(self.finite)]
         return [*head, *flags, *self.extra_rows]
 
     @classmethod
-    def unpack(cls, numbers: Sequence[int]) -> StepHeader:
-        """Unpacks a header."""
-        units = (len(numbers) - _HEAD) // 2
-        flags, extra = numbers[_HEAD : _HEAD + units], list(numbers[_HEAD + units :])
+    def unpack(cls, integers: Sequence[int]) -> StepHeader:
+        """Return the header that `pack` has made integers of."""
+        units = (len(integers) - _HEAD) // 2
+        flags, extra = integers[_HEAD : _HEAD + units], list(integers[_HEAD + units :])
         present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
-        step, version, samples, stop, fault, culprit, finite = numbers[:_HEAD]
-        return cls(step, version, samples, bool(stop), fault, culprit, bool(finite), present, dense, void, extra)
+        step, version, samples, stop, fault, culprit, finite = integers[:_HEAD]
+        return cls(step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), present, dense, void, extra)
 
 
 class HeaderExchange:
-    """Sends headers back and forth.
+    """Exchange of step headers between all sites.
 
     Args:
         units: number of units.
@@ -81,16 +79,16 @@ class HeaderExchange:
         self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
 
     def post(self) -> None:
-        """Makes ready to receive."""
+        """Prepare to receive."""
         self._gather.post()
 
     def send(self, header: StepHeader) -> None:
-        """Sends this site's header."""
-        self._gather.payload.copy_(torch.tensor(header.numbers(), dtype=torch.int64))
+        """Send this site's header."""
+        self._gather.payload.copy_(torch.tensor(header.pack(), dtype=torch.int64))
         self._gather.launch()
 
     def receive(self) -> list[StepHeader]:
-        """Waits for the headers of all sites.
+        """Wait for the headers of all sites.
 
         Returns:
             The headers, by rank.
@@ -98,7 +96,7 @@ class HeaderExchange:
         Raises:
             MismatchError: if the sites are not at the same step of the same plan.
         """
-        headers = [StepHeader.unpack(numbers.tolist()) for numbers in self._gather.wait()]
+        headers = [StepHeader.unpack(integers.tolist()) for integers in self._gather.wait()]
         sites = self._transport.sites
         for rank, other in enumerate(headers):
             if other.step != headers[0].step:
@@ -114,37 +112,40 @@ class HeaderExchange:
         return headers
 
 
+_MESSAGES = {
+    Fault.ACTIVATIONS: "the input of the layer of {!r}, the first in the forward pass: look at the data, or at a layer "
+    "before it that has no factors",
+    Fault.DELTAS: "the loss's gradient at the output of the layer of {!r}, the first that backward reached: the loss "
+    "itself is probably not finite",
+    Fault.GRADIENT: "the gradient of {!r}, the first that backward reached",
+    Fault.ATTACHED: "the gradient of rows of {!r}",
+}
+
+
 def raise_fault(headers: Sequence[StepHeader], units: Sequence[str], sites: Sites, others: Sequence[str] = ()) -> None:
-    """Raise the error that a header reports, the same on every site.
+    """Raise the error that a step header reports, the same on every site.
 
     Args:
-        headers: the headers of all sites.
+        headers: the headers of all sites, by rank.
         units: names of the units.
         sites: the sites by name.
-        others: names of parameters that no unit sends.
+        others: names of attached parameters, which no unit sends.
 
     Raises:
         NonFiniteError: if some site's gradients hold NaN or Inf.
         RuntimeError: if a layer's deltas cannot be recomputed.
     """
     for rank, header in enumerate(headers):
-        if header.fault:
-            name = (others if header.fault == ATTACHED else units)[header.culprit]
-            if header.fault == CHAIN_BROKEN:
-                raise RuntimeError(
-                    f"step {header.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
-                    "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
-                    "synchronize(). Use mode='dad'. No gradient has been changed by this step"
-                )
-            what = {
-                1: f"the input of the layer of {name!r}, the first in the forward pass: look at the data, or at a "
-                "layer before it that has no factors",
-                2: f"the loss's gradient at the output of the layer of {name!r}, the first that backward reached: "
-                "the loss itself is probably not finite",
-                3: f"the gradient of {name!r}, the first that backward reached",
-                ATTACHED: f"the gradient of rows of {name!r}",
-            }[header.fault]
-            raise NonFiniteError(
-                f"step {header.step}: NaN or Inf at {sites[rank]}, in {what}. No parameter has been changed by this "
-                "step. (Under a GradScaler this is normal: pass check_finite=False.)"
+        if not header.fault:
+            continue
+        name = (others if header.fault == Fault.ATTACHED else units)[header.culprit]
+        if header.fault == Fault.CHAIN_BROKEN:
+            raise RuntimeError(
+                f"step {header.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
+                "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
+                "synchronize(). Use mode='dad'. No gradient has been changed by this step"
             )
+        raise NonFiniteError(
+            f"step {header.step}: NaN or Inf at {sites[rank]}, in {_MESSAGES[header.fault].format(name)}. No parameter "
+            "has been changed by this step. (Under a GradScaler this is normal: pass check_finite=False.)"
+        )

@@ -1,113 +1,98 @@
-"""The handler of top-k: the largest elements of each site's gradient, gathered with their places."""
+"""Handler of top-k: the largest elements of each site's gradient, gathered with their indices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..exchange import Transport
 from ..exchange.payload import finite
-from ..exchange.transport import Gather
-from ..exchange.wire import wire_format
-from ..lowrank import top_k
+from ..exchange.sparse_bucket import SparseBucket
+from ..exchange.wire import WireFormat, wire_format
 from ..methods import Method
-from ..methods.topk import TopK
+from ..methods.paths import GradientPath
+from ..methods.topk import TopK, accumulate, decode, encode, subtract_sent
 from ..units.base import Unit
-from .dense import DenseHandler
-from .handler import gradient_to_form, register_handler
-from .step_header import StepHeader
-
-_ALIGNMENT = 16  # bytes
-_INDEX = torch.int32
+from .context import HandlerContext
+from .handler import gradient_room, register_handler
+from .summed import SummedHandler, gradient_matrix
 
 
 class _Sent(NamedTuple):
-    """What was sent of a matrix: the matrix, indices, numbers as they travel, and the loss scale that they contain."""
+    """Selection of a unit's elements that has been sent.
+
+    Attributes:
+        whole: weighted gradient plus error memory, of shape (n,), without the loss scale.
+        indices: of shape (k,).
+        values: of shape (k,), as rounded to the wire format, with the loss scale.
+        loss_scale: the factor that the values contain.
+    """
 
     whole: Tensor
     indices: Tensor
-    numbers: Tensor
+    values: Tensor
     loss_scale: float
 
 
-@register_handler("topk")
-class TopKHandler(DenseHandler):
-    """A payload holds, unit by unit, indices as int32 and then numbers; all sites add them up by rank."""
+@register_handler(GradientPath.TOPK)
+class TopKHandler(SummedHandler):
+    """Gather of selected elements, which each site adds up in the order of ranks, see `dadplug.methods.topk`."""
 
     bucket_mb = 0.25
-    gathers = True
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        super().__init__(units, context)
+        assert isinstance(context.method, TopK)
+        self._method = context.method
+        self._method.errors.refer(context.reference)
+        # Values of one sign and size gain little from a scale.
+        wire = wire_format("bf16", self.dtype) if self._wire.quantised else self._wire
+        self._counts = [self._method.elements(unit.lead.numel()) for unit in units]
+        self._bucket = SparseBucket(self._counts, context.transport, wire)
+        self._sent: dict[str, _Sent] = {}
 
     @classmethod
-    def numbers(cls, unit: Unit, rows: int, method: Method) -> int:
+    def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
         assert isinstance(method, TopK)
         return 2 * method.elements(unit.lead.numel())
 
-    def _open(self) -> None:
-        method, transport = self.reducer.method, self.reducer.transport
-        assert isinstance(method, TopK)
-        self.method = method
-        method.errors.refer(self.reducer.reference)
-        # Values of one sign and size gain little from a scale.
-        self._values = wire_format("bf16", self.dtype) if self._wire.quantised else self._wire
-        self._counts = [method.elements(unit.lead.numel()) for unit in self.units]
-        self._starts = [0]
-        for count in self._counts:
-            for size in (count * _INDEX.itemsize, count * self._values.itemsize):
-                self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        self._gather: Gather = transport.gather([self._starts[-1]] * transport.world_size, torch.uint8)
-        self._sent: dict[str, _Sent] = {}
+    @classmethod
+    def payload_bytes(
+        cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = True
+    ) -> int:
+        return super().payload_bytes(unit, method, wire, transport, gathered=True)
 
-    def _places(self, payload: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """Cuts a unit's indices and numbers out of a payload."""
-        count, (first, second) = self._counts[slot], self._starts[2 * slot : 2 * slot + 2]
-        indices = payload[first : first + count * _INDEX.itemsize].view(_INDEX)
-        return indices, payload[second : second + count * self._values.itemsize].view(self._values.dtype)
+    @property
+    def gathers(self) -> bool:
+        return True
 
-    def rounding(self) -> dict[str, Tensor]:
-        return {}
-
-    def put(self, unit: Unit, weight: float) -> bool:
-        slot, gradient = self._slots[unit.name], self._gradient(unit) if weight else None
-        errors, loss_scale = self.method.errors, self.method.loss_scales.of(unit.name)
+    def _put(self, unit: Unit, weight: float) -> bool:
+        slot, gradient = self._slots[unit.name], gradient_matrix(unit) if weight else None
+        errors, loss_scale = self._method.errors, self._method.loss_scales.of(unit.name)
         error, whole = errors.find(unit.name, unit.lead), errors.stage(unit.name, unit.lead).view(-1)
-        if gradient is None:
-            whole.zero_() if error is None else whole.copy_(error.view(-1))
-        elif error is None:
-            torch.mul(gradient.view(-1), weight / loss_scale, out=whole)
-        else:
-            torch.add(error.view(-1), gradient.view(-1), alpha=weight / loss_scale, out=whole)
-        indices, values = top_k(whole, self._counts[slot])
-        place, numbers = self._places(self._gather.payload, slot)
-        place.copy_(indices)
-        numbers.copy_(values.mul_(loss_scale))
-        self._sent[unit.name] = _Sent(whole, indices, numbers, loss_scale)
-        return finite(numbers)
+        flat_gradient = None if gradient is None else gradient.reshape(-1)
+        accumulate(flat_gradient, weight, None if error is None else error.view(-1), loss_scale, whole)
+        indices, values = self._bucket.fill(slot, *encode(whole, self._counts[slot], loss_scale))
+        self._sent[unit.name] = _Sent(whole, indices, values, loss_scale)
+        return finite(values)
 
     def launch(self) -> None:
-        self._gather.launch()
+        self._bucket.launch()
 
     def receive(self) -> None:
         with self.timing("wait"):
-            self._payloads = self._gather.wait()
+            self._bucket.wait()
 
-    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        scale = self.reducer.reference / max(1, sum(header.samples for header in headers))
-        for slot, (unit, index) in enumerate(zip(self.units, self._indices(), strict=True)):
-            want = write and any(header.present[index] for header in headers)
+    def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
+        for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
             if want:
                 with self.timing("decode", unit):
-                    agreed = gradient_to_form(unit.lead, (-1,)).zero_()
-                    for payload in self._payloads:
-                        indices, numbers = self._places(payload, slot)
-                        agreed.index_add_(0, indices.to(agreed.device), numbers.to(agreed))
-                    agreed.mul_(scale)
+                    decode(self._bucket.received(slot), scale, gradient_room(unit.lead, (-1,)))
             if keep and want:
-                whole, indices, numbers, loss_scale = self._sent[unit.name]
-                whole.index_add_(0, indices, numbers.to(whole), alpha=-1 / loss_scale)
-                self.method.commit(unit.name)
+                subtract_sent(*self._sent[unit.name])
+                self._method.commit(unit.name)
             else:
-                self.method.rollback(unit.name)
+                self._method.rollback(unit.name)
         self._sent.clear()
-        self._put.clear()

@@ -47,7 +47,6 @@ UPWARD_IMPORTS = {}
 MODULES_IN_CYCLES = {
     "adapm": 3,
     "exchange": 3,
-    "reducer": 8,
 }
 LONG_FILES = {
     "dadplug/reduction.py",
@@ -104,7 +103,6 @@ DOCSTRINGS_TO_REWRITE = {
     "methods",
     "model_sync",
     "options",
-    "reducer",
     "reduction",
     "runners",
     "units",
