@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from .state import Outbox, SiteState
 class Access(SiteState):
     """The part of a site's engine that reads and changes values; keys and values are checked by the caller."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, rank: int, sites: int, send: Callable[[int, Message], None]) -> None:
+        super().__init__(rank, sites, send)
         self._handlers |= {
             Kind.PULL: self._on_pull,
             Kind.PULLED: self._on_pulled,
@@ -58,11 +58,23 @@ class Access(SiteState):
         return request
 
     def here(self, table: int, keys: Keys) -> NDArray[np.bool_]:
-        """Says for each key whether it can be read here; nothing is made or asked."""
+        """Return for each key whether this site can read it; no row is created, and no site is asked."""
         found = np.empty(keys.shape[0], np.int8)
         with self._lock:
             kernels.readable(self.stores[table].rows, self.rank, self.sites, keys, found)
         return found.view(np.bool_)
+
+    def states(self, table: int, keys: Keys) -> NDArray[np.int8]:
+        """Return the states of keys as `dadplug.adapm.states.KeyState`, -1 for absent keys."""
+        found = np.empty(keys.shape[0], np.int8)
+        with self._lock:
+            rows = self.stores[table].rows
+            kernels.states_of(rows.finder, rows.states, keys, found)
+        return found
+
+    def nbytes(self, table: int) -> int:
+        """Return the bytes of memory that this site has reserved for a table."""
+        return self.stores[table].nbytes
 
     def _pull_rest(
         self, table: int, keys: Keys, positions: NDArray[np.int32], out: Block, outbox: Outbox

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from ..errors import SiteError
 from ..exchange.transport import Transport
 from .engine import Engine
+from .interfaces import Completion
 from .messages import Kind, Message, ProtocolError
 from .network import Network, Ready
-from .requests import Done
 from .timing import SyncTiming
 
 _IDLE = 0.05  # seconds between looks at nothing
@@ -121,7 +121,7 @@ class Background:
             if time.monotonic() > deadline:
                 self._time_out(culprit())
 
-    def wait_for(self, done: Done) -> None:
+    def wait_for(self, done: Completion) -> None:
         """Wait for an answer from other sites.
 
         Raises:
@@ -131,7 +131,7 @@ class Background:
             self._time_out(None)
         self.check()
 
-    def _receive_until(self, done: Done) -> bool:
+    def _receive_until(self, done: Completion) -> bool:
         """Receive in this thread until an answer has come, for a short time; return whether it has.
 
         An answer that comes soon reaches its worker without waking up the background thread first.
@@ -149,7 +149,7 @@ class Background:
             self._receiving.release()
         return done.is_set()
 
-    def _receive_here(self, done: Done) -> None:
+    def _receive_here(self, done: Completion) -> None:
         deadline = time.monotonic() + _LEAD
         while not done.is_set() and (left := deadline - time.monotonic()) > 0:
             ready = self._network.poll(left)  # a signal's handler may raise here, and nothing is lost

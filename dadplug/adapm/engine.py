@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from . import placement, synchronisation
 from .access import Access
+from .interfaces import TableEngine
 from .messages import Kind, Message, most_keys
 from .requests import Flush
 from .rows import Keys
@@ -44,7 +45,7 @@ class _OpenRound:
         self.pending, self.begin = pending, begin
 
 
-class Engine(Access):
+class Engine(Access, TableEngine):
     """State of one site: stores, requests and intents.
 
     Any thread may call its methods. They hold one lock, and release the GIL while they hold it.

@@ -1,67 +1,63 @@
-"""The parameter manager: tables of values spread over the sites, and what workers call."""
+"""The parameter manager: tables of values spread over the sites."""
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from ..errors import MismatchError
-from ..exchange import DEFAULT_TIMEOUT, Traffic, open_transport
-from .background import Background
-from .engine import TECHNIQUES, Engine
-from .initialisers import Initialiser
-from .messages import Message
-from .network import Network
-from .requests import Done
+from ..exchange import DEFAULT_TIMEOUT
+from .backends import BACKENDS, TableSpec
+from .initialisers import Constant, Initialiser
 from .table import Table
-
-_MOST_SITES = 62
 
 
 class ParameterManager:
-    """Tables of float32 values by key, spread over the sites, adaptively placed (AdaPM, arXiv:2206.00470).
+    """Tables of float32 values by key, spread over the sites and placed adaptively (AdaPM, arXiv:2206.00470).
 
-    Each key belongs to one site at a time. Workers pull and push values of any key; those that are not here are asked
-    for at the site that has them. A worker that says early what it will use (`Table.intent`) has the keys brought here
-    before: the key itself where no other site wants it at the time, a replica where one does. All sites must make the
-    manager and its tables together, with the same options.
+    Each key is owned by one site at a time. Workers pull and push values of any key; keys that are not local are
+    requested from their owner. A worker that signals early which keys it will use (`Table.intent`) has them brought to
+    its site in time: the key itself (relocation) if no other site needs it at that time, otherwise a replica. All sites
+    must create the manager and its tables together, with the same options.
+
+    As a context manager, it waits for all sites at the end and closes; after an error it leaves without waiting.
 
     Args:
         backend: ``"builtin"``, or ``"adapm"`` for AdaPM's own engine, see `dadplug.adapm.backends.bindings`.
-        technique: what intents lead to: ``"all"`` (relocation or replication, whichever suits), ``"replication_only"``,
-            ``"relocation_only"``, or ``"static"`` (nothing: every key stays at its home), for comparison.
-        process_group: the group whose processes are the sites; the default group where None.
-        timeout: seconds after which a silent site counts as lost.
-        interval: least time between two rounds of synchronisation, in seconds; replicas are about that stale.
+        technique: effect of intents: ``"all"`` (relocation or replication, as above), ``"replication_only"``,
+            ``"relocation_only"``, or ``"static"`` (none: keys remain at their home).
+        process_group: group whose processes are the sites; None for the default group.
+        timeout: seconds after which a site that does not respond counts as lost.
+        interval: minimum time between two synchronisation rounds, in seconds; replicas are about that stale.
 
     Attributes:
-        rank: this site.
+        rank: number of this site.
         world_size: number of sites.
-        traffic: the meter of the bytes that this site has sent.
+        traffic: meter of the bytes that this site has sent.
+        technique: the technique.
+        timeout: the timeout in seconds.
 
     Raises:
         ValueError: if an option is out of range.
         MismatchError: if the sites' options differ.
-        SiteError: if a site ends or does not answer.
+        SiteError: if a site exits or does not answer.
 
     Example:
-        >>> with dadplug.adapm.ParameterManager() as manager:
-        ...     words = manager.table("words", width=64, rows=200_000)
-        ...     words.intent(keys_of_batch_10, 10, 11)
+        >>> import torch
+        >>> from dadplug.adapm import Normal, ParameterManager
+        >>> with ParameterManager() as manager:
+        ...     words = manager.table("words", width=4, rows=200, initialiser=Normal(std=0.1))
+        ...     keys = torch.tensor([3, 14, 3])
+        ...     words.intent(keys, start=manager.current_clock + 1)
+        ...     clock = manager.advance_clock()
         ...     values = words.pull(keys)
-        ...     words.push(keys, deltas)
-        ...     manager.advance_clock()
+        ...     words.push(keys, -0.1 * values)
         ...     manager.wait_sync()
+        >>> values.shape
+        torch.Size([3, 4])
     """
-
-    def __new__(cls, *, backend: str = "builtin", **options: Any) -> ParameterManager:
-        from .backends import manager_class
-
-        return super().__new__(manager_class(backend) if cls is ParameterManager else cls)
 
     def __init__(
         self,
@@ -72,33 +68,12 @@ class ParameterManager:
         timeout: float = DEFAULT_TIMEOUT,
         interval: float = 0.002,
     ) -> None:
-        if technique not in TECHNIQUES:
-            raise ValueError(f"unknown technique {technique!r}; valid ones are {', '.join(map(repr, TECHNIQUES))}")
-        if timeout <= 0 or interval < 0:
-            raise ValueError(f"timeout must exceed 0 and interval be at least 0, got {timeout} and {interval}")
-        self.traffic = Traffic()
-        self.timeout = timeout
-        self.technique = technique
-        self._transport = open_transport(process_group, self.traffic, torch.device("cpu"), timeout)
-        self.rank, self.world_size = self._transport.rank, self._transport.world_size
-        if self.world_size > _MOST_SITES:
-            raise ValueError(f"at most {_MOST_SITES} sites can share parameters, there are {self.world_size}")
-        self._agree("options", (technique, timeout, interval))
-        self._tables: list[Table] = []
-        self._widths: list[int] = []
-        self._closed = False
-        self._background: Background | None = None
-        self._engine = Engine(self.rank, self.world_size, technique, self._send)
-        if self.world_size > 1:
-            name = self._transport.sites.__getitem__
-            network = Network(self.rank, self._transport.gather_objects, timeout, self.traffic, self._widths, name)
-            self._transport.gather_objects(None)  # all are connected
-            self._transport.sites.watch(self)
-            self._background = Background(self._transport, self._engine, network, timeout, interval)
-
-    def _send(self, peer: int, message: Message) -> None:
-        assert self._background is not None
-        self._background.send(peer, message)
+        self._backend = BACKENDS[backend](technique, process_group, timeout, interval)
+        self.technique, self.timeout = technique, timeout
+        self.traffic = self._backend.traffic
+        self.rank, self.world_size = self._backend.rank, self._backend.world_size
+        self._transport = self._backend.transport
+        self._tables: dict[str, Table] = {}
 
     def table(
         self,
@@ -110,47 +85,62 @@ class ParameterManager:
         capacity: int | None = None,
         max_rows: int | None = None,
     ) -> Table:
-        """Adds a table; all sites must add the same ones in the same order.
+        """Add a table; all sites must add the same tables in the same order.
+
+        With ``backend="adapm"``, `rows` is required, `max_rows` is not supported, and all tables must be added before
+        the first use.
 
         Args:
-            name: its name, for messages.
-            width: number of values a key.
-            rows: keys are 0 to rows - 1; None for any key of at least 0, whose values come to be when first used.
-            initialiser: makes the first values from the keys, see `dadplug.adapm.initialisers`; zeros where None.
-            capacity: number of keys for which memory is reserved at this site at first.
-            max_rows: number of keys that this site keeps, for keys without end. Where there would be more, it drops
-                those that it owns and that were not used for longest, with all that has been pushed to them: when they
-                are used again, they begin with their first values. Keys with a replica elsewhere or with intent that
-                has been acted on stay, even if there are more. None keeps all.
+            name: name of the table, for messages.
+            width: number of values per key.
+            rows: keys are 0 to rows - 1; None for any key of at least 0, with values that are created at first use.
+            initialiser: initialiser of the values, see `dadplug.adapm.initialisers`; None for zeros.
+            capacity: number of keys for which this site reserves memory at first.
+            max_rows: maximum number of keys that this site keeps. Above it, the least recently used keys that it owns
+                are evicted with all that has been pushed to them; when they are used again, they start with their
+                initial values. Keys with a replica elsewhere, or with intent that has been acted on, are kept even
+                above the maximum. None keeps all keys.
+
+        Returns:
+            The table.
 
         Raises:
-            ValueError: if an argument is out of range.
+            ValueError: if an argument is out of range, or there is a table of this name.
             MismatchError: if the sites' tables differ.
+
+        Example:
+            >>> with ParameterManager() as manager:
+            ...     users = manager.table("users", width=2, max_rows=1000)
+            ...     users.push(torch.tensor([10**12]), torch.ones(1, 2))
+            ...     users.pull(torch.tensor([10**12]))
+            tensor([[1., 1.]])
         """
         if width < 1 or (rows is not None and rows < 1):
             raise ValueError(f"width and rows must be at least 1, got {width} and {rows}")
         if max_rows is not None and max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
-        if any(table.name == name for table in self._tables):
+        if name in self._tables:
             raise ValueError(f"there is a table {name!r} already")
-        table = Table(self, self._engine, len(self._tables), name, width, rows, initialiser, capacity, max_rows)
-        self._tables.append(table)
-        self._widths.append(width)
-        self._agree(f"table {len(self._tables) - 1}", (name, width, rows, max_rows))
+        spec = TableSpec(name, width, rows, initialiser or Constant(), capacity, max_rows)
+        number = len(self._tables)
+        self._backend.add_table(spec)
+        self._tables[name] = table = Table(self._backend, number, spec)
+        self._backend.check_equal(f"table {number}", (name, width, rows, max_rows))
         return table
 
-    def _agree(self, what: str, item: tuple[Any, ...]) -> None:
-        for rank, other in enumerate(self._transport.gather_objects(item)):
-            if other != item:
-                sites = self._transport.sites
-                raise MismatchError(f"{what} of the manager is {item} at {sites[self.rank]}, {other} at {sites[rank]}")
-
     def gather_objects(self, item: Any) -> list[Any]:
-        """Gathers one small object a site, by site; all sites must call it. See `dadplug.exchange.codec.encode`."""
+        """Gather one small object per site; all sites must call it.
+
+        Args:
+            item: an object that `dadplug.exchange.codec.encode` supports.
+
+        Returns:
+            The objects by site.
+        """
         return self._transport.gather_objects(item)
 
     def broadcast_bytes(self, content: bytes) -> bytes:
-        """Send site 0's bytes to all sites; what others pass is ignored. All sites must call it."""
+        """Return the bytes of site 0; all sites must call it, and the arguments of other sites are ignored."""
         return self._transport.broadcast_bytes(content)
 
     def sum_over_sites(self, tensor: torch.Tensor) -> None:
@@ -158,119 +148,88 @@ class ParameterManager:
         self._transport.all_reduce(tensor).wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replaces a tensor's values by those of site 0; all sites must call it."""
+        """Replace a tensor's values by those of site 0; all sites must call it with the same shape."""
         self._transport.broadcast(tensor)
 
     @property
     def current_clock(self) -> int:
-        """The number of times that `advance_clock` has been called."""
-        return self._engine.clock
+        """Clock of this site: the number of calls of `advance_clock`."""
+        return self._backend.clock
 
     @property
     def counts(self) -> dict[str, int]:
-        """What has happened at this site so far, in keys.
+        """Numbers of keys at this site, by event since the start.
 
-        ``pulled`` and ``pushed`` by workers, ``pulled_remotely`` and ``pushed_remotely`` the part that another site had
-        to answer, ``moved`` and ``replicated`` to other sites, ``evicted`` (see `table`), and what is here now:
-        ``rows`` and ``replicas``.
+        ``pulled`` and ``pushed`` by workers; ``pulled_remotely`` and ``pushed_remotely``, of these, those that another
+        site had to answer; ``moved`` and ``replicated`` to other sites; ``evicted`` (see `table`); and the current
+        numbers of ``rows`` and ``replicas``. With ``backend="adapm"`` only the first four, where all keys of a call
+        count as remote if any of them is.
         """
-        here = {"rows": 0, "replicas": 0, "evicted": 0}
-        for store in self._engine.stores:
-            here["rows"] += len(store)
-            here["replicas"] += store.replicas
-            here["evicted"] += store.evicted
-        return self._engine.counts | here
-
-    def intend(self, table: int, keys: NDArray[np.int64], start: int, end: int) -> None:
-        """Notes an intent for a table, by number; see `Table.intent`."""
-        if self._engine.intend(table, keys, start, end) and self._background is not None:
-            self._background.wake()
+        return self._backend.counts
 
     def advance_clock(self) -> int:
-        """Moves this site's clock on by one, usually once a batch; returns the new time."""
-        self.check()
-        self._engine.clock += 1
-        if self._background is not None:
-            self._background.give_way()
-        return self._engine.clock
-
-    def wait_sync(self, *, everywhere: bool = False) -> None:
-        """Waits until all that this site has pushed is with its owners, and its replicas are as fresh as now.
-
-        Args:
-            everywhere: also wait for the other sites to do so, and refresh the replicas after that: then each site
-                sees what any site has pushed before. All sites must call it.
+        """Advance this site's clock by one, usually once per batch; return the new value.
 
         Raises:
-            SiteError: if a site ends or does not answer.
-        """
-        self._flush()
-        if everywhere:
-            self.barrier()
-            self._flush()
-            self.barrier()
-
-    def _flush(self) -> None:
-        self.check()
-        if self._background is not None:
-            self._background.flush()
-
-    def barrier(self) -> None:
-        """Waits until all sites have called it.
-
-        Raises:
-            SiteError: if a site ends or does not answer.
-        """
-        self.check()
-        if self._background is not None:
-            self._background.barrier()
-
-    def wait_for(self, done: Done) -> None:
-        """Waits for an answer from other sites.
-
-        Raises:
-            SiteError: if a site ends or does not answer.
-        """
-        assert self._background is not None
-        self._background.wait_for(done)
-
-    def check(self) -> None:
-        """Raises what has gone wrong in the background, if anything has.
-
-        Raises:
-            SiteError: if a site is gone.
+            SiteError: if a site is lost.
             RuntimeError: if the manager has been closed.
         """
-        if self._background is not None:
-            self._background.check()
-        elif self._closed:
-            raise RuntimeError("the parameter manager cannot go on: it has been closed")
+        return self._backend.advance_clock()
 
-    def close(self) -> None:
-        """Leaves the other sites; nothing can be pulled or pushed afterwards. May be called twice.
-
-        The values that this site owns go with it: `barrier` first, or use the manager in a ``with`` block.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        if self._background is not None:
-            self._background.close()
-            self._transport.close()
-
-    def abandon(self, reason: str) -> None:
-        """Leaves the other sites after an error, without waiting for any of them; rows may be gone with a site.
+    def wait_sync(self, *, everywhere: bool = False) -> None:
+        """Wait until all pushes of this site have reached the owners, and its replicas have been refreshed.
 
         Args:
-            reason: why, for the other sites' messages.
+            everywhere: whether to also wait for the other sites to do so, and to refresh the replicas after that, so
+                that each site reads all earlier pushes of all sites. All sites must call it.
+
+        Raises:
+            SiteError: if a site exits or does not answer.
         """
-        self._transport.sites.announce(reason)
-        self.close()
+        self._backend.flush()
+        if everywhere:
+            self.barrier()
+            self._backend.flush()
+            self.barrier()
+
+    def barrier(self) -> None:
+        """Wait until all sites have called it.
+
+        Raises:
+            SiteError: if a site exits or does not answer.
+        """
+        self._backend.barrier()
+
+    def check(self) -> None:
+        """Raise the error that has ended the manager, if there is one.
+
+        Raises:
+            SiteError: if a site is lost.
+            RuntimeError: if the manager has been closed.
+        """
+        self._backend.check()
+
+    def close(self) -> None:
+        """Leave the other sites; afterwards nothing can be pulled or pushed. May be called twice.
+
+        The values that this site owns are lost: call `barrier` before, or use the manager in a ``with`` block.
+        """
+        self._backend.close()
+
+    def abandon(self, reason: str) -> None:
+        """Leave the other sites after an error, without waiting for any of them.
+
+        Args:
+            reason: exit reason, for the other sites' messages.
+        """
+        self._backend.abandon(reason)
 
     def __enter__(self) -> ParameterManager:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is not None:
             self.abandon(f"{type(error).__name__}: {error}")
             return

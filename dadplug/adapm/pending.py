@@ -1,42 +1,52 @@
-"""What asynchronous calls return."""
+"""Results of asynchronous calls."""
 
 from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-from .requests import Done
+from .interfaces import Completion
 
 T = TypeVar("T")
 
 
 class Waiter(Protocol):
-    """Knows how to wait, and whether waiting is in vain."""
+    """Object that waits for calls, and raises if their replies cannot arrive."""
 
-    def wait_for(self, done: Done) -> None: ...
+    def wait_for(self, done: Completion) -> None: ...
 
 
 class Pending(Generic[T]):
-    """What an asynchronous call has begun.
+    """Asynchronous call of a `Table`.
 
     Args:
-        waiter: waits.
-        done: set when it is over; None if it is already.
-        result: what `wait` returns.
+        waiter: object that waits for the call.
+        done: completion of the call; None if it is complete.
+        result: result of the call.
+
+    Example:
+        >>> import torch
+        >>> from dadplug.adapm import ParameterManager
+        >>> with ParameterManager() as manager:
+        ...     words = manager.table("words", width=2, rows=10)
+        ...     pending = words.pull_async(torch.tensor([3]))
+        ...     values = pending.wait()
+        >>> values
+        tensor([[0., 0.]])
     """
 
-    def __init__(self, waiter: Waiter, done: Done | None, result: T) -> None:
+    def __init__(self, waiter: Waiter, done: Completion | None, result: T) -> None:
         self._waiter, self._done, self._result = waiter, done, result
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether the call is complete."""
         return self._done is None or self._done.is_set()
 
     def wait(self) -> T:
-        """Waits until it is over, and returns its result.
+        """Wait until the call is complete; return its result.
 
         Raises:
-            SiteError: if a site ends or does not answer.
+            SiteError: if a site exits or does not answer.
         """
         if self._done is not None:
             self._waiter.wait_for(self._done)

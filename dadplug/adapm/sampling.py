@@ -1,8 +1,8 @@
-"""Samples of keys, as for negative examples: drawn early, announced by intent, and pulled when they are used."""
+"""Samples of keys, such as negative examples: drawn early, signalled by intent, and pulled when they are used."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,21 +13,32 @@ from ..jit import njit
 from .initialisers import STEP, mixed
 from .rows import Keys
 
-if TYPE_CHECKING:
-    from .table import Table
-
 SCHEMES = ("independent", "pool", "local")
-_TRIES = 16  # draws for a key that is here, before one from elsewhere is taken
+_TRIES = 16  # draws for a local key, before a remote one is accepted
+
+
+class SampledTable(Protocol):
+    """Interface of the table that a sampler draws from, see `Table`."""
+
+    name: str
+    rows: int | None
+    rank: int
+
+    def intent(self, keys: Tensor, start: int, end: int = 0) -> None: ...
+
+    def here(self, keys: Keys) -> NDArray[np.bool_]: ...
+
+    def pull(self, keys: Tensor) -> Tensor: ...
 
 
 @njit(cache=True, nogil=True)
 def alias_table(weights: NDArray[np.float64], shares: NDArray[np.float64], aliases: Keys) -> None:
-    """Prepares draws in constant time (Walker 1977, in the form of Vose 1991).
+    """Compute the tables of the alias method, which draws in constant time (Walker 1977, in the form of Vose 1991).
 
     Args:
-        weights: n weights of at least 0, whose mean is 1.
-        shares: n numbers, overwritten: the part of a column that is its own.
-        aliases: n numbers, overwritten: whose the rest is.
+        weights: n weights of at least 0 with mean 1.
+        shares: n numbers, overwritten: probability that column i yields i.
+        aliases: n numbers, overwritten: the number that column i yields otherwise.
     """
     n = weights.shape[0]
     small, large = np.empty(n, np.int64), np.empty(n, np.int64)
@@ -50,7 +61,7 @@ def alias_table(weights: NDArray[np.float64], shares: NDArray[np.float64], alias
             larges -= 1
             small[smalls] = more
             smalls += 1
-    for i in range(smalls):  # what rounding has left
+    for i in range(smalls):  # left over by rounding
         shares[small[i]] = 1
     for i in range(larges):
         shares[large[i]] = 1
@@ -58,13 +69,13 @@ def alias_table(weights: NDArray[np.float64], shares: NDArray[np.float64], alias
 
 @njit(cache=True, nogil=True)
 def draw(seed: int, rank: int, first: int, shares: NDArray[np.float64], aliases: Keys, rows: int, out: Keys) -> None:
-    """Draws keys; the one at position p of a site's sequence hangs on nothing but (seed, rank, p).
+    """Draw keys; the key at position p of a site's sequence depends only on (seed, rank, p).
 
     Args:
-        seed: another one gives another sequence.
+        seed: seed of the sequences.
         rank: the site.
         first: position of the first key in the sequence.
-        shares: see `alias_table`; of no length where all keys are as likely.
+        shares: see `alias_table`; empty for a uniform distribution.
         aliases: see `alias_table`.
         rows: number of keys.
         out: n keys, overwritten.
@@ -81,10 +92,15 @@ def draw(seed: int, rank: int, first: int, shares: NDArray[np.float64], aliases:
 
 
 class Sample:
-    """Keys that a `Sampler` has prepared; the values are pulled in portions, or at once.
+    """Keys that a `Sampler` has prepared; their values are pulled in parts or at once.
+
+    Args:
+        sampler: the sampler.
+        count: number of keys.
+        keys: the keys, of shape (count,); None to draw local keys when they are pulled.
 
     Attributes:
-        remaining: how many keys have not been pulled.
+        remaining: number of keys that have not been pulled.
     """
 
     def __init__(self, sampler: Sampler, count: int, keys: Keys | None) -> None:
@@ -92,17 +108,17 @@ class Sample:
         self.remaining = count
 
     def pull(self, count: int | None = None) -> tuple[Tensor, Tensor]:
-        """Pulls the next keys of the sample.
+        """Pull the next keys of the sample.
 
         Args:
-            count: how many; all that remain where None.
+            count: number of keys; None for all remaining ones.
 
         Returns:
             The keys, int64 of shape (count,), and their values, of shape (count, width).
 
         Raises:
-            ValueError: if fewer remain.
-            SiteError: if a site ends or does not answer.
+            ValueError: if fewer keys remain.
+            SiteError: if a site exits or does not answer.
         """
         count = self.remaining if count is None else count
         if not 0 <= count <= self.remaining:
@@ -118,34 +134,49 @@ class Sample:
 
 
 class Sampler:
-    """Draws keys of a table from a distribution, with replacement; made by `Table.sampler`.
+    """Sampler of keys of a table with replacement; created by `Table.sampler`.
 
-    The schemes, after AdaPM's (Renz-Wieland et al., arXiv:2206.00470, and their *NuPS*, arXiv:2104.00501):
+    The schemes follow AdaPM (Renz-Wieland et al., arXiv:2206.00470) and NuPS (arXiv:2104.00501):
 
-    - ``"independent"``: keys are drawn when a sample is prepared, each by itself, and announced for the time of use;
-    - ``"pool"``: as many keys as `pool` are drawn independently and used `reuse` times, each time in another order;
-      keys return soon, when they are still here, so that fewer move;
-    - ``"local"``: keys are drawn when they are pulled, among those that are here at the time. Nothing is sent. What is
-      drawn hangs on which keys the sites use, so that the distribution is kept only where that does not matter.
+    - ``"independent"``: keys are drawn independently when a sample is prepared, with intent for the time of use;
+    - ``"pool"``: `pool` keys are drawn independently and used `reuse` times, each time in another order. Keys are used
+      again while they are still local, so fewer keys move;
+    - ``"local"``: keys are drawn among the local keys when they are pulled. Nothing is sent. The distribution depends
+      on the keys that the sites use.
 
-    The first two give a site the same keys for the same seed, whatever happens elsewhere.
+    With the first two schemes, the keys of a site depend only on the seed.
 
     Args:
-        table: the table, with a number of rows.
-        weights: of shape (rows,), at least 0, as frequencies of words; all keys are as likely where None.
-        power: exponent on the weights; 0.75 on frequencies is word2vec's distribution.
-        seed: another one gives other samples; sites differ by themselves.
-        scheme: see above.
-        pool: keys of a pool.
-        reuse: how often a pool is used.
+        table: the table; it must have a number of rows.
+        weights: of shape (rows,), at least 0, such as word frequencies; None for a uniform distribution.
+        power: exponent on the weights; word2vec uses frequencies with 0.75.
+        seed: seed of the samples; each site has its own sequence.
+        scheme: ``"independent"``, ``"pool"`` or ``"local"``.
+        pool: number of keys of a pool.
+        reuse: number of times that a pool is used.
+
+    Attributes:
+        table: the table.
+        scheme: the scheme.
 
     Raises:
-        ValueError: if an option does not fit.
+        ValueError: if an option is out of range.
+
+    Example:
+        >>> import torch
+        >>> from dadplug.adapm import ParameterManager
+        >>> with ParameterManager() as manager:
+        ...     contexts = manager.table("contexts", width=2, rows=100)
+        ...     sampler = contexts.sampler(torch.arange(100), power=0.75, seed=1)
+        ...     sample = sampler.prepare(8, start=manager.current_clock)
+        ...     keys, values = sample.pull(5)
+        >>> keys.shape, values.shape, sample.remaining
+        (torch.Size([5]), torch.Size([5, 2]), 3)
     """
 
     def __init__(
         self,
-        table: Table,
+        table: SampledTable,
         weights: Tensor | None = None,
         *,
         power: float = 1.0,
@@ -166,8 +197,8 @@ class Sampler:
         if weights is not None:
             self._weigh(weights, power)
         self._drawn = 0
-        self._pool, self._used = np.empty(0, np.int64), 0  # keys, in the order of use, and how often they were used
-        self._left = 0  # of the pool, in this use
+        self._pool, self._used = np.empty(0, np.int64), 0  # keys in the order of use, and number of uses
+        self._left = 0  # unused keys of the pool in this use
 
     def _weigh(self, weights: Tensor, power: float) -> None:
         numbers = weights.detach().double().cpu().numpy().reshape(-1)
@@ -183,15 +214,18 @@ class Sampler:
         alias_table(powers * (self._rows / powers.sum()), self._shares, self._aliases)
 
     def prepare(self, count: int, start: int, end: int = 0) -> Sample:
-        """Draws keys for later, and says when they will be used; returns at once.
+        """Draw keys for later use, and signal intent for them; returns at once.
 
         Args:
-            count: how many.
-            start: the clock at which the use begins, see `Table.intent`.
-            end: the clock at which it is over, not included; 0 for ``start + 1``.
+            count: number of keys.
+            start: clock at which the use begins, see `Table.intent`.
+            end: clock at which the use ends, exclusive; 0 for ``start + 1``.
+
+        Returns:
+            The sample.
 
         Raises:
-            ValueError: if count is less than 1, or the end does not come after the start.
+            ValueError: if `count` is less than 1, or `end` is not greater than `start`.
         """
         if count < 1:
             raise ValueError(f"a sample has at least one key, got {count}")

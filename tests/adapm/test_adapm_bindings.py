@@ -108,7 +108,7 @@ def test_the_stand_in_has_the_hazards():
             RuntimeError,
             "too late",
         ),
-        (lambda m: m.wait_sync() or m._engine.library, RuntimeError, "add the tables before"),
+        (lambda m: m.wait_sync() or m._backend.engine.library, RuntimeError, "add the tables before"),
     ],
 )
 def test_what_the_library_cannot_do_is_told(fake, use, kind, message):

@@ -8,7 +8,21 @@ import importlib
 import pytest
 
 MODULES = (
-    *(f"adapm.{name}" for name in ("initialisers", "loader", "model", "row_optimizers", "shards", "timeline")),
+    *(
+        f"adapm.{name}"
+        for name in (
+            "initialisers",
+            "loader",
+            "manager",
+            "model",
+            "pending",
+            "row_optimizers",
+            "sampling",
+            "shards",
+            "table",
+            "timeline",
+        )
+    ),
     *("data.base", "data.splits", "models.registry"),
 )
 

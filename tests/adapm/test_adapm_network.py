@@ -291,7 +291,7 @@ def hears_a_wrong_message(fails):
         manager.barrier()
         if manager.rank == fails:
             wrong = Message(Kind.PULLED, 0, fails, 12345, 0, [np.zeros(1, np.int32), np.ones((1, 2), np.float32)])
-            manager._background.send(1 - fails, wrong)
+            manager._backend._background.send(1 - fails, wrong)
         try:
             manager.barrier()
             while True:
@@ -315,14 +315,14 @@ def receives_in_the_worker(_):
         table = manager.table("t", 2, rows=10)
         table.set(torch.arange(manager.rank, 10, 2), torch.full((5, 2), float(manager.rank + 1)))
         manager.barrier()
-        receive, receivers = manager._engine.receive, []
+        receive, receivers = manager._backend.engine.receive, []
 
         def noting(sender, message):
             if message.kind is Kind.PULLED:
                 receivers.append(threading.current_thread())
             receive(sender, message)
 
-        manager._engine.receive = noting
+        manager._backend.engine.receive = noting
         expected = torch.tensor([1.0, 2.0]).repeat(5).reshape(10, 1).expand(10, 2)
         exact = all(torch.equal(table.pull(torch.arange(10)), expected) for _ in range(200))
         manager.barrier()
@@ -338,7 +338,7 @@ def is_interrupted(_):
     with ParameterManager(timeout=20) as manager:
         table = manager.table("t", 2, rows=10)
         manager.barrier()
-        poll, polls = manager._background._network.poll, []
+        poll, polls = manager._backend._background._network.poll, []
 
         def interrupted(timeout):
             if threading.current_thread() is threading.main_thread() and not polls:
@@ -346,7 +346,7 @@ def is_interrupted(_):
                 raise KeyboardInterrupt
             return poll(timeout)
 
-        manager._background._network.poll = interrupted
+        manager._backend._background._network.poll = interrupted
         raised = False
         for _ in range(200):
             try:

@@ -45,7 +45,6 @@ LAYERS = (
 UPWARD_IMPORTS = {}
 # Folder: number of its modules that are part of an import cycle.
 MODULES_IN_CYCLES = {
-    "adapm": 3,
     "exchange": 3,
 }
 LONG_FILES = {

@@ -1,7 +1,7 @@
-"""AdaPM's bindings behind the calls of the built-in engine, with its hazards kept out.
+"""Engine of tables on AdaPM's bindings.
 
-Keys and values have been checked by `Table` when they come here: int64 and float32, contiguous, in range and finite.
-The library takes other types for these, and reads past its tables for negative keys.
+`Table` has checked all keys and values: int64 and float32, contiguous, in range and finite. The library would
+misinterpret other types, and read past its tables for negative keys.
 """
 
 from __future__ import annotations
@@ -15,70 +15,78 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
+from ..interfaces import TableEngine
 from ..rows import Block, Keys
 from .watchdog import Watchdog
 
-_TRIES = 8  # rounds in which a set value comes nearer, if rounding keeps it away
+_TRIES = 8  # rounds in which a set value converges, in case of rounding errors
 _set_up = False
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What is known of a table here.
+class KeyRange:
+    """Range of a table's keys in the library.
 
     Attributes:
-        limit: keys are smaller.
-        width: number of values a key.
+        limit: upper bound of keys, exclusive.
+        width: number of values per key.
         first: the library's number of key 0.
-        nbytes: bytes of memory at this site; the library does not tell.
     """
 
     limit: int
     width: int
     first: int
-    nbytes: int = 0
 
 
 class Waiting:
-    """A call under way in the library; keeps what the library writes to until it has."""
+    """Call in progress in the library.
+
+    Args:
+        library: the library.
+        timestamp: number of the call.
+        held: objects that the library writes to, kept until the call is complete.
+    """
 
     def __init__(self, library: Library, timestamp: int, held: Any) -> None:
         self._library, self._timestamp, self._held = library, timestamp, held
         self._over = False
 
     def is_set(self) -> bool:
-        """Says whether it has been waited for; the bindings do not tell more."""
+        """Return whether `wait` has returned; the bindings have no other information."""
         return self._over
 
-    def wait(self) -> None:
-        """Waits."""
+    def wait(self, timeout: float = -1) -> bool:
+        """Wait until the call is complete; the library has no limit of time."""
         if not self._over:
             self._library.wait(self._timestamp)
             self._over, self._held = True, None
+        return True
 
     @property
     def done(self) -> Waiting:
+        """The call itself, as its completion."""
         return self
 
 
 class Library:
-    """The library in this process: one server and one worker, and one thread at a time in them.
+    """The library in this process, with one server and one worker, for one thread at a time.
 
-    Most of its calls hold the GIL, so that no Python thread could end one that waits for a site that is gone: a
-    watchdog, which is told of every call, ends the process then.
+    Most of its calls hold the GIL, so no Python thread can end a call that waits for a lost site. The watchdog, which
+    is notified of every call, then ends the process.
 
     Args:
         adapm: the module.
         lengths: number of values of each key.
-        technique: one of the library's.
-        watchdog: is told when a call begins and ends; None for one site, which waits for nobody.
-        meet: waits for all sites, by other means.
+        technique: name of a technique.
+        watchdog: the watchdog, notified of each call; None for a single site.
+        meet: function that waits for all sites by other means.
 
     Raises:
-        RuntimeError: if the process has had one before.
+        RuntimeError: if the process has set up the library before.
     """
 
     def __init__(
@@ -96,13 +104,13 @@ class Library:
         with self._inside():
             adapm.setup(lengths.numel(), 1, technique)
             self._server = adapm.Server(lengths)
-        meet()  # a message to a server that is not ready ends its process
+        meet()  # a server that is not ready exits at the first message
         with self._inside():
             self._worker = adapm.Worker(0, self._server)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Enter the library: one thread at a time, watched."""
+        """Return a context for one call, which excludes other threads and notifies the watchdog."""
         with self._lock:
             if self._watchdog is not None:
                 self._watchdog.enter()
@@ -114,7 +122,7 @@ class Library:
 
     @contextmanager
     def setup(self) -> Iterator[None]:
-        """First values are set inside."""
+        """Return a context in which initial values are set."""
         with self._inside():
             self._worker.begin_setup()
         yield
@@ -122,77 +130,81 @@ class Library:
             self._worker.end_setup()
 
     def set_first(self, keys: Tensor, values: Tensor) -> None:
-        """Sets first values, inside of `setup`."""
+        """Set initial values, within `setup`."""
         with self._inside():
             self._worker.set(keys, values.reshape(-1))
 
     def pull(self, keys: Tensor, values: Tensor) -> int:
-        """Begins a pull; returns -1 if it is over, else what `wait` takes."""
+        """Begin a pull; return -1 if it is complete, otherwise its number for `wait`."""
         with self._inside():
             return int(self._worker.pull(keys, values, True))
 
     def push(self, keys: Tensor, values: Tensor) -> int:
-        """Begins a push; returns -1 if it is over, else what `wait` takes. The values have been copied."""
+        """Begin a push, which copies the values; return -1 if it is complete, otherwise its number for `wait`."""
         with self._inside():
             return int(self._worker.push(keys, values, True))
 
     def wait(self, timestamp: int) -> None:
-        """Waits for a pull or push."""
+        """Wait for a pull or push by its number."""
         with self._inside():
             self._worker.wait(timestamp)
 
     def intent(self, keys: Tensor, start: int, end: int) -> None:
-        """Says that keys will be used."""
+        """Signal that keys will be used."""
         with self._inside():
             self._worker.intent(keys, start, end)
 
     def advance_clock(self) -> int:
-        """Moves the clock on; returns the new time."""
+        """Advance the clock by one; return the new value."""
         with self._inside():
             self._worker.advance_clock()
             return int(self._worker.current_clock())
 
     def synchronise(self) -> None:
-        """Waits until what was pushed has been sent to the owners, and replicas have been refreshed after that."""
+        """Wait until pushes have been sent to the owners, and replicas have been refreshed after that."""
         with self._inside():
             self._worker.wait_sync()
             self._worker.wait_sync()
 
     def abandon(self) -> None:
-        """Leave the library as it is. Its destructors would abort the process, since its threads still run."""
+        """Leave the library without shutting it down; its destructors, which would abort the process, never run."""
         for kept in (self._worker, self._server):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         libc = ctypes.CDLL(None)
-        if hasattr(libc, "on_exit"):  # glibc's; the interpreter has ended by then
+        if hasattr(libc, "on_exit"):  # of glibc; runs after the interpreter has exited
             libc.on_exit(libc._exit, None)
 
     def end(self) -> None:
-        """Ends worker and server, together with those of all sites."""
+        """Shut worker and server down, together with those of all sites."""
         with self._inside():
             self._worker.finalize()
             self._server.shutdown()
 
 
-class BindingsEngine:
-    """The calls of the built-in `Engine`, on the library.
+class BindingsEngine(TableEngine):
+    """Engine of tables on the library.
 
     Args:
-        start: starts the library when it is first needed.
+        start: function that starts the library, called at the first use.
+        rank: this site.
+        sites: number of sites.
     """
 
-    def __init__(self, start: Callable[[], Library]) -> None:
+    locates_keys = False
+
+    def __init__(self, start: Callable[[], Library], rank: int = 0, sites: int = 1) -> None:
         self._start = start
+        self._rank, self._sites = rank, sites
         self._library: Library | None = None
         self._lock = threading.RLock()
-        self._tables: list[Rows] = []
+        self._tables: list[KeyRange] = []
         self._pushes: list[Waiting] = []
         self._clock = 0
-        self.stores: list[Any] = []  # none of the built-in kind
         self.counts = dict.fromkeys(("pulled", "pulled_remotely", "pushed", "pushed_remotely"), 0)
 
     @property
     def library(self) -> Library:
-        """The library, started."""
+        """The library; the first access starts it."""
         with self._lock:
             if self._library is None:
                 self._library = self._start()
@@ -202,47 +214,46 @@ class BindingsEngine:
 
     @property
     def clock(self) -> int:
-        """The clock, in steps."""
+        """Clock of this site."""
         return self._clock
 
     def advance_clock(self) -> int:
-        """Moves the clock on; returns the new time."""
+        """Advance the clock by one; return the new value."""
         self._clock += 1
         if self._library is not None:
             self._library.advance_clock()
         return self._clock
 
-    def add_table(self, rows: int, width: int) -> Rows:
-        """Notes a table."""
-        last = self._tables[-1] if self._tables else Rows(0, 1, 0)
-        self._tables.append(Rows(rows, width, last.first + last.limit))
-        return self._tables[-1]
+    def add_table(self, rows: int, width: int) -> None:
+        """Add a table with keys from 0 to rows - 1."""
+        last = self._tables[-1] if self._tables else KeyRange(0, 1, 0)
+        self._tables.append(KeyRange(rows, width, last.first + last.limit))
 
     def _numbers(self, table: int, keys: Keys) -> Tensor:
         return torch.from_numpy(keys + self._tables[table].first)
 
     def pull(self, table: int, keys: Keys, out: Block) -> int | Waiting | None:
-        """Copies values into `out`; returns None if that is done, the position of a bad key, or what to wait for."""
-        if (position := kernels.first_bad_key(keys, self._tables[table].limit)) >= 0:
+        position: int = kernels.first_bad_key(keys, self._tables[table].limit)
+        if position >= 0:
             return position
         if not keys.shape[0]:
             return None
-        self._settle()  # a site sees what it has pushed
+        self._wait_for_pushes()  # so that this site reads its own pushes
         numbers, values = self._numbers(table, keys), torch.from_numpy(out.reshape(-1))
         timestamp = self.library.pull(numbers, values)
-        return self._note("pulled", timestamp, keys, (numbers, values, out))
+        return self._count("pulled", timestamp, keys, (numbers, values, out))
 
     def push(self, table: int, keys: Keys, deltas: Block) -> Waiting | None:
-        """Adds deltas; returns None if that is done, else what to wait for."""
         if not keys.shape[0]:
             return None
         timestamp = self.library.push(self._numbers(table, keys), torch.from_numpy(deltas.reshape(-1)))
-        waiting = self._note("pushed", timestamp, keys, None)
+        waiting = self._count("pushed", timestamp, keys, None)
         if waiting is not None:
             self._pushes.append(waiting)
         return waiting
 
-    def _note(self, what: str, timestamp: int, keys: Keys, held: Any) -> Waiting | None:
+    def _count(self, what: str, timestamp: int, keys: Keys, held: Any) -> Waiting | None:
+        """Count the keys of a call; return None if it is complete, otherwise the call in progress."""
         self.counts[what] += keys.shape[0]
         if timestamp == -1:
             return None
@@ -250,10 +261,10 @@ class BindingsEngine:
         return Waiting(self.library, timestamp, held)
 
     def set(self, table: int, keys: Keys, values: Block) -> tuple[bool, None]:
-        """Sets keys, by adding what they lack: the library's own set is not made for keys with a replica here.
+        """Set keys by pushing the differences, since the library's set does not support keys with a replica here.
 
         Raises:
-            RuntimeError: if others push to the keys at the same time, so that they do not come to rest.
+            RuntimeError: if other sites push to the keys at the same time, so that their values keep changing.
         """
         if not keys.shape[0]:
             return True, None
@@ -272,16 +283,45 @@ class BindingsEngine:
         )
 
     def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
-        """Notes that this site will use keys while ``start <= clock < end``."""
+        """Record that this site will use keys while ``start <= clock < end``."""
         if keys.shape[0]:
             self.library.intent(self._numbers(table, keys), start, end)
 
-    def _settle(self) -> None:
+    def here(self, table: int, keys: Keys) -> NDArray[np.bool_]:
+        """Not supported: the library has no call for it.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError('backend="adapm" does not tell which keys are at a site')
+
+    def states(self, table: int, keys: Keys) -> NDArray[np.int8]:
+        """Not supported: the library has no call for it.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError('backend="adapm" does not tell which keys are at a site')
+
+    def owned(self, table: int) -> tuple[Keys, Block]:
+        """Return the keys whose home is this site and their values; the library does not provide the owned keys."""
+        keys = np.arange(self._rank, self._tables[table].limit, self._sites)
+        values = np.empty((keys.shape[0], self._tables[table].width), np.float32)
+        waiting = self.pull(table, keys, values)
+        if isinstance(waiting, Waiting):
+            waiting.wait()
+        return keys, values
+
+    def nbytes(self, table: int) -> int:
+        """Return 0: the library does not provide the size of its memory."""
+        return 0
+
+    def _wait_for_pushes(self) -> None:
         while self._pushes:
             self._pushes.pop().wait()
 
     def flush(self) -> None:
-        """Waits until what this site has pushed is with the owners."""
-        self._settle()
+        """Wait until the pushes of this site have reached the owners."""
+        self._wait_for_pushes()
         if self._tables:
             self.library.synchronise()

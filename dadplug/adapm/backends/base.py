@@ -1,0 +1,171 @@
+"""Interface of the backends of a parameter manager, and their registry."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ...errors import MismatchError
+from ...exchange import Traffic, open_transport
+from ...registry import Registry
+from ..initialisers import Initialiser
+from ..interfaces import Completion, TableEngine
+from ..rows import Block, Keys
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """Arguments of `ParameterManager.table`, checked.
+
+    Attributes:
+        name: name of the table.
+        width: number of values per key.
+        rows: upper bound of keys, exclusive; None for any key of at least 0.
+        initialiser: initialiser of the values.
+        capacity: number of keys to reserve memory for; None for the default.
+        max_rows: number of keys that this site keeps; None for all.
+    """
+
+    name: str
+    width: int
+    rows: int | None
+    initialiser: Initialiser
+    capacity: int | None
+    max_rows: int | None
+
+
+class Backend(ABC):
+    """Engine of a parameter manager, with its connections to the other sites and its clock.
+
+    Args:
+        technique: name of the placement technique.
+        process_group: group whose processes are the sites; None for the default group.
+        timeout: seconds after which a site that does not respond counts as lost.
+        interval: minimum time between two synchronisation rounds, in seconds.
+
+    Attributes:
+        techniques: names of the supported techniques.
+        engine: the engine of the tables.
+        transport: transport of the process group.
+        traffic: meter of the bytes that this site has sent.
+        rank: number of this site.
+        world_size: number of sites.
+
+    Raises:
+        ValueError: if an option is out of range.
+        MismatchError: if the sites' options differ.
+        SiteError: if a site exits or does not answer.
+    """
+
+    techniques: ClassVar[tuple[str, ...]]
+    engine: TableEngine
+
+    def __init__(
+        self, technique: str, process_group: dist.ProcessGroup | None, timeout: float, interval: float
+    ) -> None:
+        if technique not in self.techniques:
+            raise ValueError(f"unknown technique {technique!r}; valid ones are {', '.join(map(repr, self.techniques))}")
+        if timeout <= 0 or interval < 0:
+            raise ValueError(f"timeout must exceed 0 and interval be at least 0, got {timeout} and {interval}")
+        self.technique, self.timeout, self.interval = technique, timeout, interval
+        self.traffic = Traffic()
+        self.transport = open_transport(process_group, self.traffic, torch.device("cpu"), timeout)
+        self.rank, self.world_size = self.transport.rank, self.transport.world_size
+
+    def check_equal(self, what: str, item: tuple[Any, ...]) -> None:
+        """Compare an object with those of the other sites.
+
+        Args:
+            what: description of the object, for the message.
+            item: the object.
+
+        Raises:
+            MismatchError: if the objects differ.
+        """
+        for rank, other in enumerate(self.transport.gather_objects(item)):
+            if other != item:
+                sites = self.transport.sites
+                raise MismatchError(f"{what} of the manager is {item} at {sites[self.rank]}, {other} at {sites[rank]}")
+
+    @abstractmethod
+    def add_table(self, spec: TableSpec) -> None:
+        """Add a table; tables are numbered in the order of these calls.
+
+        Raises:
+            ValueError: if the backend does not support an argument.
+            RuntimeError: if no more tables can be added.
+        """
+
+    @property
+    @abstractmethod
+    def clock(self) -> int:
+        """Clock of this site."""
+
+    @abstractmethod
+    def advance_clock(self) -> int:
+        """Advance the clock by one; return the new value."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """Numbers of keys by event, see `ParameterManager.counts`."""
+
+    @abstractmethod
+    def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
+        """Record that this site will use keys, which are in range, while ``start <= clock < end``."""
+
+    def owned(self, table: int) -> tuple[Keys, Block]:
+        """Return copies of the keys that this site owns, in ascending order, and of their values."""
+        return self.engine.owned(table)
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until all pushes of this site have reached the owners, and its replicas have been refreshed.
+
+        Raises:
+            SiteError: if a site exits or does not answer.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until all sites have called it.
+
+        Raises:
+            SiteError: if a site exits or does not answer.
+        """
+
+    @abstractmethod
+    def wait_for(self, done: Completion) -> None:
+        """Wait until a call is complete.
+
+        Raises:
+            SiteError: if a site exits or does not answer.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the error that has ended the manager, if there is one.
+
+        Raises:
+            SiteError: if a site is lost.
+            RuntimeError: if the manager has been closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the other sites; may be called twice."""
+
+    @abstractmethod
+    def abandon(self, reason: str) -> None:
+        """Leave the other sites without waiting for any of them.
+
+        Args:
+            reason: exit reason, for the other sites' messages.
+        """
+
+
+BACKENDS: Registry[str, type[Backend]] = Registry("backend")
