@@ -37,7 +37,7 @@ class GatheredHandler(BucketHandler):
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext, senders: Sequence[int]) -> None:
         super().__init__(units, context)
-        self.units: list[FactorUnit] = [_factored(unit) for unit in units]
+        self.units: Sequence[FactorUnit] = [_factored(unit) for unit in units]
         self.senders = list(senders)
         slots = [self._slot(unit) for unit in self.units]
         self.bucket = FactorBucket(slots, context.transport, self.dtype, context.wire(self.dtype), self.senders)

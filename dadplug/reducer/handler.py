@@ -74,7 +74,7 @@ class BucketHandler(ABC):
     `add_sent` of the other sites adds to ``.grad`` is part of it then."""
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
-        self.units = list(units)
+        self.units: Sequence[Unit] = list(units)
         self.context = context
         self.dtype = units[0].lead.dtype
         self.missing = len(self.units)
