@@ -1,27 +1,24 @@
-"""Gradient reduction: a model in, agreed gradients out."""
+"""Gradient reduction between sites, for any PyTorch training loop."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .exchange import Traffic, open_transport
 from .exchange.wire import wire_format
 from .methods import Quality, loss_scale, make_method
 from .methods.feedback import ErrorFeedback
 from .model_sync import replicas
 from .model_sync.batchnorm import SyncedBatchNorms
-from .model_sync.guards import check_model, refuse_unsynchronised
+from .model_sync.guards import refuse_unsynchronised
+from .model_sync.replicated_model import ReplicatedModel
 from .model_sync.samples import SampleCounter
-from .model_sync.structure import without_managed
 from .options import Options
 from .planning.plan import Plan
 from .planning.planner import Planner
@@ -31,12 +28,13 @@ from .units.base import Unit
 from .units.factor import FactorUnit
 
 
-class GradientReduction:
-    """Agrees on gradients between the sites of a process group, for any PyTorch training loop.
+class GradientReduction(ReplicatedModel):
+    """Reduction of gradients between the sites of a process group, for any PyTorch training loop.
 
-    At the start all sites get rank 0's parameters and buffers. During backward the gradients' payloads leave as soon
-    as they are there; `synchronize` waits for the rest, after which every parameter's ``.grad`` is the same on every
-    site: the mean over sites that one process with all sites' rows would compute, exactly or nearly.
+    At the start all sites get rank 0's parameters and buffers. Payloads of gradients are sent during backward, as soon
+    as they are complete. `synchronize` waits for the rest. After it, every parameter's ``.grad`` is the same on every
+    site: the mean over sites that one process with the rows of all sites would compute, exactly or approximately, as
+    the mode says.
 
     Args:
         model: the model, on its device, the same on all sites but for the values of its parameters.
@@ -46,8 +44,9 @@ class GradientReduction:
         options: the other options, see `dadplug.options.Options`.
 
     Attributes:
+        model: the model.
         options: the options.
-        traffic: the meter: bytes sent and time spent waiting.
+        traffic: the meter of bytes sent and of time spent waiting.
         site_rank: number of this site, from 0.
         world_size: number of sites.
         stopped: whether some site has asked all to stop after the last step.
@@ -76,26 +75,14 @@ class GradientReduction:
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        self.options = Options.create(mode=mode, **options)
-        check_model(model)
-        self.model = model
-        self.traffic = Traffic()
+        super().__init__(model, process_group, Options.create(mode=mode, **options))
         self.stopped = False
         self._step = 0
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._transport = open_transport(
-            process_group, self.traffic, device, self.options.timeout, self.options.hierarchy
-        )
-        self.site_rank, self.world_size = self._transport.rank, self._transport.world_size
-        settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
-        replicas.check_alike(model, settings, self._transport)
-        replicas.broadcast_model(model, self._transport)
         self._counter = SampleCounter(model, lambda: self._planner.before_forward(), self._drop_cleared)
-        self._epoch_samples = 0
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
-            own = open_transport(process_group, self.traffic, device, self.options.timeout, self.options.hierarchy)
-            self._norms = SyncedBatchNorms(model, own, self._counter if self.options.weighting == "samples" else None)
+            counter = self._counter if self.options.weighting == "samples" else None
+            self._norms = SyncedBatchNorms(model, self._open_transport(process_group), counter)
         self._method = make_method(self.options)
         self._renormalised = replicas.tables_with_max_norm(model)
         self._syncing = True
@@ -112,7 +99,7 @@ class GradientReduction:
         self.traffic.start()
 
     def _arrived(self, unit: Unit) -> None:
-        """Notes that a backward pass has delivered a unit's gradient; sends it if that was all of it."""
+        """Record that a backward pass has delivered a unit's gradient; send the gradient if it is complete."""
         unit.arrivals += 1
         self._pending = True
         if self._remembers:
@@ -134,17 +121,18 @@ class GradientReduction:
             self._pending = False
 
     def _samples(self) -> int:
-        """Tells the samples that this site's gradients stand for so far in the step."""
+        """Return the samples that this site's gradients stand for so far in the step."""
         by_samples = self.options.weighting == "samples"
         return self._counter.of_step(self._pending, by_samples=by_samples, alone=self.world_size == 1)
 
     def synchronize(self, *, stop: bool = False) -> None:
-        """Waits until the gradients are agreed; call it between backward and the optimizer's step.
+        """Exchange what is left of the gradients, and write the agreed ones to ``.grad``.
 
-        After it, clip, unscale and step as usual. All sites must call it equally often.
+        Call it between backward and the optimizer's step, on all sites equally often. Clip and unscale gradients after
+        it.
 
         Args:
-            stop: asks all sites to stop after this step; each then finds `stopped` set.
+            stop: whether to ask all sites to stop after this step; `stopped` is then set on each of them.
 
         Raises:
             NonFiniteError: on all sites, if the gradients of one hold NaN or Inf; ``zero_grad`` and go on, or stop.
@@ -176,7 +164,11 @@ class GradientReduction:
         planner.follow_sizes([header.samples for header in headers])
 
     def attach(self, gradients: AttachedGradients) -> None:
-        """Weight, check and drop gradients that this reduction does not send along with those it sends."""
+        """Weight, check and drop gradients that this reduction does not send with those that it sends.
+
+        Args:
+            gradients: gradients of parameters that are managed elsewhere.
+        """
         self._attached = gradients
 
     @property
@@ -194,13 +186,17 @@ class GradientReduction:
         self._step += 1
 
     def idle(self, *, stop: bool = False) -> None:
-        """Takes part in a step without data: contributes nothing, and gets the agreed gradients like everybody.
+        """Take part in a step without data: contribute nothing, and get the agreed gradients.
 
-        For a site that has run out of batches while others have not; follow it by the optimizer's step. Inside
-        `no_sync` it stands for one micro-batch.
+        For a site that has run out of batches while others have not. The optimizer's step follows it. Inside `no_sync`
+        it stands for one micro-batch.
 
         Args:
-            stop: as in `synchronize`.
+            stop: whether to ask all sites to stop, as in `synchronize`.
+
+        Raises:
+            RuntimeError: with ``sync_batchnorm``, in the first step.
+            SiteError: as in `synchronize`, like its other errors.
         """
         if self._norms is not None:
             self._norms.idle()
@@ -209,12 +205,12 @@ class GradientReduction:
             self.synchronize(stop=stop)
 
     def join(self, step: Callable[[], object] | None = None) -> None:
-        """Takes part in the others' steps until all sites have come here: for a site whose batches are at an end.
+        """Take part in the steps of the other sites, without data, until all sites have called it.
 
-        All sites must call it, each after its last batch. Clears gradients before each step.
+        All sites must call it, each after its last batch. It clears the gradients before each step.
 
         Args:
-            step: called after each step that has been agreed on, like ``optimizer.step``.
+            step: called after each synchronization, such as ``optimizer.step``.
 
         Example:
             >>> for inputs, targets in loader:
@@ -231,7 +227,14 @@ class GradientReduction:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Holds gradients back, for accumulation: they go with the next `synchronize` after it."""
+        """Hold gradients back, for accumulation: the next `synchronize` after the block sends them.
+
+        Example:
+            >>> with reduction.no_sync():
+            ...     criterion(model(first), first_targets).backward()
+            >>> criterion(model(second), second_targets).backward()
+            >>> reduction.synchronize()
+        """
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -246,21 +249,25 @@ class GradientReduction:
         return self._syncing
 
     def samples(self, count: int) -> Any:
-        """Says how many samples the forward passes inside have in all, where the inputs do not tell.
+        """State the number of samples of the forward passes inside, where the inputs' first dimension is not that.
 
         Args:
-            count: number of samples; with 0, a loss of zero is expected, and the site has no weight in the mean.
+            count: number of samples of all these passes; with 0 the site has no weight in the mean, and its loss must
+                be zero.
 
         Returns:
             A context manager.
+
+        Example:
+            >>> with reduction.samples(graph.num_nodes):
+            ...     outputs = model(graph)
         """
         return self._counter.fixed(count)
 
     def loss_scale(self, scale: float) -> Any:
-        """State the factor that the losses of the backward passes inside are multiplied by.
+        """State the factor by which the losses of the backward passes inside are multiplied.
 
-        For error memory and rounding to int8, where another scaler than `torch.amp.GradScaler` scales the loss, whose
-        scale is found by itself.
+        Error memory and rounding to int8 need it. The scale of `torch.amp.GradScaler` is found without it.
 
         Args:
             scale: the factor.
@@ -272,14 +279,8 @@ class GradientReduction:
 
     @property
     def plan(self) -> Plan:
-        """Which parameter takes which path, and what it costs; final after the first step."""
+        """The path of every parameter and the bytes that it costs; final after the first step. Prints as a table."""
         return self._planner.plan
-
-    @property
-    def rank(self) -> int:
-        """Deprecated name of `site_rank`, which is not the option ``rank``."""
-        warnings.warn("reduction.rank is deprecated: use reduction.site_rank", DeprecationWarning, stacklevel=2)
-        return self.site_rank
 
     @property
     def quality(self) -> dict[str, Quality]:
@@ -313,70 +314,27 @@ class GradientReduction:
             raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
         self._method.max_rank = rank
 
-    @property
-    def sites(self) -> list[str]:
-        """The sites by name, for messages."""
-        return [self._transport.sites[rank] for rank in range(self.world_size)]
-
-    def broadcast_model(self) -> None:
-        """Replace every site's parameters and buffers by those of rank 0; all sites must call it.
-
-        The reduction does so when it is built. Call it again after adding layers whose first values differ.
-        """
-        with self.traffic.apart(), without_managed(self.model):
-            replicas.broadcast_model(self.model, self._transport)
-
-    def average_buffers(self) -> None:
-        """Averages running statistics and other float buffers over sites, so that all evaluate one model.
-
-        All sites must call it; the runners do before evaluation and at checkpoints.
-        """
-        weight = float(self._epoch_samples) if self.options.weighting == "samples" else 1.0
-        with self.traffic.apart():
-            replicas.average_buffers(self.model, self._transport, weight)
-        self._epoch_samples = 0
-
-    def first_difference(self) -> str | None:
-        """Compares the sites' parameters to the bit; all sites must call it.
-
-        Returns:
-            The name of the first parameter that differs, or None if the replicas are equal.
-        """
-        with self.traffic.apart(), without_managed(self.model):
-            return replicas.first_difference(self.model, self._transport)
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        """Gathers an object from every site, by rank; all sites must call it.
-
-        Args:
-            item: plain data, tensors, arrays, or registered classes, see `dadplug.exchange.codec.encode`. Tensors come
-                back on the CPU.
-
-        Raises:
-            TypeError: on all sites, if the object of one cannot be sent.
-        """
-        with self.traffic.apart():
-            return self._transport.gather_objects(item)
-
     def abort(self, reason: str) -> None:
-        """Tell the other sites why this one leaves, and close the connections to them, so that none of them waits."""
-        self._transport.sites.announce(reason)
-        self._transport.close()
+        super().abort(reason)
         if self._norms is not None:
             self._norms.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this site's state beside the model's: what the compressor carries from step to step.
+        """Return this site's state beside the model's: what the compressor carries from step to step.
 
-        It involves no other site. Each site may save its own; one that gets another's starts a little colder.
+        It involves no other site. Each site may save its own. A site that loads the state of another one approximates
+        its gradients less well at first.
         """
         own = {"step": self._step, "mode": self.options.mode, "method": self._method.state_dict()}
         return own | self._planner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned.
+        """Restore what `state_dict` returned.
 
-        With powersgd, whose state sites share, all sites must call it once training has begun.
+        In mode powersgd, where sites share state, all sites must call it once training has begun.
+
+        Args:
+            state: the state.
 
         Raises:
             ValueError: if the state is of another mode.
@@ -388,10 +346,13 @@ class GradientReduction:
         self._planner.load_state_dict(state)
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restores this site's state among those of all sites, as a checkpoint holds them.
+        """Restore this site's state from those of all sites, as a checkpoint contains them.
 
-        A site that has none there, for it is new or the checkpoint was written after others had gone, takes the step
-        over and begins with a cold compressor.
+        A site that has none in it, since the checkpoint was written by fewer sites, takes over the number of the step,
+        and its compressor begins anew.
+
+        Args:
+            states: the states, by rank.
 
         Raises:
             ValueError: if the states are of another mode.
@@ -404,13 +365,13 @@ class GradientReduction:
             )
 
     def detach(self, *, discard: bool = False) -> None:
-        """Take everything off the model, which then trains alone. May be called twice.
+        """Remove all hooks from the model, which then trains alone. May be called twice.
 
-        Gradients that have not been synchronized become this site's own in ``.grad``. One that is on its way to the
-        other sites already, and not here any more, raises an error when it is read.
+        Gradients that have not been synchronized become this site's own in ``.grad``. One that has been sent to the
+        other sites, and is not held here any more, raises an error when it is read.
 
         Args:
-            discard: drop gradients that have not been synchronized instead.
+            discard: whether to drop gradients that have not been synchronized instead.
         """
         self._drop_cleared()
         self._planner.release(discard=discard)

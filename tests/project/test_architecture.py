@@ -48,7 +48,6 @@ MODULES_IN_CYCLES = {
     "exchange": 3,
 }
 LONG_FILES = {
-    "dadplug/reduction.py",
     "tests/runners/test_distributed_runner.py",
 }
 LONG_FUNCTIONS = {
@@ -102,7 +101,6 @@ DOCSTRINGS_TO_REWRITE = {
     "methods",
     "model_sync",
     "options",
-    "reduction",
     "runners",
     "units",
 }

@@ -1,0 +1,133 @@
+"""A model with a replica at every site of a process group, and the exchanges that keep the replicas equal."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..exchange import Traffic, Transport, open_transport
+from ..options import Options
+from . import replicas
+from .guards import check_model
+from .structure import without_managed
+
+
+class ReplicatedModel:
+    """A model with a replica at every site; the base of `dadplug.GradientReduction`.
+
+    All sites get rank 0's parameters and buffers.
+
+    Args:
+        model: the model, on its device, the same on all sites but for the values of its parameters.
+        process_group: the processes that are the sites; the default group where None.
+        options: the options, the same on all sites but for the timeout.
+
+    Attributes:
+        model: the model.
+        options: the options.
+        traffic: the meter of bytes sent and of time spent waiting.
+        site_rank: number of this site, from 0.
+        world_size: number of sites.
+
+    Raises:
+        ValueError: if a parameter has no shape yet, or if the model is captured already.
+        MismatchError: if models or options differ between sites.
+        SiteError: if a site is gone or does not answer.
+    """
+
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
+        check_model(model)
+        self.model = model
+        self.options = options
+        self.traffic = Traffic()
+        self._transport = self._open_transport(process_group)
+        self.site_rank, self.world_size = self._transport.rank, self._transport.world_size
+        self._epoch_samples = 0  # since buffers were averaged
+        settings = {name: getattr(options, name) for name in Options.names() if name != "timeout"}
+        replicas.check_alike(model, settings, self._transport)
+        replicas.broadcast_model(model, self._transport)
+
+    def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
+        """Open a transport of its own over a process group."""
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        options = self.options
+        return open_transport(process_group, self.traffic, device, options.timeout, options.hierarchy)
+
+    @property
+    def rank(self) -> int:
+        """Deprecated name of `site_rank`, which is not the option ``rank``."""
+        warnings.warn("reduction.rank is deprecated: use reduction.site_rank", DeprecationWarning, stacklevel=2)
+        return self.site_rank
+
+    @property
+    def sites(self) -> list[str]:
+        """Names of the sites, by rank, as messages have them."""
+        return [self._transport.sites[rank] for rank in range(self.world_size)]
+
+    def broadcast_model(self) -> None:
+        """Replace every site's parameters and buffers by those of rank 0; all sites must call it.
+
+        This happens when the reduction is built. Call it again after adding layers whose first values differ.
+
+        Raises:
+            SiteError: if a site is gone or does not answer.
+        """
+        with self.traffic.apart(), without_managed(self.model):
+            replicas.broadcast_model(self.model, self._transport)
+
+    def average_buffers(self) -> None:
+        """Replace running statistics and other float buffers by their mean over sites; all sites must call it.
+
+        The mean is weighted by the samples since the last call, or equally with ``weighting="uniform"``. The runners
+        call it before evaluation and at checkpoints.
+
+        Raises:
+            SiteError: if a site is gone or does not answer.
+        """
+        weight = float(self._epoch_samples) if self.options.weighting == "samples" else 1.0
+        with self.traffic.apart():
+            replicas.average_buffers(self.model, self._transport, weight)
+        self._epoch_samples = 0
+
+    def first_difference(self) -> str | None:
+        """Compare the sites' parameters bit by bit; all sites must call it.
+
+        Returns:
+            The name of the first parameter that differs; None if the replicas are equal.
+
+        Raises:
+            SiteError: if a site is gone or does not answer.
+        """
+        with self.traffic.apart(), without_managed(self.model):
+            return replicas.first_difference(self.model, self._transport)
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Gather an object from every site, by rank; all sites must call it.
+
+        Args:
+            item: plain data, tensors, arrays, or registered classes, see `dadplug.exchange.codec.encode`. Tensors come
+                back on the CPU.
+
+        Raises:
+            TypeError: on all sites, if the object of one cannot be sent.
+            SiteError: if a site is gone or does not answer.
+
+        Example:
+            >>> accuracies = reduction.gather_objects(accuracy)
+            >>> mean = sum(accuracies) / len(accuracies)
+        """
+        with self.traffic.apart():
+            return self._transport.gather_objects(item)
+
+    def abort(self, reason: str) -> None:
+        """Report to the other sites why this one exits, and close the connections to them, so that none of them waits.
+
+        Args:
+            reason: the reason, which the errors of the other sites contain.
+        """
+        self._transport.sites.announce(reason)
+        self._transport.close()
