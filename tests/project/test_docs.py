@@ -147,8 +147,8 @@ def test_a_script_changes_in_few_lines():
 # The public names, and where to find the object that a name stands for without the trainer that it plugs into.
 MODULES = ("dadplug", "dadplug.adapm", "dadplug.lowrank", "dadplug.hooks", "dadplug.runners", "dadplug.callbacks")
 STANDS_FOR = {
-    "DADStrategy": "dadplug.runners.dad_strategy.DADStrategy",
-    "AdaPMStrategy": "dadplug.runners.adapm_strategy.AdaPMStrategy",
+    "DADStrategy": "dadplug.runners.pytorch_lightning.DADStrategy",
+    "AdaPMStrategy": "dadplug.runners.pytorch_lightning.AdaPMStrategy",
     "DistributedRunner": "dadplug.runners.distributed_runner.DistributedRunner",
     "AdaPMRunner": "dadplug.runners.adapm_runner.AdaPMRunner",
 }
@@ -202,13 +202,15 @@ def resolve(path: str) -> object:
 @pytest.mark.parametrize("name", public_names())
 def test_every_argument_of_a_public_name_is_described(name):
     path = documented_as(name)
-    if "Runner" in path:
-        pytest.importorskip("catalyst")
+    for package, part in (("catalyst", "Runner"), ("pytorch_lightning", "Strategy")):
+        if part in path:
+            pytest.importorskip(package)
     target = resolve(path)
     text = inspect.getdoc(target) or ""
     assert text, f"{name} has no description"
-    if "AdaPMStrategy" in name:
-        text += inspect.getdoc(resolve(STANDS_FOR["DADStrategy"])) or ""  # whose arguments it takes, too
+    if inspect.isclass(target):  # __init__ describes the options, and a base class what it takes over
+        own = [each for each in target.__mro__ if each.__module__.startswith("dadplug")]
+        text = "\n".join(inspect.getdoc(each) or "" for base in own for each in (base, base.__init__))
     if not callable(target) or name.rpartition(".")[2] in RETURNED or dataclass_like(target):
         return
     missing = [argument for argument in arguments_of(target) if not re.search(rf"^\s+\**{argument}: ", text, re.M)]
@@ -229,12 +231,11 @@ def dataclass_like(target: object) -> bool:
 
 def arguments_of(target: object) -> list[str]:
     """Return the names of the arguments that a description has to explain."""
-    if inspect.isclass(target) and "__init__" not in vars(target):
+    if inspect.isclass(target) and target.__init__ is object.__init__:
         return []
     passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(target.__init__ if inspect.isclass(target) else target).parameters
-    options = {*Options.names()} - {"mode"} if "Strategy" in str(target) else set()  # described with Options
-    return [name for name, each in parameters.items() if name not in {"self"} | options and each.kind not in passed_on]
+    return [name for name, each in parameters.items() if name != "self" and each.kind not in passed_on]
 
 
 def test_the_version_is_that_of_the_changelog():
