@@ -1,4 +1,4 @@
-"""Opens the transport that fits: alone, between processes, or between machines of several processes."""
+"""Transport factory: a single site, sites of one process each, or nodes with several processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch.distributed as dist
 
 from .addresses import gloo_interface
 from .deadline import within
+from .group_transport import GroupTransport
 from .hierarchy import HierarchicalTransport
 from .membership import Sites, introduce
 from .objects import gather_objects
-from .topology import Hierarchy, Machines, members_of, own_place
+from .single_site import SingleSite
+from .topology import Hierarchy, Nodes, members_of, node_id
 from .traffic import Traffic
-from .transport import SingleSite, Transport
+from .transport import Transport
 
 
 def open_transport(
@@ -25,15 +27,15 @@ def open_transport(
     timeout: float,
     hierarchy: Hierarchy = None,
 ) -> Transport:
-    """Opens a transport over a process group of its own, so that no other traffic comes between its messages.
+    """Open a transport over a process group of its own, so that no other messages come between its messages.
 
     Args:
         group: the process group whose processes are the sites; the default group where None.
         traffic: the meter.
         device: device of the model.
         timeout: seconds after which a silent site counts as lost.
-        hierarchy: which processes are on one machine, see `dadplug.exchange.topology.members_of`; None if it does not
-            matter. Nor does it where there is one machine, or one process on each.
+        hierarchy: which processes share a node, see `dadplug.exchange.topology.members_of`; None for one level. It has
+            no effect with one node, or with one process on each.
 
     Raises:
         SiteError: if a site ends or does not answer.
@@ -41,30 +43,30 @@ def open_transport(
         RuntimeError: if the environment announces several processes and no process group exists.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        _refuse_to_train_alone()
-        return SingleSite(traffic, device)
+        _check_not_alone()
+        return SingleSite(traffic, device, timeout)
     parent = group if group is not None else dist.group.WORLD
     assert parent is not None
     ranks = dist.get_process_group_ranks(parent)
     if len(ranks) == 1:
-        return SingleSite(traffic, device)
+        return SingleSite(traffic, device, timeout)
     sites = introduce(parent, timeout)
     local = group is not None
     if hierarchy is not None:
         try:
-            places = gather_objects(own_place(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
+            ids = gather_objects(node_id(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
         except RuntimeError as error:
             raise sites.lost(error, timeout) from error
-        machines = Machines.of(members_of(hierarchy, places), dist.get_rank(parent))
-        if 1 < machines.count < len(ranks):
+        nodes = Nodes.of(members_of(hierarchy, ids), dist.get_rank(parent))
+        if 1 < nodes.count < len(ranks):
             # Messages between pairs are gloo's; from a GPU they go by way of the CPU.
             own = _new_group(sites, ranks, timeout, "gloo", local)
-            return HierarchicalTransport(own, sites, traffic, timeout, machines)
-    return Transport(_new_group(sites, ranks, timeout, None, local), sites, traffic, device, timeout)
+            return HierarchicalTransport(own, sites, traffic, timeout, nodes)
+    return GroupTransport(_new_group(sites, ranks, timeout, None, local), sites, traffic, device, timeout)
 
 
 def _new_group(sites: Sites, ranks: list[int], timeout: float, backend: str | None, local: bool) -> dist.ProcessGroup:
-    """Make a process group; the store that it needs may be at a site that is stopped."""
+    """Make a process group, within the timeout: the store that it needs may be at a site that is stopped."""
     limit = timedelta(seconds=timeout)
 
     def make() -> dist.ProcessGroup:
@@ -78,7 +80,7 @@ def _new_group(sites: Sites, ranks: list[int], timeout: float, backend: str | No
         raise sites.lost(error, timeout) from error
 
 
-def _refuse_to_train_alone() -> None:
+def _check_not_alone() -> None:
     announced = os.environ.get("WORLD_SIZE", "1")
     if announced.isdigit() and int(announced) > 1:
         raise RuntimeError(

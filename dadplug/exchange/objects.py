@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from . import codec
 
-_MOST = 1 << 34  # bytes of one process's object
+MAX_BYTES = 1 << 34  # of one process's object
 
 
 @codec.register
@@ -52,8 +52,8 @@ def gather_objects(
     wait(dist.all_gather(sizes, size, group=group, async_op=True))
     lengths = [int(each) for each in sizes]
     for rank, length in enumerate(lengths):
-        if not 0 <= length <= _MOST:
-            raise ValueError(f"process {rank} announces an object of {length} bytes: there may be {_MOST} at most")
+        if not 0 <= length <= MAX_BYTES:
+            raise ValueError(f"process {rank} announces an object of {length} bytes: there may be {MAX_BYTES} at most")
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     every = [torch.empty_like(padded) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""How sites come to have streams: each listens, tells the others where, and calls those of lower rank."""
+"""Setup of connections between sites: each listens, sends its address to the others, and connects to lower ranks."""
 
 from __future__ import annotations
 
@@ -11,54 +11,53 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from .addresses import own_addresses
-from .socket_transport import ENOUGH, Streams
+from .socket_transport import KERNEL_BYTES, PeerSockets
+from .transport import Transport
 
-if TYPE_CHECKING:
-    from .transport import Transport
-
-_HELLO = struct.Struct("<16sI")  # the listener's token, the caller's rank
-_BUFFER = 4 << 20  # bytes asked of the kernel for each direction
-_OPENING = 10.0  # seconds for all sites to reach one another
+_HELLO = struct.Struct("<16sI")  # the listener's token, the connecting site's rank
+_BUFFER_BYTES = 4 << 20  # requested from the kernel for each direction
+_CONNECT_SECONDS = 10.0  # for all sites to reach one another
 _SWITCH = "DADPLUG_STREAMS"
 
 
-def open_streams(transport: Transport) -> Streams | None:
-    """Connects all sites of a transport with one another; all of them must call it together.
+def connect_sockets(transport: Transport) -> PeerSockets | None:
+    """Connect all sites of a transport with one another; all of them must call it together.
 
     Returns:
-        The streams; None, on all sites alike, where some site cannot or does not want to: messages go by gloo then.
+        The connections; None on all sites if one of them cannot connect or has DADPLUG_STREAMS=0 in its environment.
+        Messages are sent by gloo then.
 
     Raises:
         SiteError: if a site is gone.
     """
     listener = _listen() if os.environ.get(_SWITCH, "1") != "0" and hasattr(select, "poll") else None
     token = secrets.token_bytes(16)
-    place = None if listener is None else (*listener.getsockname()[:2], token)
-    places = transport.gather_objects(place)
+    address = None if listener is None else (*listener.getsockname()[:2], token)
+    addresses = transport.gather_objects(address)
     sockets: dict[int, socket.socket] = {}
-    if listener is not None and all(places):
+    if listener is not None and all(addresses):
         try:
-            sockets = _meet(transport, listener, places)
+            sockets = _connect_all(transport, listener, addresses)
         except OSError:
             sockets = {}
     if listener is not None:
         listener.close()
     complete = len(sockets) == transport.world_size - 1
     if all(transport.gather_objects(complete)):
-        return Streams(transport, sockets)
+        return PeerSockets(transport, sockets)
     for connected in sockets.values():
         connected.close()
     return None
 
 
 def _listen() -> socket.socket | None:
-    """Opens a socket on the address under which other sites are to find this one."""
+    """Open a socket on the address at which other sites reach this one; return None if there is none."""
     for address in own_addresses():
         try:
-            listener = _sized(socket.AF_INET)
+            listener = _large_socket(socket.AF_INET)
             listener.bind((address, 0))
             listener.listen(1024)
         except OSError:
@@ -67,40 +66,59 @@ def _listen() -> socket.socket | None:
     return None
 
 
-def _sized(family: socket.AddressFamily) -> socket.socket:
-    """Makes a socket with large buffers, where the system grants them; else it fits them to the traffic itself."""
+def _large_socket(family: socket.AddressFamily) -> socket.socket:
+    """Make a socket with large buffers of fixed size; where the system grants less, leave their size to it."""
     sized = socket.socket(family)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         with suppress(OSError):
-            sized.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
-        if sized.getsockopt(socket.SOL_SOCKET, option) < ENOUGH:
+            sized.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        if sized.getsockopt(socket.SOL_SOCKET, option) < KERNEL_BYTES:
             sized.close()
             return socket.socket(family)
     return sized
 
 
-def _meet(
-    transport: Transport, listener: socket.socket, places: Sequence[tuple[str, int, bytes]]
+def _connect_all(
+    transport: Transport, listener: socket.socket, addresses: Sequence[tuple[str, int, bytes]]
 ) -> dict[int, socket.socket]:
-    """Calls the sites of lower rank, and waits for the calls of the others."""
-    deadline = time.monotonic() + min(_OPENING, transport.timeout)
+    """Connect to the sites of lower rank, and accept the connections of the others.
+
+    Args:
+        transport: the transport.
+        listener: this site's listening socket.
+        addresses: host, port and token of every site, by rank.
+
+    Returns:
+        Connected sockets by rank; without those of sites that have not connected in time.
+
+    Raises:
+        OSError: if a site cannot be reached.
+    """
+    deadline = time.monotonic() + min(_CONNECT_SECONDS, transport.timeout)
     sockets: dict[int, socket.socket] = {}
     for rank in range(transport.rank):
-        host, port, token = places[rank]
-        caller = sockets[rank] = _sized(socket.AF_INET)
-        caller.settimeout(max(0.1, deadline - time.monotonic()))
-        caller.connect((host, port))
-        caller.sendall(_HELLO.pack(token, transport.rank))
+        host, port, token = addresses[rank]
+        connected = sockets[rank] = _large_socket(socket.AF_INET)
+        connected.settimeout(max(0.1, deadline - time.monotonic()))
+        connected.connect((host, port))
+        connected.sendall(_HELLO.pack(token, transport.rank))
     expected = set(range(transport.rank + 1, transport.world_size))
-    for rank, caller in _callers(listener, places[transport.rank][2], expected, deadline):
-        sockets[rank] = caller
+    for rank, connected in _accept(listener, addresses[transport.rank][2], expected, deadline):
+        sockets[rank] = connected
     return sockets
 
 
-def _callers(
+def _accept(
     listener: socket.socket, token: bytes, expected: set[int], deadline: float
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Wait for the calls of sites; other connections, which send something else or nothing, delay nobody."""
+    """Yield the connections of the expected sites; connections of others are closed without a delay for the sites.
+
+    Args:
+        listener: the listening socket.
+        token: what a site sends to prove that it belongs to the group.
+        expected: ranks that are to connect; those that have are removed.
+        deadline: end of the wait, by `time.monotonic`.
+    """
     unknown: dict[socket.socket, bytearray] = {}
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
@@ -109,30 +127,30 @@ def _callers(
             for key, _ in selector.select(left):
                 if key.fileobj is listener:
                     with suppress(OSError):
-                        caller, _ = listener.accept()
-                        caller.setblocking(False)
-                        unknown[caller] = bytearray()
-                        selector.register(caller, selectors.EVENT_READ)
+                        connected, _ = listener.accept()
+                        connected.setblocking(False)
+                        unknown[connected] = bytearray()
+                        selector.register(connected, selectors.EVENT_READ)
                     continue
-                caller = cast(socket.socket, key.fileobj)
-                if not _hear(caller, unknown[caller]):
+                connected = cast(socket.socket, key.fileobj)
+                if not _read_hello(connected, unknown[connected]):
                     continue
-                selector.unregister(caller)
-                hello = unknown.pop(caller)
-                said, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
-                if rank in expected and secrets.compare_digest(said, token):
+                selector.unregister(connected)
+                hello = unknown.pop(connected)
+                received, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
+                if rank in expected and secrets.compare_digest(received, token):
                     expected.remove(rank)
-                    yield rank, caller
+                    yield rank, connected
                 else:
-                    caller.close()
-    for caller in unknown:
-        caller.close()
+                    connected.close()
+    for connected in unknown:
+        connected.close()
 
 
-def _hear(caller: socket.socket, hello: bytearray) -> bool:
-    """Read what a caller says; return whether it has said enough, or will say no more."""
+def _read_hello(connected: socket.socket, hello: bytearray) -> bool:
+    """Read from a new connection into `hello`; return whether it is complete, or the connection has ended."""
     try:
-        received = caller.recv(_HELLO.size - len(hello))
+        received = connected.recv(_HELLO.size - len(hello))
     except BlockingIOError:
         return False
     except OSError:

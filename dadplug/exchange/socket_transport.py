@@ -1,8 +1,8 @@
-"""Connections of the sites' own, on which payloads go straight into and out of the kernel's buffers.
+"""TCP connections between sites, on which the training thread writes payloads to and reads them from kernel buffers.
 
-gloo gives every message to a thread of its own, which wakes up for whatever packet comes and takes the core away from
-backward. Here the thread that trains writes a payload in one call and goes on; the kernel sends and receives meanwhile,
-and what has come is read when it is needed. Only what the kernel has no room for is left to a thread.
+gloo hands every message to a thread of its own, which wakes up for each packet and takes the core away from backward.
+Here the training thread writes a payload in one system call and goes on; the kernel sends and receives meanwhile, and a
+payload is read when it is needed. A helper thread moves only the bytes that the kernel has no room for.
 """
 
 from __future__ import annotations
@@ -17,45 +17,55 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import MismatchError
+from .transport import Gather, Transport
 
-if TYPE_CHECKING:
-    from .transport import Transport
-
-_HEAD = struct.Struct("<IIQ")  # a magic number, the message's number on its connection, its bytes
+_HEADER = struct.Struct("<IIQ")  # magic number, number of the message on its connection, bytes of its body
 _MAGIC = 0x64616470
-ENOUGH = 1 << 20  # bytes that the kernel holds; with as many a buffer of fixed size is worth having
-_NAP = 0.02  # seconds
+KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer in each direction
+_POLL_SECONDS = 0.02
 
 
 class _Message:
-    """Bytes that are to be sent or received, behind their head."""
+    """Header and body that are sent or received.
 
-    __slots__ = ("body", "done", "head", "left")
+    Attributes:
+        body: the bytes to send, or room for those received.
+        header: the header.
+        left: bytes that are not sent or received yet, the header's included.
+        done: whether none are left.
+    """
 
-    def __init__(self, body: memoryview, head: bytes | None = None) -> None:
+    __slots__ = ("body", "done", "header", "left")
+
+    def __init__(self, body: memoryview, header: bytes | None = None) -> None:
         self.body = body
-        self.head = memoryview(bytearray(_HEAD.size) if head is None else head)
-        self.left = _HEAD.size + len(body)
+        self.header = memoryview(bytearray(_HEADER.size) if header is None else header)
+        self.left = _HEADER.size + len(body)
         self.done = False
 
     def parts(self) -> list[memoryview]:
-        """What is left of it."""
-        past = _HEAD.size + len(self.body) - self.left
-        return [self.head[past:], self.body] if past < _HEAD.size else [self.body[past - _HEAD.size :]]
+        """Return the bytes that are left, as buffers for one system call."""
+        past = _HEADER.size + len(self.body) - self.left
+        return [self.header[past:], self.body] if past < _HEADER.size else [self.body[past - _HEADER.size :]]
 
     def advance(self, count: int) -> None:
+        """Count bytes as sent or received."""
         self.left -= count
         self.done = self.left == 0
 
 
 class _Connection:
-    """A connection to one site, with messages that are under way in both directions."""
+    """Connection to one site, with the messages in progress in both directions.
+
+    Args:
+        rank: rank of the site.
+        connected: the connected socket.
+    """
 
     def __init__(self, rank: int, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -65,21 +75,23 @@ class _Connection:
         self.outgoing: deque[_Message] = deque()
         self.incoming: deque[_Message] = deque()
         self._sent = self._received = 0
-        self._out_of_step = False
+        self._mismatched = False
 
     def send(self, body: memoryview) -> _Message:
-        message = _Message(body, _HEAD.pack(_MAGIC, self._sent & 0xFFFFFFFF, len(body)))
+        """Append a message to those to be sent."""
+        message = _Message(body, _HEADER.pack(_MAGIC, self._sent & 0xFFFFFFFF, len(body)))
         self._sent += 1
         self.outgoing.append(message)
         return message
 
     def expect(self, body: memoryview) -> _Message:
+        """Append a message to those to be received, into `body`."""
         message = _Message(body)
         self.incoming.append(message)
         return message
 
     def write(self) -> None:
-        """Sends what the kernel takes."""
+        """Send as much as the kernel accepts."""
         while self.outgoing:
             message = self.outgoing[0]
             try:
@@ -90,9 +102,14 @@ class _Connection:
                 self.outgoing.popleft()
 
     def read(self) -> None:
-        """Takes what has come of the messages that are expected."""
-        if self._out_of_step:  # whichever thread has found it out, the one that trains has to be told
-            raise _OutOfStep(self.rank)
+        """Receive as much of the expected messages as has arrived.
+
+        Raises:
+            _Mismatch: if a header is not that of the expected message.
+            ConnectionError: if the other site has closed the connection.
+        """
+        if self._mismatched:  # the helper thread may have found it; the training thread raises it
+            raise _Mismatch(self.rank)
         while self.incoming:
             message = self.incoming[0]
             try:
@@ -101,18 +118,18 @@ class _Connection:
                 return
             if not count:
                 raise ConnectionError("connection closed by the other site")
-            headless = len(message.body) + _HEAD.size - message.left < _HEAD.size
+            incomplete = len(message.body) + _HEADER.size - message.left < _HEADER.size
             message.advance(count)
-            if headless and message.left <= len(message.body):
-                self._check(message)
+            if incomplete and message.left <= len(message.body):
+                self._check_header(message)
             if message.done:
                 self.incoming.popleft()
 
-    def _check(self, message: _Message) -> None:
-        magic, number, size = _HEAD.unpack(message.head)
+    def _check_header(self, message: _Message) -> None:
+        magic, number, size = _HEADER.unpack(message.header)
         if (magic, number, size) != (_MAGIC, self._received & 0xFFFFFFFF, len(message.body)):
-            self._out_of_step = True
-            raise _OutOfStep(self.rank)
+            self._mismatched = True
+            raise _Mismatch(self.rank)
         self._received += 1
 
     def close(self) -> None:
@@ -120,17 +137,23 @@ class _Connection:
             self.socket.close()
 
 
-class _OutOfStep(Exception):
+class _Mismatch(Exception):
+    """A message is not the expected one."""
+
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self.rank = rank
 
 
-class Streams:
-    """Connections to all other sites of a transport; see the module. `socket_setup.open_streams` makes it.
+class PeerSockets:
+    """Connections to all other sites of a transport. Made by `socket_setup.connect_sockets`.
 
     Messages carry no tags: on every connection they arrive in the order in which they were sent, and all sites launch
-    theirs in one order. A head with each tells if they do not.
+    theirs in the same order. The header of each message shows whether they do.
+
+    Args:
+        transport: the transport.
+        connections: connected sockets by rank.
     """
 
     def __init__(self, transport: Transport, connections: dict[int, socket.socket]) -> None:
@@ -139,16 +162,16 @@ class Streams:
         self._lock = threading.Lock()
         self._wake = threading.Condition()
         self._helper: threading.Thread | None = None
-        self._backlog = False
+        self._has_backlog = False
         self._closed = False
         _open.add(self)
 
     def launch(self, own: memoryview, others: dict[int, memoryview]) -> list[_Message]:
-        """Starts to send to all sites what they expect, and to receive from them; returns at once.
+        """Start to send to all other sites and to receive from them; return at once.
 
         Args:
-            own: this site's bytes; nothing is sent where there are none.
-            others: where the bytes of each other site go, by rank; left out where a site sends none.
+            own: this site's payload; nothing is sent if it is empty.
+            others: room for the payload of each other site, by rank; without those that send none.
 
         Returns:
             The messages, for `wait`.
@@ -160,23 +183,23 @@ class Streams:
                     messages.append(connection.expect(others[rank]))
                 if len(own):
                     messages.append(connection.send(own))
-                    self._guarded(connection, write=True)
-        self._leave_to_helper()
+                    self._transfer(connection, write=True)
+        self._wake_helper()
         return messages
 
     def wait(self, messages: Sequence[_Message]) -> None:
-        """Waits until messages have gone, or have come.
+        """Wait until messages have been sent or received.
 
         Raises:
             SiteError: if a site is gone, or nothing has moved for the transport's timeout.
-            MismatchError: if a site has sent something else than is expected of it.
+            MismatchError: if a site has sent another message than the expected one.
         """
-        self._backlog = False  # the thread would only be in the way
+        self._has_backlog = False  # keeps the helper thread out of the way
         deadline, before = time.monotonic() + self._transport.timeout, -1
-        while True:  # short naps, since the thread may have taken what this one waits for
+        while True:  # polls are short, since the helper thread may read what this one waits for
             with self._lock:
                 for connection in self.connections.values():
-                    self._guarded(connection, write=bool(connection.outgoing), read=bool(connection.incoming))
+                    self._transfer(connection, write=bool(connection.outgoing), read=bool(connection.incoming))
                 left = sum(message.left for message in messages)
                 if not left:
                     break
@@ -185,8 +208,8 @@ class Streams:
                 deadline, before = now + self._transport.timeout, left
             if now > deadline:
                 self._raise_silence(messages)
-            poll.poll(1e3 * min(_NAP, deadline - now + 0.001))
-        self._leave_to_helper()
+            poll.poll(1e3 * min(_POLL_SECONDS, deadline - now + 0.001))
+        self._wake_helper()
 
     def _raise_silence(self, messages: Sequence[_Message]) -> None:
         undone = {id(message) for message in messages if not message.done}
@@ -202,14 +225,14 @@ class Streams:
                 poll.register(connection.socket, events)
         return poll
 
-    def _guarded(self, connection: _Connection, *, write: bool = False, read: bool = False) -> None:
-        """Moves bytes, with errors that name the site at the other end."""
+    def _transfer(self, connection: _Connection, *, write: bool = False, read: bool = False) -> None:
+        """Send or receive, with errors that name the site at the other end."""
         try:
             if write:
                 connection.write()
             if read:
                 connection.read()
-        except _OutOfStep as error:
+        except _Mismatch as error:
             sites = self._transport.sites
             raise MismatchError(
                 f"{sites[error.rank]} and {sites[self._transport.rank]} are not at the same exchange: every site must "
@@ -218,28 +241,28 @@ class Streams:
         except (OSError, ValueError) as error:
             raise self._transport.lost(error, connection.rank) from error
 
-    def _behind(self) -> bool:
-        """Says whether there is more to do than the kernel does by itself."""
+    def _needs_helper(self) -> bool:
+        """Return whether more is in progress than the kernel does by itself."""
         connections = self.connections.values()
         return any(each.outgoing for each in connections) or any(
-            sum(message.left for message in each.incoming) > ENOUGH for each in connections
+            sum(message.left for message in each.incoming) > KERNEL_BYTES for each in connections
         )
 
-    def _leave_to_helper(self) -> None:
-        """Has a thread send and receive what the kernel has no room for."""
-        if not self._behind():
+    def _wake_helper(self) -> None:
+        """Have the helper thread send and receive what the kernel has no room for."""
+        if not self._needs_helper():
             return
         with self._wake:
-            self._backlog = True
+            self._has_backlog = True
             if self._helper is None:
-                self._helper = threading.Thread(target=self._help, name="dadplug streams", daemon=True)
+                self._helper = threading.Thread(target=self._run_helper, name="dadplug-sockets", daemon=True)
                 self._helper.start()
             self._wake.notify()
 
-    def _help(self) -> None:
+    def _run_helper(self) -> None:
         while True:
             with self._wake:
-                while not self._backlog and not self._closed:
+                while not self._has_backlog and not self._closed:
                     self._wake.wait()
             if self._closed:
                 return
@@ -248,14 +271,14 @@ class Streams:
                     for connection in self.connections.values():
                         connection.write()
                         connection.read()
-                    self._backlog = self._backlog and self._behind()
+                    self._has_backlog = self._has_backlog and self._needs_helper()
                     poll = self._poll()
                 poll.poll(50)
             except Exception:
-                self._backlog = False  # the thread that trains meets the same error, and can say more
+                self._has_backlog = False  # the training thread gets the same error, and reports it
 
     def close(self) -> None:
-        """Closes the connections. May be called twice."""
+        """Close the connections. May be called twice."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -263,12 +286,19 @@ class Streams:
             connection.close()
 
 
-class StreamGather:
-    """A `Gather` on streams."""
+class SocketGather(Gather):
+    """Gather on the sites' own connections.
 
-    def __init__(self, transport: Transport, streams: Streams, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    Args:
+        transport: the transport.
+        sockets: the connections.
+        sizes: number of elements of each site's payload, by rank.
+        dtype: type of the elements.
+    """
+
+    def __init__(self, transport: Transport, sockets: PeerSockets, sizes: Sequence[int], dtype: torch.dtype) -> None:
         self._transport = transport
-        self._streams = streams
+        self._sockets = sockets
         self._payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
         self.payload = self._payloads[transport.rank]
         self._own = _bytes_of(self.payload)
@@ -279,17 +309,14 @@ class StreamGather:
         }
         self._messages: list[_Message] = []
 
-    def post(self) -> None:
-        """Nothing: the kernel receives by itself."""
-
     def launch(self) -> None:
         self._transport.traffic.add((self._transport.world_size - 1) * len(self._own))
-        self._messages = self._streams.launch(self._own, self._others)
+        self._messages = self._sockets.launch(self._own, self._others)
 
     def wait(self) -> list[Tensor]:
         if self._messages:
             with self._transport.traffic.waiting():
-                self._streams.wait(self._messages)
+                self._sockets.wait(self._messages)
             self._messages = []
         return self._payloads
 
@@ -298,13 +325,13 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
-_open: weakref.WeakSet[Streams] = weakref.WeakSet()
+_open: weakref.WeakSet[PeerSockets] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Has a forked child, such as a loader's worker, let go: else a site that dies would seem to live on in it."""
-    for streams in list(_open):
-        for connection in streams.connections.values():
+    """Close the connections in a forked child, such as a loader's worker: they would hide the end of its parent."""
+    for sockets in list(_open):
+        for connection in sockets.connections.values():
             connection.close()
 
 

@@ -40,8 +40,8 @@ class Traffic:
 
     Attributes:
         bytes_sent: payload bytes that this site handed to the transport in the last step, to all other sites together;
-            under hierarchical groups to those on other machines.
-        bytes_inside: the same for sites on its own machine, under hierarchical groups.
+            under hierarchical groups to those on other nodes.
+        bytes_inside: the same for sites on its own node, under hierarchical groups.
         total_bytes_sent: the same since the start, set-up included.
         dense_bytes: what one step would have sent had every gradient been all-reduced, in bytes.
         wait_seconds: time in the last step that this site spent waiting for others, in seconds.
@@ -93,16 +93,16 @@ class Traffic:
 
     @property
     def _apart(self) -> str:
-        return f" and {self.bytes_inside:,} inside the machine" if self.bytes_inside else ""
+        return f" and {self.bytes_inside:,} inside the node" if self.bytes_inside else ""
 
     def add(self, nbytes: int, inside: bool = False) -> None:
         """Counts bytes handed to the transport.
 
         Args:
             nbytes: number of bytes.
-            inside: whether they stay inside the machine, where several sites are on one.
+            inside: whether they stay inside the node, where several sites are on one.
         """
-        with self._lock:  # lanes send, too
+        with self._lock:  # worker threads send, too
             if inside:
                 self._inside += nbytes
             else:

@@ -1,4 +1,4 @@
-"""Threads that carry messages on as they come, so that a main thread may be in the middle of backward."""
+"""Worker threads that forward messages as they arrive, while the main thread computes the backward pass."""
 
 from __future__ import annotations
 
@@ -7,29 +7,41 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+Step = tuple[str, Callable[[], None]]
+"""Name of a worker thread, and what it runs."""
+
 
 class Job:
-    """Steps that follow one another, each on a lane.
+    """Steps that run one after the other, each on the worker thread that it names.
+
+    Args:
+        steps: the steps, at least one.
 
     Attributes:
-        error: what a step raised; the further ones are left out then.
+        error: exception of a step; the steps after it are skipped.
     """
 
-    def __init__(self, steps: Sequence[tuple[str, Callable[[], None]]]) -> None:
+    def __init__(self, steps: Sequence[Step]) -> None:
         self.error: BaseException | None = None
         self._steps = list(steps)
         self._over = threading.Event()
 
     @property
     def over(self) -> bool:
-        """Whether all is done, or has failed."""
+        """Whether all steps have ended, or one has failed."""
         return self._over.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until all is done, so long at most; says whether it is.
+        """Wait until the job is over.
+
+        Args:
+            seconds: time to wait at most.
+
+        Returns:
+            Whether it is over.
 
         Raises:
-            BaseException: what a step raised.
+            BaseException: the exception of a step.
         """
         over = self._over.wait(seconds)
         if self.error is not None:
@@ -37,7 +49,7 @@ class Job:
         return over
 
     def run_next(self) -> str | None:
-        """Runs a step; returns the lane of the next one, None at the end."""
+        """Run a step; return the name of the worker thread of the next one, None at the end."""
         try:
             self._steps.pop(0)[1]()
         except BaseException as error:
@@ -50,44 +62,54 @@ class Job:
 
     @property
     def first(self) -> str:
-        """The lane of the first step."""
+        """Name of the worker thread of the first step."""
         return self._steps[0][0]
 
 
-class Lanes:
-    """A thread for each kind of step, started when first used; each takes its jobs in the order in which they came."""
+class WorkerThreads:
+    """Threads by name, each started when first used, that run their jobs in the order of submission."""
 
     def __init__(self) -> None:
         self._queues: dict[str, SimpleQueue[Job | None]] = {}
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def submit(self, *steps: tuple[str, Callable[[], None]]) -> Job:
-        """Starts a job of steps, each given with the name of its lane."""
+    def submit(self, *steps: Step) -> Job:
+        """Start a job.
+
+        Args:
+            steps: the steps, each with the name of its worker thread.
+        """
         job = Job(steps)
         self._put(job.first, job)
         return job
 
-    def _put(self, lane: str, job: Job) -> None:
+    def _put(self, name: str, job: Job) -> None:
         with self._lock:
-            if lane not in self._queues:
-                self._queues[lane] = SimpleQueue()
-                self._threads.append(
-                    threading.Thread(target=self._work, args=(lane,), name=f"dadplug-{lane}", daemon=True)
-                )
-                self._threads[-1].start()
-        self._queues[lane].put(job)
+            if name not in self._queues:
+                self._queues[name] = SimpleQueue()
+                thread = threading.Thread(target=self._run, args=(name,), name=f"dadplug-{name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._queues[name].put(job)
 
-    def _work(self, lane: str) -> None:
-        queue = self._queues[lane]
+    def _run(self, name: str) -> None:
+        queue = self._queues[name]
         while (job := queue.get()) is not None:
             following = job.run_next()
             if following is not None:
                 self._put(following, job)
-            del job  # it holds the transport, which goes when nobody uses it
+            del job  # it holds the transport, which is collected when nobody uses it
 
     def close(self, seconds: float) -> bool:
-        """Ends the threads once they have done what they have; says whether they have ended within so long."""
+        """End the threads once they have run what has been submitted.
+
+        Args:
+            seconds: time to wait at most.
+
+        Returns:
+            Whether they have ended.
+        """
         for queue in self._queues.values():
             queue.put(None)
         deadline = time.monotonic() + seconds

@@ -64,7 +64,7 @@ class PayloadCosts:
             if path is None:  # the next step makes a new plan
                 path, reason = GradientPath.ALLREDUCE, "added since the last step"
             rows.append(PlanRow(name, tuple(parameter.shape), path, nbytes, dense, reason))
-        nodes = None if self._transport.machines is None else self._transport.machines.count
+        nodes = None if self._transport.nodes is None else self._transport.nodes.count
         return Plan(rows, self._options.mode, self._transport.world_size, nodes)
 
     def _payload_bytes(self, unit: Unit, name: str) -> int:

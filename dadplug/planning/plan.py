@@ -36,15 +36,15 @@ class Plan(Sequence[PlanRow]):
         rows: one row a parameter.
         mode: name of the method.
         world_size: number of sites.
-        machines: number of machines that they are on, under hierarchical groups; then bytes are those that a site
-            sends to other machines.
+        nodes: number of nodes that they are on, under hierarchical groups; then bytes are those that a site
+            sends to other nodes.
     """
 
-    def __init__(self, rows: Sequence[PlanRow], mode: str, world_size: int, machines: int | None = None) -> None:
+    def __init__(self, rows: Sequence[PlanRow], mode: str, world_size: int, nodes: int | None = None) -> None:
         self._rows = tuple(rows)
         self.mode = mode
         self.world_size = world_size
-        self.machines = machines
+        self.nodes = nodes
 
     @property
     def bytes(self) -> int:
@@ -90,6 +90,6 @@ class Plan(Sequence[PlanRow]):
             lines.append("  ".join(cells).rstrip())
         lines.insert(1, "-" * max(map(len, lines)))
         sites, where = f"{self.world_size} sites", ""
-        if self.machines is not None:
-            sites, where = f"{sites} on {self.machines} machines", " for other machines"
+        if self.nodes is not None:
+            sites, where = f"{sites} on {self.nodes} nodes", " for other nodes"
         return f"mode {self.mode}, {sites}, payload a site hands to the transport{where}\n" + "\n".join(lines)

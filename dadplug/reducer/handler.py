@@ -244,5 +244,5 @@ def register_handler(*paths: str, merged: bool = False) -> Callable[[type[Bucket
 
 def handler_type(path: str, transport: Transport) -> type[BucketHandler]:
     """Return the handler that is registered for a path."""
-    merged = transport.machines is not None and (path, True) in _HANDLERS
+    merged = transport.nodes is not None and (path, True) in _HANDLERS
     return _HANDLERS[path, merged]

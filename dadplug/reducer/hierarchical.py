@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..exchange.hierarchy import HierarchicalTransport
-from ..exchange.node_gather import Collected, Collection
+from ..exchange.node_gather import NodeGather, NodeMessage
 from ..exchange.payload import FactorPayload, finite
 from ..hooks import Factor
 from ..methods.paths import GradientPath
@@ -43,10 +43,11 @@ class NodeFactorHandler(GatheredHandler):
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         transport = context.transport
         assert isinstance(transport, HierarchicalTransport)
-        self._nodes = transport.machines
+        self._nodes = transport.nodes
         owner = next(context.rotation) % self._nodes.owners
         super().__init__(units, context, [ranks[owner] for ranks in self._nodes.members])
-        self._collection = Collection(transport, owner, 2 + 2 * len(units), self.dtype)
+        values = partial(_number_of_values, [(*unit.shape, self._bias_size(unit)) for unit in self.units])
+        self._node_gather = NodeGather(transport, owner, 2 + 2 * len(units), self.dtype, values)
         self._own: list[FactorPayload | None] = [None] * len(units)
         self._weighted_by = 0  # samples when the first unit was filled
         self._finite = True
@@ -54,12 +55,12 @@ class NodeFactorHandler(GatheredHandler):
 
     @property
     def ready(self) -> bool:
-        return not self.missing and self._collection.over
+        return not self.missing and self._node_gather.over
 
     def fill(self, unit: Unit) -> None:
         assert isinstance(unit, FactorUnit)
         if self.missing == len(self.units):
-            self._collection.post()
+            self._node_gather.post()
             self._weighted_by, self._finite = self.context.samples(), True
         with self.timing("encode", unit):
             self._own[self._slots[unit.name]] = self._take(unit)
@@ -89,7 +90,7 @@ class NodeFactorHandler(GatheredHandler):
 
     def on_filled(self) -> None:
         """Hand this process's rows to the owner."""
-        if self._collection.is_owner:
+        if self._node_gather.is_owner:
             return
         weight = self._weighted_by / self.context.reference
         integers, parts = [self._weighted_by, int(self._finite)], []
@@ -103,17 +104,17 @@ class NodeFactorHandler(GatheredHandler):
                 parts.append(payload.bias * weight)
         empty = self.units[0].lead.new_empty(0)
         values = torch.cat([empty, *parts]).to("cpu", self.dtype)
-        self._collection.send(integers, values)
+        self._node_gather.send(integers, values)
 
     def launch(self) -> None:
         samples = 0
-        if self._collection.is_owner:
-            collected = self._collection.wait()
+        if self._node_gather.is_owner:
+            collected = self._node_gather.wait()
             samples = self._weighted_by + sum(integers[0] for integers, _ in collected)
             self._merge(collected)
         self.bucket.launch(samples)
 
-    def _merge(self, collected: Sequence[Collected]) -> None:
+    def _merge(self, collected: Sequence[NodeMessage]) -> None:
         """Put the compressed rows of all processes of the node into the bucket.
 
         Args:
@@ -196,8 +197,8 @@ class NodeFactorHandler(GatheredHandler):
 
     def receive(self) -> None:
         super().receive()
-        if not self._collection.is_owner:
-            self._collection.wait()
+        if not self._node_gather.is_owner:
+            self._node_gather.wait()
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         for unit, position in zip(self.units, self._positions, strict=True):
@@ -221,3 +222,18 @@ class NodeFactorHandler(GatheredHandler):
             any(header.present[position] for header in headers) and not any(header.void[position] for header in headers)
             for position in self._positions
         ]
+
+
+def _number_of_values(units: Sequence[tuple[int, int, int]], integers: Sequence[int]) -> int | None:
+    """Return the number of values of a process's message to the owner, or None for integers that no message has.
+
+    Args:
+        units: height and width of each unit's gradient, and number of elements of its bias gradient.
+        integers: samples, whether all is finite, and for each unit the rows, -1 for none, and whether it has a bias.
+    """
+    total = 0
+    for (out, width, bias), rows, with_bias in zip(units, integers[2::2], integers[3::2], strict=True):
+        if not -1 <= rows <= min(out, width) or with_bias not in (0, 1):
+            return None
+        total += max(0, rows) * (out + width) + bias * with_bias
+    return total

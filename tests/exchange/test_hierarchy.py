@@ -1,4 +1,4 @@
-"""Hierarchical groups: four processes as two machines, held against one process, and against two sites."""
+"""Hierarchical groups: four processes as two nodes, held against one process, and against two sites."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from zoo_training import notices, trains
 import dadplug
 from dadplug.exchange import Traffic
 from dadplug.exchange.factory import open_transport
-from dadplug.exchange.topology import Machines, members_of
+from dadplug.exchange.hierarchy import HierarchicalTransport
+from dadplug.exchange.node_gather import NodeGather
+from dadplug.exchange.topology import Nodes, members_of
 from dadplug.methods import METHODS, method_names
 
 LAYOUTS = (2, [[0, 1, 2], [3]], [[0, 2], [1], [3]])
@@ -43,7 +45,7 @@ def test_a_wrong_gradient_would_fail(sites, mode):
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
-def test_machines_may_have_different_numbers_of_processes(sites, mode, layout):
+def test_nodes_may_have_different_numbers_of_processes(sites, mode, layout):
     sites(4).run(trains, "partly", mode, 6, {"hierarchy": layout}, layout)
     sites(4).run(trains, "words", mode, 4, {"hierarchy": layout, "weighting": "samples"}, layout)
 
@@ -76,7 +78,7 @@ def test_sums_and_gathers_are_right(sites, layout):
 
 
 def gradients_of(mode: str, options: dict, processes: int) -> list[torch.Tensor]:
-    """The gradients of eight steps on the same rows, by any number of processes on two machines."""
+    """The gradients of eight steps on the same rows, by any number of processes on two nodes."""
     torch.manual_seed(5)
     model = zoo.build("mlp")
     reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)
@@ -97,7 +99,7 @@ def gradients_of(mode: str, options: dict, processes: int) -> list[torch.Tensor]
 
 
 @pytest.mark.parametrize("options", [{}, {"error_feedback": True}, {"iterations": 2, "tolerance": 0.0}], ids=str)
-def test_to_rankdad_a_machine_is_a_site(sites, options):
+def test_to_rankdad_a_node_is_a_site(sites, options):
     ours = sites(4).run(gradients_of, "rankdad", options | {"hierarchy": 2}, 4)
     theirs = sites(2).run(gradients_of, "rankdad", options, 2)
     assert all(torch.equal(p, q) for other in ours[1:] for p, q in zip(ours[0], other))
@@ -149,14 +151,14 @@ def costs(hierarchy) -> tuple[int, int, int, str]:
     return traffic.bytes_sent, traffic.bytes_inside, plan.bytes, str(plan)
 
 
-def test_a_machine_sends_its_gradient_once(sites):
+def test_a_node_sends_its_gradient_once(sites):
     flat, nested = sites(4).run(costs, None), sites(4).run(costs, 2)
     between = sum(sent for sent, *_ in nested)
-    assert between < sum(sent for sent, *_ in flat) / 5  # 2 machines with one gradient, not 4 sites with 3 receivers
+    assert between < sum(sent for sent, *_ in flat) / 5  # 2 nodes with one gradient, not 4 sites with 3 receivers
     assert all(inside == 0 for _, inside, *_ in flat)
     assert all(inside > 0 for _, inside, *_ in nested)
     for sent, _, planned, text in nested:
-        assert "4 sites on 2 machines" in text
+        assert "4 sites on 2 nodes" in text
         assert 0 < planned <= sent < 1.3 * planned + 2000  # heads, alignment, notes
     assert nested[0][0] < 0.7 * between  # the work is shared
 
@@ -210,7 +212,7 @@ def goes_on(mode: str) -> None:
     assert all(torch.allclose(p, q, rtol=1e-5, atol=1e-7) for p, q in zip(*finals))
 
 
-def on_two_machines(number: int, mode: str) -> None:
+def on_two_nodes(number: int, mode: str) -> None:
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
         goes_on(mode)
@@ -219,7 +221,7 @@ def on_two_machines(number: int, mode: str) -> None:
 
 
 def test_it_resumes_and_follows_frozen_layers(sites):
-    sites(4).run(on_two_machines, 0, "rankdad")
+    sites(4).run(on_two_nodes, 0, "rankdad")
 
 
 def test_a_killed_site_is_named_by_all(tmp_path):
@@ -239,28 +241,55 @@ for number in range(6):
         assert "SiteError: site 2 (" in finished[rank].errors, finished[rank].errors
 
 
+def announces_too_much(integers: int) -> str:
+    """One process of each node announces more values than its integers give."""
+    transport = open_transport(None, Traffic(), torch.device("cpu"), 30, 2)
+    assert isinstance(transport, HierarchicalTransport)
+    gather = NodeGather(transport, 0, 1, torch.float32, lambda integers: integers[0] if integers[0] < 9 else None)
+    message = ""
+    if gather.is_owner:
+        try:
+            gather.wait()
+        except dadplug.MismatchError as error:
+            message = str(error)
+    else:
+        transport.wait_all(transport.send(torch.tensor([1 << 50, integers]), transport.nodes.own[0], gather._tag))
+    transport.gather_objects(None)
+    transport.close()
+    return message
+
+
+def test_memory_is_not_allocated_by_what_a_process_announces(sites):
+    first, _, third, _ = sites(4).run(announces_too_much, 3)
+    for message, site in ((first, 1), (third, 3)):
+        assert f"site {site} (" in message
+        assert f"announces a message of {1 << 50} values" in message
+        assert "which should have 3 values" in message
+    assert all("does not fit the model" in message for message in sites(4).run(announces_too_much, 9)[::2])
+
+
 def test_layouts():
     assert members_of(2, range(4)) == [[0, 1], [2, 3]]
     assert members_of("auto", ["a", "b", "a", "c"]) == [[0, 2], [1], [3]]
-    machines = Machines.of([[0, 2, 3], [1]], 3)
-    assert (machines.machine, machines.index, machines.owners) == (0, 2, 1)
-    assert machines.partners(2) == [1]
-    assert machines.peers == [0, 2]
-    assert {machines.receiver(1)} == {0}
+    nodes = Nodes.of([[0, 2, 3], [1]], 3)
+    assert (nodes.node, nodes.index, nodes.owners) == (0, 2, 1)
+    assert nodes.partners(2) == [1]
+    assert nodes.peers == [0, 2]
+    assert {nodes.receiver(1)} == {0}
 
 
-@pytest.mark.parametrize("wrong", [0, -1, True, "machine", 2.5, [0, 1]])
+@pytest.mark.parametrize("wrong", [0, -1, True, "node", 2.5, [0, 1]])
 def test_what_is_no_hierarchy_is_told(wrong):
     with pytest.raises(ValueError, match=r"hierarchy must be None, 'auto', a number"):
         dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=wrong)
 
 
 def misfits() -> None:
-    with pytest.raises(ValueError, match=r"hierarchy=3 processes on each machine do not divide 4 processes"):
+    with pytest.raises(ValueError, match=r"hierarchy=3 processes on each node do not divide 4 processes"):
         dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=3)
     with pytest.raises(ValueError, match=r"must name each of the ranks 0 to 3 once"):
         dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=[[0, 1], [1, 2]])
-    alone = dadplug.GradientReduction(nn.Linear(2, 2), mode="dsgd", hierarchy=4)  # one machine: nothing to nest
+    alone = dadplug.GradientReduction(nn.Linear(2, 2), mode="dsgd", hierarchy=4)  # one node: nothing to nest
     assert "4 sites, " in str(alone.plan)
     alone.detach()
 

@@ -128,9 +128,9 @@ def test_an_object_that_cannot_be_sent_is_an_error_on_all_sites(sites):
 
 def meets_many_strangers() -> bool:
     """Callers that say nothing, or one byte at a time, come before the other site."""
-    from dadplug.exchange import socket_setup as calls
+    from dadplug.exchange import socket_setup
 
-    listen, strangers = calls._listen, []
+    listen, strangers = socket_setup._listen, []
 
     def overheard():
         listener = listen()
@@ -139,14 +139,14 @@ def meets_many_strangers() -> bool:
             strangers[-1].sendall(b"x")
         return listener
 
-    calls._listen = overheard
+    socket_setup._listen = overheard
     try:
         meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
         gather = meeting.gather([1, 1], torch.float32)
     finally:
-        calls._listen = listen
+        socket_setup._listen = listen
     meeting.close()
-    return type(gather).__name__ == "StreamGather"
+    return type(gather).__name__ == "SocketGather"
 
 
 def test_silent_strangers_hold_nobody_up(sites):

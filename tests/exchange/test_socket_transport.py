@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import dadplug
 from dadplug.exchange import Traffic, open_transport
-from dadplug.exchange.socket_transport import StreamGather
+from dadplug.exchange.socket_transport import SocketGather
 from dadplug.exchange.summed_buckets import GatheredBucket, summed_bucket
 from dadplug.exchange.wire import WireFormat
 
@@ -59,8 +59,8 @@ def exchanges(streams: bool, slow: int) -> str:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_messages_of_any_size_come_whole_and_in_order(sites, world_size):
-    assert sites(world_size).run(exchanges, True, 1) == ["StreamGather"] * world_size
-    assert sites(world_size).run(exchanges, False, 0) == ["_PeerGather"] * world_size
+    assert sites(world_size).run(exchanges, True, 1) == ["SocketGather"] * world_size
+    assert sites(world_size).run(exchanges, False, 0) == ["PointToPointGather"] * world_size
 
 
 def falls_back() -> str:
@@ -76,14 +76,14 @@ def falls_back() -> str:
 
 
 def test_all_sites_go_by_gloo_where_one_cannot_do_otherwise(sites):
-    assert sites(2).run(falls_back) == ["_PeerGather"] * 2
+    assert sites(2).run(falls_back) == ["PointToPointGather"] * 2
 
 
 def meets_a_stranger() -> bool:
     """Somebody else calls first, on one site's listener, and says nothing or nonsense."""
-    from dadplug.exchange import socket_setup as calls
+    from dadplug.exchange import socket_setup
 
-    listen = calls._listen
+    listen = socket_setup._listen
     strangers = []
 
     def overheard():
@@ -94,7 +94,7 @@ def meets_a_stranger() -> bool:
             strangers.append(stranger)
         return listener
 
-    calls._listen = overheard
+    socket_setup._listen = overheard
     try:
         meeting = transport()
         gather = meeting.gather([1] * meeting.world_size, torch.float32)
@@ -102,9 +102,9 @@ def meets_a_stranger() -> bool:
         gather.launch()
         total = float(sum(gather.wait()))
     finally:
-        calls._listen = listen
+        socket_setup._listen = listen
     meeting.close()
-    return isinstance(gather, StreamGather) and total == 3.0
+    return isinstance(gather, SocketGather) and total == 3.0
 
 
 def test_strangers_are_turned_away(sites):

@@ -1,0 +1,217 @@
+"""Transport over a process group of torch.distributed, with sockets of its own for payloads where they are possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .membership import Sites
+from .objects import MAX_BYTES, gather_objects
+from .socket_setup import connect_sockets
+from .socket_transport import PeerSockets, SocketGather
+from .traffic import Traffic
+from .transport import Gather, Reduction, Transport
+
+_FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
+_PACKET_BYTES = 1 << 14  # that cost less than a few latencies
+
+
+class GroupTransport(Transport):
+    """Messages by a process group.
+
+    Args:
+        group: the process group; its processes are the sites.
+        sites: the sites by name.
+        traffic: the meter.
+        device: device of the model. Buffers lie there if the group's backend can send from it, else on the CPU.
+        timeout: seconds after which a silent site counts as lost.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, device: torch.device, timeout: float
+    ) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._sockets: PeerSockets | None = None
+        self._sockets_tried = False
+        self._tags = 0
+        self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
+        buffers = torch.device("cpu") if self._peer_to_peer else device
+        super().__init__(sites, traffic, dist.get_rank(group), buffers, timeout)
+        sites.watch(self)
+
+    def close(self) -> None:
+        if self._sockets is not None:
+            self._sockets.close()
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("this process has left the other sites: its process group has been closed")
+        return self._group
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        if not self._peer_to_peer:
+            return CollectiveGather(self, sizes, dtype)
+        if not self._sockets_tried:
+            self._sockets_tried = True
+            with self.traffic.apart():
+                self._sockets = connect_sockets(self)
+        if self._sockets is not None:
+            return SocketGather(self, self._sockets, sizes, dtype)
+        self._tags += 1
+        return PointToPointGather(self, sizes, dtype, self._tags)
+
+    def all_reduce(self, tensor: Tensor) -> Reduction:
+        self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))
+        return _GroupReduction(self, dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if self.rank == 0:
+            self.traffic.add((self.world_size - 1) * tensor.numel() * tensor.element_size())
+        staged = tensor.to(self.device)
+        source = dist.get_global_rank(self.group, 0)
+        self.wait(dist.broadcast(staged, source, group=self.group, async_op=True))
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        size = torch.tensor([len(content)], dtype=torch.int64, device=self.device)
+        self.broadcast(size)
+        length = int(size)
+        if not 0 <= length <= MAX_BYTES:
+            raise ValueError(f"{self.sites[0]} announces {length} bytes: there may be {MAX_BYTES} at most")
+        data = torch.zeros(length, dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self.broadcast(data)
+        return data.cpu().numpy().tobytes()
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return gather_objects(item, self.group, self.wait)
+
+    def wait(self, work: dist.Work, peer: int | None = None) -> None:
+        """Wait for an operation of torch.distributed.
+
+        Args:
+            work: the operation.
+            peer: rank of the site at the other end, if there is one only.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+        """
+        try:
+            with self.traffic.waiting():
+                work.wait()
+        except RuntimeError as error:
+            raise self.lost(error, peer) from error
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        # Two sites send no more that way, and a gather has one latency where an all-reduce has 2 (S - 1).
+        peers = self.world_size - 1
+        return self._peer_to_peer and ((peers == 1 and nbytes <= _FEW_BYTES) or 0 < peers * nbytes <= _PACKET_BYTES)
+
+
+class _GroupReduction(Reduction):
+    def __init__(self, transport: GroupTransport, work: dist.Work) -> None:
+        self._transport = transport
+        self._work = work
+
+    def wait(self) -> None:
+        self._transport.wait(self._work)
+
+
+class PointToPointGather(Gather):
+    """Gather by one message for each pair of sites, each of its exact size, with one latency for any number of sites.
+
+    Args:
+        transport: the transport.
+        sizes: number of elements of each site's payload, by rank.
+        dtype: type of the elements.
+        tag: tag of the messages.
+    """
+
+    def __init__(self, transport: GroupTransport, sizes: Sequence[int], dtype: torch.dtype, tag: int) -> None:
+        self._transport = transport
+        self._tag = tag
+        self._payloads = [torch.zeros(size, dtype=dtype, device=transport.device) for size in sizes]
+        self.payload = self._payloads[transport.rank]
+        self._global = [dist.get_global_rank(transport.group, rank) for rank in range(transport.world_size)]
+        self._receives: dict[int, dist.Work] = {}
+        self._sends: dict[int, dist.Work] = {}
+
+    def _peers(self) -> list[int]:
+        rank, size = self._transport.rank, self._transport.world_size
+        return [(rank + step) % size for step in range(1, size)]
+
+    def post(self) -> None:
+        if self._receives:
+            return
+        for peer in self._peers():
+            if self._payloads[peer].numel():
+                self._receives[peer] = self._start(dist.irecv, peer)
+
+    def launch(self) -> None:
+        self.post()
+        for peer in self._peers():
+            if self.payload.numel():
+                self._sends[peer] = self._start(dist.isend, peer)
+                self._transport.traffic.add(self.payload.numel() * self.payload.element_size())
+
+    def _start(self, start: Any, peer: int) -> dist.Work:
+        tensor = self.payload if start is dist.isend else self._payloads[peer]
+        try:
+            work: dist.Work = start(tensor, self._global[peer], group=self._transport.group, tag=self._tag)
+            return work
+        except RuntimeError as error:
+            raise self._transport.lost(error, peer) from error
+
+    def wait(self) -> list[Tensor]:
+        for works in (self._receives, self._sends):
+            for peer, work in works.items():
+                self._transport.wait(work, peer)
+            works.clear()
+        return self._payloads
+
+
+class CollectiveGather(Gather):
+    """Gather by one collective, for backends made for them; payloads are padded to the largest.
+
+    Args:
+        transport: the transport.
+        sizes: number of elements of each site's payload, by rank.
+        dtype: type of the elements.
+    """
+
+    def __init__(self, transport: GroupTransport, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        self._transport = transport
+        self._sizes = list(sizes)
+        self._padded = torch.zeros(max(sizes), dtype=dtype, device=transport.device)
+        self._gathered = torch.empty(max(sizes) * len(sizes), dtype=dtype, device=transport.device)
+        self.payload = self._padded[: sizes[transport.rank]]
+        self._work: dist.Work | None = None
+
+    def launch(self) -> None:
+        if not self._padded.numel():
+            return
+        peers = self._transport.world_size - 1
+        self._transport.traffic.add(peers * self._padded.numel() * self._padded.element_size())
+        self._work = dist.all_gather_into_tensor(
+            self._gathered, self._padded, group=self._transport.group, async_op=True
+        )
+
+    def wait(self) -> list[Tensor]:
+        if self._work is not None:
+            self._transport.wait(self._work)
+            self._work = None
+        width = self._padded.numel()
+        return [self._gathered[rank * width : rank * width + size] for rank, size in enumerate(self._sizes)]
