@@ -1,8 +1,8 @@
-"""Two sites foretell clicks by Wide & Deep, whose tables AdaPM spreads over them, with a picture of where keys were.
+"""Two sites predict clicks by Wide & Deep, whose tables AdaPM spreads over them, and draw the placement of keys.
 
     python examples/ctr.py                                          generated clicks, both sites on this machine
     python examples/ctr.py --data DIR/train.txt --limit 1000000     Criteo's, as text or as a sample in .npz
-    python examples/ctr.py --method adapm-manual                    the script says what batches look up
+    python examples/ctr.py --method adapm-manual                    with the ids that a batch looks up given by hand
     python examples/ctr.py --method alone,ddp,no-intent,adapm       one after the other, with a table
     python examples/ctr.py --trainer lightning
 
@@ -21,11 +21,12 @@ import warnings
 from pathlib import Path
 
 from ctr_lightning import LIGHTNING
-from ctr_methods import METHODS, Outcome, Run
+from ctr_methods import METHODS, Batches, Outcome, Run
 
 from dadplug import connect
 from dadplug.cli import add_option_arguments, options_of, plain_errors
 from dadplug.cli.launch import launch_sites
+from dadplug.cli.progress import RunProgress
 from dadplug.data import Clicks, DataPair, load_dataset, read_criteo
 from dadplug.data.clicks import split_by_time
 from dadplug.options import Options
@@ -54,7 +55,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def load(arguments: argparse.Namespace) -> DataPair:
-    """Loads the clicks."""
+    """Load the clicks."""
     if arguments.data is not None:
         return split_by_time(read_criteo(arguments.data, limit=arguments.limit))
     data = load_dataset("clicks")
@@ -67,7 +68,7 @@ def load(arguments: argparse.Namespace) -> DataPair:
 
 
 def check(arguments: argparse.Namespace) -> list[str]:
-    """Checks the arguments before any site starts; returns the methods."""
+    """Check the arguments before any site starts; return the methods."""
     methods = arguments.method.split(",")
     table = LIGHTNING if arguments.trainer == "lightning" else METHODS
     for name in methods:
@@ -83,7 +84,7 @@ def check(arguments: argparse.Namespace) -> list[str]:
 
 
 def row_of(name: str, outcome: Outcome) -> str:
-    """Lays out what came of a method, as a line of a table."""
+    """Format the results of a method as a row of the table."""
     losses = "  ".join(f"{loss:.4f}" for loss in outcome.log_losses)
     sent, local = outcome.bytes_sent[-1], outcome.local_share[-1]
     return (
@@ -94,9 +95,9 @@ def row_of(name: str, outcome: Outcome) -> str:
 
 
 def head(epochs: int) -> str:
-    """The head of the table."""
+    """Format the head of the table."""
     losses = "  ".join(f"{f'loss {number}':>6}" for number in range(1, epochs + 1))
-    line = f"{'method':16}  {losses}  {'s first':>9}  {'s last':>9}  {'MB sent':>8}  {'local':>8}  {'MB tables':>9}"
+    line = f"{'method':16}  {losses}  {'s epoch 1':>9}  {'s last':>9}  {'MB sent':>8}  {'local':>8}  {'MB tables':>9}"
     return f"{line}\n{'-' * len(line)}"
 
 
@@ -111,22 +112,34 @@ def run_site(arguments: argparse.Namespace, methods: list[str]) -> None:
     own = ("epochs", "batch_size", "lr", "seed", "lookahead", "interval", "renumber")
     run = Run(data, rank, sites, **{name: getattr(arguments, name) for name in own}, options=options_of(arguments))
     if rank == 0:
-        print(f"{sites} sites, {len(data.train):,} rows to train on, {len(data.test):,} to test on; log loss on these,")
-        print("seconds of the first and the last epoch, megabytes that a site sent and its share of lookups that were")
-        print(f"here in the last epoch, megabytes of its tables\n\n{head(run.epochs)}", flush=True)
-    pictures = []
+        print(
+            f"Wide & Deep on {len(data.train):,} clicks, tested on {len(data.test):,}, {sites} sites, "
+            f"{arguments.trainer}",
+            flush=True,
+        )
+    rows, pictures = [], []
+    steps = Batches(data.train, run.batch_size, rank, sites).in_epoch
     for name in methods:
-        outcome = (LIGHTNING if arguments.trainer == "lightning" else METHODS)[name](run)
-        if rank == 0:
-            print(row_of(name, outcome), flush=True)
-            if outcome.histories and all(len(site.clocks) > 1 for site in outcome.histories):
-                pictures.append(draw(Path(arguments.log_dir), name, outcome))
+        run.progress = RunProgress(name, run.epochs, steps, shown=rank == 0)
+        try:
+            outcome = (LIGHTNING if arguments.trainer == "lightning" else METHODS)[name](run)
+        finally:
+            run.progress.close()
+        rows.append(row_of(name, outcome))
+        if rank == 0 and outcome.histories and all(len(site.clocks) > 1 for site in outcome.histories):
+            pictures.append(draw(Path(arguments.log_dir), name, outcome))
+    if rank == 0:
+        print("", head(run.epochs), *rows, sep="\n")
+        print(
+            "\nlog loss on the test rows after each epoch; of the last epoch: megabytes sent by site 0, its share of "
+            "lookups answered locally, megabytes of its tables"
+        )
     if pictures:
         print("\npictures:", *pictures)
 
 
 def draw(folder: Path, name: str, outcome: Outcome) -> Path:
-    """Draws where keys were."""
+    """Draw the placement of the keys."""
     from dadplug.adapm import Timeline
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,29 +11,15 @@ import torch
 from ctr_methods import Batches, Outcome, Run, build_renumbered, epoch, loss_of, manual_intent, test_loss
 from torch import nn
 
+from dadplug.data import DataPair
 
-def by_lightning(run: Run, intent: Any = "auto", technique: str = "all") -> Outcome:
-    """Trains by AdaPM in Lightning.
 
-    Args:
-        run: the training; its tables have a row for each id that occurs.
-        intent: as for `AdaPMStrategy`.
-        technique: as for `AdaPMStrategy`.
-    """
+def classifier_of(run: Run, net: nn.Module) -> Any:
+    """Build Lightning's module around a net."""
     import pytorch_lightning as pl
-    from dadplug.runners.pytorch_lightning import AdaPMStrategy
-
-    from dadplug.adapm import Timeline
-    from dadplug.adapm.timeline import frequent_keys
-
-    plain, data = build_renumbered(run)
-    outcome = Outcome()
-    strategy = AdaPMStrategy(
-        intent=intent, lookahead=run.lookahead, technique=technique, interval=run.interval, **run.options
-    )
 
     class Classifier(pl.LightningModule):
-        def __init__(self, net: nn.Module) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.net = net
 
@@ -42,6 +28,16 @@ def by_lightning(run: Run, intent: Any = "auto", technique: str = "all") -> Outc
 
         def configure_optimizers(self):
             return torch.optim.Adagrad(self.net.parameters(), lr=run.lr)
+
+    return Classifier()
+
+
+def recorder_of(run: Run, outcome: Outcome, strategy: Any, data: DataPair) -> Any:
+    """Build a callback that writes the results of the epochs into an outcome."""
+    import pytorch_lightning as pl
+
+    from dadplug.adapm import Timeline
+    from dadplug.adapm.timeline import frequent_keys
 
     class Recorder(pl.Callback):
         def on_train_epoch_start(self, trainer, module) -> None:
@@ -54,8 +50,9 @@ def by_lightning(run: Run, intent: Any = "auto", technique: str = "all") -> Outc
             self.epoch = epoch(outcome, lambda: manager.traffic.total_bytes_sent + reduction.traffic.total_bytes_sent)
             self.epoch.__enter__()
 
-        def on_train_batch_end(self, *args) -> None:
+        def on_train_batch_end(self, trainer, module, outputs, *batch) -> None:
             self.timeline.note()
+            run.step(outputs["loss"])
 
         def on_train_epoch_end(self, trainer, module) -> None:
             manager = strategy.managed.manager
@@ -66,10 +63,31 @@ def by_lightning(run: Run, intent: Any = "auto", technique: str = "all") -> Outc
             with self.timeline.paused():
                 loss = test_loss(module.net, data.test, run.rank, run.sites, manager.gather_objects)
             outcome.log_losses.append(loss)
+            run.end_epoch(outcome)
             weights = strategy.managed.managed.values()
             outcome.table_bytes = sum(weight.table.nbytes for weight in weights)
             if trainer.current_epoch == run.epochs - 1:
                 outcome.histories = self.timeline.gather()
+
+    return Recorder()
+
+
+def by_lightning(run: Run, intent: Any = "auto", technique: str = "all") -> Outcome:
+    """Train by AdaPM in Lightning.
+
+    Args:
+        run: the training; its tables have a row for each id that occurs.
+        intent: as for `AdaPMStrategy`.
+        technique: as for `AdaPMStrategy`.
+    """
+    import pytorch_lightning as pl
+    from dadplug.runners.pytorch_lightning import AdaPMStrategy
+
+    plain, data = build_renumbered(run)
+    outcome = Outcome()
+    strategy = AdaPMStrategy(
+        intent=intent, lookahead=run.lookahead, technique=technique, interval=run.interval, **run.options
+    )
 
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="pytorch_lightning")
@@ -79,13 +97,13 @@ def by_lightning(run: Run, intent: Any = "auto", technique: str = "all") -> Outc
         devices=1,
         max_epochs=run.epochs,
         use_distributed_sampler=False,  # each site has its own rows
-        callbacks=[Recorder()],
+        callbacks=[recorder_of(run, outcome, strategy, data)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Classifier(plain), Batches(data.train, run.batch_size, run.rank, run.sites))
+    trainer.fit(classifier_of(run, plain), Batches(data.train, run.batch_size, run.rank, run.sites))
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""What trains Wide & Deep on clicks in examples/ctr.py: one process, DDP, a parameter server, AdaPM."""
+"""Methods that train Wide & Deep on clicks in examples/ctr.py: one process, DDP, a parameter server, AdaPM."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dadplug.adapm import AdaDataLoader, AdaModel, Constant, Normal, ParameterManager, Timeline
 from dadplug.adapm.timeline import SiteHistory, frequent_keys
+from dadplug.cli.progress import RunProgress
 from dadplug.data import Clicks, DataPair, renumbered
 from dadplug.exchange import gather_objects
 from dadplug.models import WideDeep
@@ -41,7 +42,8 @@ class Run:
         lookahead: batches that intents are ahead.
         interval: least seconds between two rounds of the manager.
         renumber: whether tables have a row for each id that occurs, in place of one for each key.
-        options: options of the gradient reduction for what is no table.
+        options: options of the gradient reduction for all parameters that are not in tables.
+        progress: shows the progress of the run; None to show nothing.
     """
 
     data: DataPair
@@ -55,11 +57,26 @@ class Run:
     interval: float = 0.05
     renumber: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    progress: RunProgress | None = None
+
+    def step(self, loss: Tensor) -> None:
+        """Show a step."""
+        if self.progress is not None:
+            self.progress.step(loss=f"{float(loss.detach()):.4f}")
+
+    def end_epoch(self, outcome: Outcome) -> None:
+        """Show an epoch that has been evaluated."""
+        if self.progress is not None:
+            sent = outcome.bytes_sent[-1]
+            values = {} if sent is None else {"MB/epoch": f"{sent / 1e6:.2f}"}
+            self.progress.end_epoch(
+                test_loss=f"{outcome.log_losses[-1]:.4f}", **values, **{"s/epoch": f"{outcome.seconds[-1]:.2f}"}
+            )
 
 
 @dataclass
 class Outcome:
-    """What came of it, at this site.
+    """Results of a run, at this site.
 
     Attributes:
         log_losses: on the test rows of all sites, after each epoch.
@@ -111,7 +128,7 @@ class Batches:
 
 
 def build(run: Run, rows: int, **options: Any) -> WideDeep:
-    """Builds the model; what is no table begins alike whatever the tables are."""
+    """Build the model; the dense layers start with the same values for tables of any size."""
     torch.manual_seed(run.seed)
     small = WideDeep(1)
     model = WideDeep(rows, **options)
@@ -121,7 +138,7 @@ def build(run: Run, rows: int, **options: Any) -> WideDeep:
 
 
 def build_renumbered(run: Run, **options: Any) -> tuple[WideDeep, DataPair]:
-    """Builds the model on renumbered ids, with the first values that the ids have as they are."""
+    """Build the model on renumbered ids, with the first values of the original ids."""
     data, ids = renumbered(run.data)
     model = build(run, len(ids), **options)
     values = torch.empty(len(ids), model.deep.embedding_dim)
@@ -131,30 +148,30 @@ def build_renumbered(run: Run, **options: Any) -> tuple[WideDeep, DataPair]:
 
 
 def first_values(run: Run) -> dict[str, Any]:
-    """Names what makes the tables' first values."""
+    """Return the initialisers of the tables, by weight."""
     return {"wide.weight": Constant(), "deep.weight": Normal(std=0.01, seed=run.seed)}
 
 
 def loss_of(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
-    """The log loss of a batch."""
+    """Compute the log loss of a batch."""
     dense, ids, labels = batch
     return nn.functional.binary_cross_entropy_with_logits(model(dense, ids), labels.float(), reduction=reduction)
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """Calls the model, for automatic intent."""
+    """Call the model, for automatic intent."""
     return model(batch[0], batch[1])
 
 
 def manual_intent(batch: Batch) -> dict[str, Tensor]:
-    """Says what a batch will look up."""
+    """Return the ids that a batch looks up, by weight."""
     ids = batch[1].unique()
     return {"wide.weight": ids, "deep.weight": ids}
 
 
 @torch.no_grad()
 def test_loss(model: nn.Module, clicks: Any, rank: int, sites: int, gather: Callable[[Any], list[Any]]) -> float:
-    """The log loss over all test rows, of which each site takes its part."""
+    """Compute the log loss over all test rows, of which each site evaluates its part."""
     model.eval()
     total = sum(float(loss_of(model, batch, "sum")) for batch in Batches(clicks, _TEST_ROWS, rank, sites))
     rows = len(clicks) if len(clicks) % (_TEST_ROWS * sites) >= sites else len(clicks) - len(clicks) % sites
@@ -163,14 +180,14 @@ def test_loss(model: nn.Module, clicks: Any, rank: int, sites: int, gather: Call
 
 
 def sent_by_interface() -> int | None:
-    """Bytes that the interface of GLOO_SOCKET_IFNAME has sent."""
+    """Return the bytes that the interface of GLOO_SOCKET_IFNAME has sent."""
     file = Path(f"/sys/class/net/{os.environ.get('GLOO_SOCKET_IFNAME', '')}/statistics/tx_bytes")
     return int(file.read_text()) if file.is_file() else None
 
 
 @contextlib.contextmanager
 def epoch(outcome: Outcome, sent: Callable[[], int | None]) -> Iterator[None]:
-    """Measures an epoch's training."""
+    """Measure the training of an epoch."""
     before, start = sent(), time.perf_counter()
     yield
     outcome.seconds.append(time.perf_counter() - start)
@@ -179,7 +196,7 @@ def epoch(outcome: Outcome, sent: Callable[[], int | None]) -> Iterator[None]:
 
 
 def by_one_process(run: Run) -> Outcome:
-    """Trains alone on the global batches; each site does, by itself."""
+    """Train alone on the global batches; each site does so by itself."""
     model, data = build_renumbered(run, sparse=True)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=run.lr)
     outcome = Outcome(table_bytes=2 * 4 * (model.wide.weight.numel() + model.deep.weight.numel()))
@@ -187,15 +204,18 @@ def by_one_process(run: Run) -> Outcome:
         with epoch(outcome, lambda: 0):
             for batch in Batches(data.train, run.batch_size * run.sites):
                 optimizer.zero_grad()
-                loss_of(model, batch).backward()
+                loss = loss_of(model, batch)
+                loss.backward()
                 optimizer.step()
+                run.step(loss)
         outcome.log_losses.append(test_loss(model, data.test, 0, 1, lambda total: [total]))
         outcome.local_share.append(None)
+        run.end_epoch(outcome)
     return outcome
 
 
 def by_ddp(run: Run) -> Outcome:
-    """Trains by DistributedDataParallel with sparse gradients of the tables, which gloo gathers from all sites."""
+    """Train by DistributedDataParallel with sparse gradients of the tables, which gloo gathers from all sites."""
     plain, data = build_renumbered(run, sparse=True)
     model = nn.parallel.DistributedDataParallel(plain)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=run.lr)
@@ -206,16 +226,19 @@ def by_ddp(run: Run) -> Outcome:
         with epoch(outcome, sent_by_interface):
             for batch in Batches(data.train, run.batch_size, run.rank, run.sites):
                 optimizer.zero_grad()
-                loss_of(model, batch).backward()
+                loss = loss_of(model, batch)
+                loss.backward()
                 optimizer.step()
+                run.step(loss)
             dist.barrier()
         outcome.log_losses.append(test_loss(plain, data.test, run.rank, run.sites, gather_objects))
         outcome.local_share.append(None)
+        run.end_epoch(outcome)
     return outcome
 
 
 def by_manager(run: Run, technique: str = "all", intent: Any = "auto") -> Outcome:
-    """Trains by AdaPM.
+    """Train by AdaPM.
 
     Args:
         run: the training.
@@ -253,16 +276,19 @@ def by_manager(run: Run, technique: str = "all", intent: Any = "auto") -> Outcom
             with epoch(outcome, sent):
                 for batch in itertools.islice(ahead, batches.in_epoch):
                     optimizer.zero_grad()
-                    loss_of(model, batch).backward()
+                    loss = loss_of(model, batch)
+                    loss.backward()
                     model.synchronize()
                     optimizer.step()
                     timeline.note()
+                    run.step(loss)
                 manager.wait_sync(everywhere=True)
             pulled, away = (manager.counts[name] - before[name] for name in ("pulled", "pulled_remotely"))
             outcome.local_share.append(1 - away / pulled)
             with timeline.paused():
-                loss = test_loss(model, data.test, run.rank, run.sites, manager.gather_objects)
-            outcome.log_losses.append(loss)
+                held_out = test_loss(model, data.test, run.rank, run.sites, manager.gather_objects)
+            outcome.log_losses.append(held_out)
+            run.end_epoch(outcome)
         outcome.table_bytes = sum(weight.table.nbytes for weight in model.managed.values())
         outcome.histories = timeline.gather()
         next(ahead, None)  # there is none; the loader's thread ends

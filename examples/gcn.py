@@ -1,11 +1,11 @@
-"""Two sites train a graph convolutional network whose nodes each have an embedding, spread over the sites (AdaPM).
+"""Two sites train a graph convolutional network with an embedding for each node, spread over the sites (AdaPM).
 
 python examples/gcn.py                              # both sites on this machine, all ways one after the other
 python examples/gcn.py --ways auto --split by-class # each site has the nodes of its own classes
 python examples/gcn.py --rank 0 --dist-url tcp://10.0.0.1:8998    # and --rank 1 on another machine
 
-Ways: auto (intents found from a pass of shapes), manual (intents by a function of the batch), none (rows are pulled
-when they are used), ddp (PyTorch's DistributedDataParallel with a copy of all embeddings at each site).
+Ways: auto (intents from a forward pass of shapes), manual (intents from a function of the batch), none (no intents:
+rows are pulled when they are used), ddp (PyTorch's DistributedDataParallel, with all embeddings at each site).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dadplug import connect
 from dadplug.adapm import AdaDataLoader, AdaModel, ParameterManager
 from dadplug.cli import plain_errors
 from dadplug.cli.launch import launch_sites
+from dadplug.cli.progress import RunProgress
 from dadplug.data import site_indices
 from dadplug.data.graph import Graph, NeighbourLoader, block_graph
 from dadplug.data.splits import SPLITS
@@ -35,7 +36,7 @@ WAYS = ("auto", "manual", "none", "ddp")
 
 @dataclass
 class Result:
-    """What a way has led to at this site."""
+    """Results of one way at this site."""
 
     accuracy: float
     epoch_seconds: float
@@ -85,7 +86,7 @@ class Managed:
         self.model.synchronize()
 
     def see_all(self) -> None:
-        """Waits until all sites see what each has pushed."""
+        """Wait until all sites see what each has pushed."""
         self.manager.wait_sync(everywhere=True)
 
     def bytes_sent(self) -> int:
@@ -93,7 +94,7 @@ class Managed:
         return self.manager.traffic.total_bytes_sent + self.model.reduction.traffic.total_bytes_sent
 
     def lookups(self) -> tuple[int, int]:
-        """Counts the rows that were pulled, and those of them that another site had to answer."""
+        """Return the number of rows that were pulled, and of those that another site has answered."""
         return self.manager.counts["pulled"], self.manager.counts["pulled_remotely"]
 
     def close(self) -> None:
@@ -117,11 +118,11 @@ class Replicated:
         return loader
 
     def synchronize(self) -> None:
-        """Counts what backward has sent."""
+        """Count the bytes that backward has sent."""
         self._sent += self._each
 
     def see_all(self) -> None:
-        """Does nothing: all have everything."""
+        """Do nothing: every site has all rows."""
 
     def bytes_sent(self) -> int:
         return self._sent
@@ -130,11 +131,11 @@ class Replicated:
         return 1, 0
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 def train(way: str, graph: Graph, arguments: argparse.Namespace, rank: int, sites: int) -> Result:
-    """Trains one way; every site calls it."""
+    """Train one way; every site calls it."""
     torch.manual_seed(arguments.seed)
     net = GCN(graph.nodes, arguments.classes, arguments.width, arguments.width, arguments.fanouts)
     site = (Replicated if way == "ddp" else Managed)(net, arguments, way)
@@ -147,8 +148,9 @@ def train(way: str, graph: Graph, arguments: argparse.Namespace, rank: int, site
     options = {"fanouts": arguments.fanouts, "batch_size": arguments.batch_size, "seed": arguments.seed + rank}
     loader = site.read_ahead(NeighbourLoader(graph, mine, **options))
     steps = int(over_sites(len(loader), dist.ReduceOp.MIN))  # so that no site waits for another
+    progress = RunProgress(way, arguments.epochs, steps, shown=rank == 0)
     seconds, megabytes, lookups = [], [], []
-    for epoch in range(1, arguments.epochs + 1):
+    for _ in range(arguments.epochs):
         losses = []
         before, start = (site.bytes_sent(), site.lookups()), time.perf_counter()
         for _, (trees, labels) in zip(range(steps), loader):
@@ -157,7 +159,8 @@ def train(way: str, graph: Graph, arguments: argparse.Namespace, rank: int, site
             loss.backward()
             site.synchronize()
             site.optimizer.step()
-            losses.append(loss.detach())
+            losses.append(float(loss.detach()))
+            progress.step(loss=f"{losses[-1]:.4f}")
         site.see_all()
         seconds.append(time.perf_counter() - start)
         megabytes.append((site.bytes_sent() - before[0]) / 1e6)
@@ -172,19 +175,21 @@ def train(way: str, graph: Graph, arguments: argparse.Namespace, rank: int, site
         accuracy = over_sites(right) / len(held_out)
         pulled, remotely = map(sum, zip(*lookups))
         local = 1 - remotely / max(pulled, 1)
-        if rank == 0:
-            print(
-                f"  {way:6} epoch {epoch:2d}/{arguments.epochs}   loss {float(torch.stack(losses).mean()):.4f}   "
-                f"held-out accuracy {accuracy:.4f}   {seconds[-1]:.2f} s   {megabytes[-1]:.2f} MB sent   "
-                f"{100 * (1 - lookups[-1][1] / max(lookups[-1][0], 1)):.1f} % of rows local",
-                flush=True,
-            )
+        values = {
+            "loss": f"{sum(losses) / max(len(losses), 1):.4f}",
+            "accuracy": f"{accuracy:.4f}",
+            "MB/epoch": f"{megabytes[-1]:.2f}",
+            "s/epoch": f"{seconds[-1]:.2f}",
+            "local": f"{1 - lookups[-1][1] / max(lookups[-1][0], 1):.3f}",
+        }
+        progress.end_epoch(**values)
+    progress.close()
     site.close()
     return Result(accuracy, sorted(seconds)[len(seconds) // 2], local, sum(megabytes) / len(megabytes))
 
 
 def over_sites(number: float, how: dist.ReduceOp = dist.ReduceOp.SUM) -> float:
-    """Adds up a number over all sites, or finds the least."""
+    """Return the sum of a number over all sites, or its minimum."""
     value = torch.tensor(float(number))
     if dist.is_initialized():
         dist.all_reduce(value, how)
@@ -200,8 +205,8 @@ def run_site(arguments: argparse.Namespace) -> None:
     graph = block_graph(arguments.nodes, arguments.classes, arguments.degree, seed=arguments.seed)
     if rank == 0:
         print(
-            f"{sites} sites, {graph.nodes:,} nodes, {len(graph.neighbours):,} neighbours, embeddings of width "
-            f"{arguments.width}, split {arguments.split}",
+            f"GCN on {graph.nodes:,} nodes with {len(graph.neighbours):,} neighbours, embeddings of width "
+            f"{arguments.width}, {sites} sites, split {arguments.split}",
             flush=True,
         )
     results = {way: train(way, graph, arguments, rank, sites) for way in arguments.ways}

@@ -1,4 +1,4 @@
-"""What the two-site examples share: flags, sites, and one training in Catalyst, in Lightning and in a plain loop."""
+"""Common part of the two-site examples: flags, sites, and one training in Catalyst, Lightning and a plain loop."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dadplug import GradientReduction, connect
 from dadplug.cli import add_option_arguments, options_of, plain_errors
 from dadplug.cli.comparison import RunRecord, picture, table
 from dadplug.cli.launch import launch_sites
+from dadplug.cli.progress import RunProgress
 from dadplug.data import DATASETS, DataPair, load_dataset, site_indices
 from dadplug.data.splits import SPLITS
 from dadplug.options import Options
@@ -27,16 +28,16 @@ from dadplug.options import Options
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A model and the settings of its training.
 
     Attributes:
-        title: the model's name in messages.
-        build: builds the model for a data set, and gives the data set in the size that it needs.
+        title: name of the model in messages.
+        build: function that returns the model for a data set, and the data set in the size that the model needs.
         epochs: number of epochs by data set.
         batch_size: samples in a batch of one site.
         lr: learning rate of Adam.
-        defaults: options of the reduction that are not dadplug's own.
-        add_flags: adds flags that `build` reads.
+        defaults: options of the reduction whose defaults differ from dadplug's.
+        add_flags: function that adds flags, which `build` reads.
     """
 
     title: str
@@ -71,12 +72,18 @@ def parse(task: Task, argv: list[str], doc: str) -> argparse.Namespace:
 
 
 class History:
-    """Remembers loss, bytes and time of every step, and prints a line an epoch."""
+    """Loss, bytes and time of every step of a run, and its progress.
 
-    def __init__(self, epochs: int) -> None:
+    Args:
+        epochs: number of epochs.
+        progress: shows them while the run lasts; None to show nothing.
+    """
+
+    def __init__(self, epochs: int, progress: RunProgress | None = None) -> None:
         self.epochs = epochs
         self.losses, self.samples, self.bytes_sent, self.seconds = [], [], [], []
         self.epoch_seconds, self.accuracies = [], []
+        self._progress = progress
         self._set_up = self._start = self._epoch_start = 0
 
     def begin_epoch(self) -> None:
@@ -92,25 +99,30 @@ class History:
         self.samples.append(samples)
         self.bytes_sent.append(reduction.traffic.total_bytes_sent - self._set_up)
         self.seconds.append(time.perf_counter() - self._start)
+        if self._progress is not None:
+            self._progress.step(**self._values(reduction, last=50))
+
+    def _values(self, reduction: GradientReduction, last: int) -> dict[str, str]:
+        """Mean loss and median step time of the last steps, and the bytes of the last one."""
+        return {
+            "loss": f"{statistics.fmean(self.losses[-last:]):.4f}",
+            "MB/step": f"{reduction.traffic.bytes_sent / 1e6:.3f}",
+            "ms/step": f"{1e3 * statistics.median(self.seconds[-last:]):.1f}",
+        }
 
     def end_training_epoch(self) -> None:
         self.epoch_seconds.append(time.perf_counter() - self._epoch_start)
 
     def end_epoch(self, reduction: GradientReduction, epoch: int, accuracy: float) -> None:
         self.accuracies.append(accuracy)
-        if reduction.site_rank == 0:
-            traffic, steps = reduction.traffic, len(self.losses) // epoch
-            print(
-                f"  epoch {epoch:2d}/{self.epochs}   loss {statistics.fmean(self.losses[-steps:]):.4f}   held-out "
-                f"accuracy {accuracy:.4f}   {traffic.bytes_sent / 1e6:.3f} MB a step, {traffic.ratio:.0f} x fewer than "
-                "dense",
-                flush=True,
-            )
+        if self._progress is not None:
+            values = self._values(reduction, last=len(self.losses) // epoch)
+            self._progress.end_epoch(**values, accuracy=f"{accuracy:.4f}")
 
 
 @dataclass
 class Run:
-    """One training: everything that a trainer needs."""
+    """One training: the objects that a trainer needs."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -226,7 +238,7 @@ def by_lightning(run: Run) -> GradientReduction:
 
 
 def by_hand(run: Run) -> GradientReduction:
-    """The plain loop; sites with fewer batches are idle in the last steps."""
+    """Train in a plain loop; a site with fewer batches contributes no data to the last steps."""
     reduction = GradientReduction(run.model, **run.options)
     steps = max(reduction.gather_objects(len(run.train)))
     for epoch in range(1, run.history.epochs + 1):
@@ -260,24 +272,31 @@ TRAINERS = {"catalyst": by_catalyst, "lightning": by_lightning, "plain": by_hand
 
 
 def train(task: Task, arguments: argparse.Namespace, data: DataPair, rank: int, num_nodes: int, mode: str) -> RunRecord:
-    """Trains one model by one method; every site calls it."""
+    """Train one model by one method; every site calls it."""
     torch.manual_seed(arguments.seed)
     model, data = task.build(data, arguments)
-    mine = site_indices(data.train.labels, rank, num_nodes, arguments.split, arguments.seed)
+    shares = [
+        site_indices(data.train.labels, site, num_nodes, arguments.split, arguments.seed) for site in range(num_nodes)
+    ]
+    steps = max(-(-len(share) // arguments.batch_size) for share in shares)
     epochs = arguments.epochs or task.epochs.get(arguments.dataset, 5)
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
+    progress = RunProgress(mode, epochs, steps, shown=rank == 0)
     run = Run(
         model=model,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs),
-        train=DataLoader(data.train.subset(mine), batch_size=arguments.batch_size, shuffle=True),
+        train=DataLoader(data.train.subset(shares[rank]), batch_size=arguments.batch_size, shuffle=True),
         valid=DataLoader(data.test, batch_size=256),
         options=options_of(arguments) | {"mode": mode},
         classes=data.classes,
         seed=arguments.seed,
-        history=History(epochs),
+        history=History(epochs, progress),
     )
-    reduction = TRAINERS[arguments.trainer](run)
+    try:
+        reduction = TRAINERS[arguments.trainer](run)
+    finally:
+        progress.close()
     history, traffic = run.history, reduction.traffic
     return RunRecord(
         mode=mode,
@@ -291,11 +310,11 @@ def train(task: Task, arguments: argparse.Namespace, data: DataPair, rank: int, 
     )
 
 
-def mean_over_sites(told: list[tuple[list[float], list[int]]]) -> list[float]:
-    """Averages the sites' losses step by step, as far as the site with the fewest steps has them."""
-    steps = min(len(losses) for losses, _ in told)
+def mean_over_sites(runs: list[tuple[list[float], list[int]]]) -> list[float]:
+    """Average the sites' losses step by step, up to the last step of the site with the fewest steps."""
+    steps = min(len(losses) for losses, _ in runs)
     return [
-        sum(losses[step] * samples[step] for losses, samples in told) / sum(samples[step] for _, samples in told)
+        sum(losses[step] * samples[step] for losses, samples in runs) / sum(samples[step] for _, samples in runs)
         for step in range(steps)
     ]
 
@@ -309,17 +328,17 @@ def run_site(task: Task, arguments: argparse.Namespace) -> None:
         place = (rank, num_nodes, arguments.dist_url)
     data = load_dataset(arguments.dataset, arguments.data_dir)
     connect(*place, timeout=arguments.option_timeout)
+    title = f"{task.title} on {arguments.dataset}, {num_nodes} sites, split {arguments.split}"
+    if rank == 0:
+        print(f"{title}, {arguments.trainer}", flush=True)
     runs = []
     for mode in ("dsgd", "dad", "rankdad") if arguments.compare else (arguments.option_mode,):
-        if rank == 0:
-            print(f"{num_nodes} sites train {task.title} on {arguments.dataset}, split {arguments.split}, by {mode}")
         runs.append(train(task, arguments, data, rank, num_nodes, mode))
     if rank == 0:
         print("\n" + table(runs))
         if arguments.compare:
             folder = Path(arguments.log_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            title = f"{task.title} on {arguments.dataset}, {num_nodes} sites, split {arguments.split}"
             picture(runs, folder / "comparison.png", title)
             print(f"\npicture: {folder / 'comparison.png'}")
 
