@@ -1,6 +1,6 @@
-"""What a trainer calls back. A trainer is imported when its callback is first asked for.
+"""Callbacks for Catalyst and Lightning; a trainer is imported on first access to one of its callbacks.
 
-For Catalyst their names end in Callback; for Lightning, without it, they are those for the package in use.
+The names of those for Catalyst end in Callback. Those for Lightning belong to the one of its packages that is in use.
 """
 
 from __future__ import annotations

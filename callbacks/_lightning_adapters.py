@@ -1,18 +1,28 @@
-"""The callbacks' faces for Lightning; no import of it, since it has two packages."""
+"""Adapters of the monitors to Lightning, for either of its packages, neither of which is imported here."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ..model_sync.samples import batch_size
 from . import monitors
 
+# By monitor, the call in the documentation's example.
+_MONITORS: dict[type[monitors.Monitor], str] = {
+    monitors.BatchTimer: "BatchTimer()",
+    monitors.TrafficMonitor: "TrafficMonitor()",
+    monitors.RankMonitor: "RankMonitor()",
+    monitors.RankSchedule: "RankSchedule({0: 16, 1000: 8})",
+    monitors.ReplicaCheck: "ReplicaCheck(every=100)",
+}
 
-class MonitorFace:
-    """Stands before Lightning's ``Callback`` and passes on to a monitor what happens in training.
 
-    Values go to the trainer's loggers, and those that a monitor shows to the progress bar. Takes the monitor's
-    arguments.
+class MonitorAdapter:
+    """Adapter that makes a monitor a ``Callback`` of Lightning.
+
+    Values go to the trainer's loggers, and those in `Monitor.shown` to the progress bar as well. The constructor takes
+    the monitor's arguments.
     """
 
     monitor: type[monitors.Monitor]
@@ -22,15 +32,15 @@ class MonitorFace:
         self._monitor = self.monitor(*args, **settings)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begins the training loader."""
+        """Start the training loader."""
         self._monitor.start()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begins a batch."""
+        """Start a batch."""
         self._monitor.begin()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs what the batch has brought."""
+        """Log the values of the batch."""
         values = self._monitor.end(getattr(trainer.strategy, "reduction", None), batch_size(batch) or 0)
         shown = {name: values.pop(name) for name in self._monitor.shown if name in values}
         for each, bar in ((values, False), (shown, True)):
@@ -38,36 +48,38 @@ class MonitorFace:
                 pl_module.log_dict(each, on_step=True, on_epoch=False, prog_bar=bar, batch_size=1)
 
 
-def faces(callback: type, module: str) -> list[Any]:
-    """Builds the callbacks for one of Lightning's packages.
+def build_adapters(callback: type, module: str) -> list[Any]:
+    """Build the callbacks for one of Lightning's packages.
 
     Args:
         callback: the package's ``Callback``.
-        module: the module that they are to be found in.
+        module: name of the module that contains them.
     """
-    kinds = (
-        monitors.BatchTimer,
-        monitors.TrafficMonitor,
-        monitors.RankMonitor,
-        monitors.RankSchedule,
-        monitors.ReplicaCheck,
-    )
     return [
-        type(kind.__name__, (MonitorFace, callback), {"monitor": kind, "__doc__": kind.__doc__, "__module__": module})
-        for kind in kinds
+        type(
+            kind.__name__,
+            (MonitorAdapter, callback),
+            {"monitor": kind, "__doc__": _documentation(kind, example), "__module__": module},
+        )
+        for kind, example in _MONITORS.items()
     ]
 
 
-def by_environment(package: Any) -> list[Any]:
-    """Makes the callbacks that the environment variable DADPLUG_CALLBACKS names, separated by commas.
+def _documentation(monitor: type[monitors.Monitor], example: str) -> str:
+    text = (monitor.__doc__ or "").rstrip()
+    return (
+        f"{text}\n\n    Example:\n        >>> trainer = pl.Trainer(strategy=DADStrategy(), callbacks=[{example}])\n    "
+    )
 
-    It is an entry point of Lightning's factories of callbacks, which every Trainer calls.
+
+def by_environment(package: Any) -> list[Any]:
+    """Build the callbacks that the environment variable DADPLUG_CALLBACKS lists, separated by commas.
+
+    It serves as an entry point of Lightning's callback factories, which every Trainer calls.
 
     Raises:
-        ValueError: if there is no callback of a name.
+        ValueError: if a name is not that of a callback without arguments.
     """
-    import os
-
     names = [name.strip() for name in os.environ.get("DADPLUG_CALLBACKS", "").split(",") if name.strip()]
     for name in names:
         if name not in ("BatchTimer", "TrafficMonitor", "RankMonitor", "ReplicaCheck"):

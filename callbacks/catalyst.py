@@ -1,4 +1,4 @@
-"""The callbacks' face for Catalyst: values go into batch metrics and, as means, into loader metrics."""
+"""Adapters of the monitors to Catalyst: values are batch metrics and, as means, loader metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _AFTER_THE_STEP = CallbackOrder.External - 10  # before the progress bar, which 
 
 
 class MonitorCallback(Callback):
-    """Passes on to monitors what happens; takes the arguments of the first of them."""
+    """Adapter that makes monitors a callback of Catalyst."""
 
     kinds: tuple[type[monitors.Monitor], ...]
 
@@ -23,18 +23,18 @@ class MonitorCallback(Callback):
         self._means = monitors.Means()
 
     def on_loader_start(self, runner: Any) -> None:
-        """Begins a loader."""
+        """Start a loader."""
         self._means.take()
         for monitor in self._monitors:
             monitor.start()
 
     def on_batch_start(self, runner: Any) -> None:
-        """Begins a batch."""
+        """Start a batch."""
         for monitor in self._monitors:
             monitor.begin()
 
     def on_batch_end(self, runner: Any) -> None:
-        """Logs what the batch has brought."""
+        """Log the values of the batch."""
         for monitor in self._monitors:
             if runner.is_train_loader or monitor.on_every_batch:
                 values = monitor.end(runner.engine.reduction if runner.is_train_loader else None, runner.batch_size)
@@ -43,35 +43,62 @@ class MonitorCallback(Callback):
                     runner.batch_metrics.update(values)
 
     def on_loader_end(self, runner: Any) -> None:
-        """Logs the means over the loader."""
+        """Log the means over the loader."""
         runner.loader_metrics.update(self._means.take())
 
 
 class BatchTimerCallback(MonitorCallback):
-    """`dadplug.callbacks.monitors.BatchTimer` for Catalyst."""
+    """Monitor of the time of batches for Catalyst; for its values see `dadplug.callbacks.monitors.BatchTimer`.
+
+    Example:
+        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[BatchTimerCallback()])
+    """
 
     kinds = (monitors.BatchTimer,)
 
 
 class TrafficMonitorCallback(MonitorCallback):
-    """`dadplug.callbacks.monitors.TrafficMonitor` for Catalyst, with the means of `RankMonitor` over the loader."""
+    """Monitor of the traffic between sites for Catalyst.
+
+    The values are those of `dadplug.callbacks.monitors.TrafficMonitor`; loader metrics also contain the means of
+    `dadplug.callbacks.monitors.RankMonitor`.
+
+    Example:
+        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[TrafficMonitorCallback()])
+    """
 
     kinds = (monitors.TrafficMonitor, monitors.RankMonitor)
 
 
 class RankMonitorCallback(MonitorCallback):
-    """`dadplug.callbacks.monitors.RankMonitor` for Catalyst."""
+    """Monitor of compressed gradients for Catalyst; for its values see `dadplug.callbacks.monitors.RankMonitor`.
+
+    Example:
+        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[RankMonitorCallback()])
+    """
 
     kinds = (monitors.RankMonitor,)
 
 
 class RankScheduleCallback(MonitorCallback):
-    """`dadplug.callbacks.monitors.RankSchedule` for Catalyst."""
+    """Schedule of the rank of compressed gradients for Catalyst.
+
+    The arguments and errors are those of `dadplug.callbacks.monitors.RankSchedule`.
+
+    Example:
+        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[RankScheduleCallback({0: 16, 1000: 8})])
+    """
 
     kinds = (monitors.RankSchedule,)
 
 
 class ReplicaCheckCallback(MonitorCallback):
-    """`dadplug.callbacks.monitors.ReplicaCheck` for Catalyst."""
+    """Check for Catalyst that the sites' parameters are bitwise equal.
+
+    The arguments and errors are those of `dadplug.callbacks.monitors.ReplicaCheck`.
+
+    Example:
+        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[ReplicaCheckCallback(every=100)])
+    """
 
     kinds = (monitors.ReplicaCheck,)

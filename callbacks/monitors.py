@@ -1,4 +1,4 @@
-"""What the callbacks do, whatever the trainer: each is told when a batch begins and ends, and returns what to log."""
+"""Monitors, the part of the callbacks that is the same for all trainers: they measure batches and return values."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Means:
         self._counts: dict[str, int] = defaultdict(int)
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Takes one value each."""
+        """Add one value for each name."""
         for name, value in values.items():
             self._sums[name] += value
             self._counts[name] += 1
 
     def take(self) -> dict[str, float]:
-        """Returns the means, and starts anew."""
+        """Return the means, and reset them."""
         means = {name: total / self._counts[name] for name, total in self._sums.items()}
         self._sums.clear()
         self._counts.clear()
@@ -32,12 +32,12 @@ class Means:
 
 
 class Monitor:
-    """What one callback does.
+    """Interface of a monitor, which measures batches and returns values to log.
 
     Attributes:
-        on_every_batch: whether batches outside of training count, too.
-        of_layers: whether there are values of each layer, too many for a progress bar.
-        shown: names of values for the progress bar.
+        on_every_batch: whether `end` is called for batches outside of training, too.
+        of_layers: whether there are values for each layer, too many for a progress bar.
+        shown: names of the values that the progress bar shows.
     """
 
     on_every_batch = False
@@ -45,26 +45,26 @@ class Monitor:
     shown: tuple[str, ...] = ()
 
     def start(self) -> None:
-        """Begins a loader."""
+        """Start a loader."""
 
     def begin(self) -> None:
-        """Begins a batch, whose data is there."""
+        """Start a batch, whose data has been loaded."""
 
     def end(self, reduction: GradientReduction | None, samples: int) -> dict[str, float]:
-        """Ends a batch.
+        """End a batch.
 
         Args:
-            reduction: the reduction of the model in training; None where there is none.
-            samples: samples of the batch, at this site.
+            reduction: reduction of the model in training; None if there is none.
+            samples: number of samples of the batch on this site.
 
         Returns:
-            What to log.
+            Values to log, by name.
         """
         raise NotImplementedError
 
 
 class _StepMonitor(Monitor):
-    """A monitor of steps, of which a batch may have one, several, or with accumulation none."""
+    """Monitor of steps; a batch may have one step, several, or with accumulation none."""
 
     def __init__(self) -> None:
         self._seen: tuple[int, int, float] = (0, 0, 0.0)
@@ -83,16 +83,26 @@ class _StepMonitor(Monitor):
         return self.end_steps(reduction, now_steps - steps, now_bytes - nbytes, now_wait - wait)
 
     def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
-        """Ends a batch in which there were steps, with so many bytes sent and seconds waited in them."""
+        """End a batch that had steps.
+
+        Args:
+            reduction: reduction of the model in training.
+            steps: number of steps in the batch.
+            nbytes: payload bytes that this site has sent in them.
+            wait: seconds that this site has waited for other sites in them.
+
+        Returns:
+            Values to log, by name.
+        """
         raise NotImplementedError
 
 
 class BatchTimer(_StepMonitor):
-    """Times batches.
+    """Monitor of the time of batches.
 
-    Logs, in seconds, ``_timer/data_time``, ``_timer/model_time``, ``_timer/exchange_time`` and ``_timer/batch_time``:
-    getting a batch, forward to optimizer step, waiting for other sites, and all of it; and ``_timer/_fps``, the
-    samples that this site handles in a second.
+    Values, in seconds: ``_timer/data_time`` (loading the batch), ``_timer/model_time`` (forward to optimizer step
+    without waiting), ``_timer/exchange_time`` (waiting for other sites) and ``_timer/batch_time`` (their sum); and
+    ``_timer/_fps``, the samples of this site per second.
     """
 
     on_every_batch = True
@@ -128,11 +138,11 @@ class BatchTimer(_StepMonitor):
 
 
 class TrafficMonitor(_StepMonitor):
-    """Monitors the traffic between sites.
+    """Monitor of the traffic between sites.
 
-    Logs ``traffic/mb``, the megabytes that this site sends in a step; ``traffic/ratio``, how many times fewer they are
-    than with all gradients dense; ``traffic/wait``, the seconds of a step that it waits for others; and
-    ``traffic/mb_per_s``, the megabytes that it sends in a second, all in all.
+    Values: ``traffic/mb``, the megabytes that this site sends per step; ``traffic/ratio``, the factor by which an
+    all-reduce of all gradients would send more; ``traffic/wait``, the seconds per step that it waits for other sites;
+    and ``traffic/mb_per_s``, the megabytes that it sends per second.
     """
 
     shown = ("traffic/mb_per_s", "traffic/ratio")
@@ -155,10 +165,11 @@ class TrafficMonitor(_StepMonitor):
 
 
 class RankMonitor(_StepMonitor):
-    """Monitors how well gradients are compressed.
+    """Monitor of the quality of compressed gradients.
 
-    Logs, by layer, ``rank/LAYER``, the effective rank that this site sends, and ``residual/LAYER``, the relative error
-    of its compressed gradient; and ``rank/mean`` and ``residual/mean`` over layers. Nothing by methods without a rank.
+    Values: for each layer ``rank/LAYER``, the effective rank that this site sends, and ``residual/LAYER``, the relative
+    error of its compressed gradient (Frobenius norm); and their means over layers, ``rank/mean`` and ``residual/mean``.
+    Methods without a rank have no values.
     """
 
     of_layers = True
@@ -177,20 +188,21 @@ class RankMonitor(_StepMonitor):
 
 
 class RankSchedule(_StepMonitor):
-    """Sets the rank of compressed gradients in the course of training.
+    """Schedule of the rank of compressed gradients.
 
-    Logs ``rank/limit``, the largest rank that is sent.
+    Value: ``rank/limit``, the largest rank that is sent.
 
     Args:
-        steps: rank as a function of the step, or as a table: from which step on, which rank.
-        residual: instead of it, the mean relative error over layers, at the site where it is largest, to keep to: the
-            rank goes up where the error is larger and down where it is smaller by more than a tenth.
-        every: steps between changes by the residual.
-        min_rank: smallest rank, by the residual.
-        max_rank: largest rank, by the residual.
+        steps: rank as a function of the step, or as a table from the first step of each rank to the rank.
+        residual: target in place of `steps`: mean relative error over layers, on the site where it is largest. The rank
+            grows if the error is larger than the target, and shrinks if it is smaller by more than a tenth.
+        every: number of steps between two changes by the residual.
+        min_rank: smallest rank, with `residual`.
+        max_rank: largest rank, with `residual`.
 
     Raises:
-        ValueError: if neither or both of `steps` and `residual` are given, or a value is out of its range.
+        ValueError: if neither or both of `steps` and `residual` are given, or a value is out of its range; in training,
+            if the mode has no rank.
     """
 
     def __init__(
@@ -215,7 +227,7 @@ class RankSchedule(_StepMonitor):
         self._range = (min_rank, max_rank)
 
     def rank_at(self, step: int) -> int | None:
-        """Tells the rank for a step by the table or function; None where the table does not say."""
+        """Return the rank for a step by the table or function; None before the table's first step."""
         if callable(self._table):
             return int(self._table(step))
         reached = [begin for begin in self._table or () if begin <= step]
@@ -243,14 +255,14 @@ class RankSchedule(_StepMonitor):
 
 
 class ReplicaCheck(_StepMonitor):
-    """Checks that the sites' parameters are equal to the bit.
+    """Check that the sites' parameters are bitwise equal.
 
     Args:
-        every: steps between checks; a check costs about as much as reading all parameters.
+        every: number of steps between two checks; the cost of a check is about that of reading all parameters.
 
     Raises:
         ValueError: if `every` is less than 1.
-        MismatchError: on all sites, while training, naming the first parameter that differs.
+        MismatchError: in training, on all sites, if a parameter differs; the message contains its name.
     """
 
     def __init__(self, every: int = 100) -> None:

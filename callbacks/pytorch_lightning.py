@@ -7,11 +7,11 @@ from typing import Any
 
 from pytorch_lightning.callbacks import Callback
 
-from ._lightning_adapters import by_environment, faces
+from ._lightning_adapters import build_adapters, by_environment
 
-BatchTimer, TrafficMonitor, RankMonitor, RankSchedule, ReplicaCheck = faces(Callback, __name__)
+BatchTimer, TrafficMonitor, RankMonitor, RankSchedule, ReplicaCheck = build_adapters(Callback, __name__)
 
 
 def factory() -> list[Any]:
-    """Makes the callbacks that the environment variable DADPLUG_CALLBACKS names; an entry point."""
+    """Build the callbacks that the environment variable DADPLUG_CALLBACKS lists; an entry point."""
     return by_environment(sys.modules[__name__])

@@ -1,4 +1,4 @@
-"""Distributed training methods plugged into the trainers that people already use.
+"""Distributed training methods for PyTorch, PyTorch Lightning and Catalyst.
 
 Importing dadplug is cheap: torch, numba and the trainers load when something that needs them is first used.
 """

@@ -1,4 +1,4 @@
-"""The command line of the experiments: ``python -m dadplug.experiment --rank 0 --num-nodes 2``, once for each site."""
+"""Command line of the experiments: ``python -m dadplug.experiment --rank 0 --num-nodes 2``, once for each site."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIMIZERS.register("adamw")(torch.optim.AdamW)
 OPTIMIZERS.register("sgd")(torch.optim.SGD)
 OPTIMIZERS.register("rmsprop")(torch.optim.RMSprop)
 
-# Each takes the optimizer, the number of epochs, and the user's own settings.
+# Functions of the optimizer, the number of epochs, and the user's own settings.
 SCHEDULERS: Registry[str, Any] = Registry("scheduler")
 SCHEDULERS.register("none")(lambda optimizer, epochs: None)
 SCHEDULERS.register("step", "steplr")(
@@ -51,15 +51,15 @@ SCHEDULERS.register("plateau", "reducelronplateau")(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of the command line."""
+    """Build the parser of the command line."""
     parser = argparse.ArgumentParser(prog="dadplug.experiment", description=__doc__.split(":")[0])
-    site = parser.add_argument_group("this site (under torchrun its environment says it)")
+    site = parser.add_argument_group("this site (under torchrun, from its environment)")
     site.add_argument("--rank", type=int, default=0, help="number of this site, from 0 (default: 0)")
     site.add_argument("--num-nodes", type=int, default=1, help="number of sites (default: 1)")
     site.add_argument("--backend", default=None, help="gloo or nccl (default: by device)")
-    site.add_argument("--dist-url", default=None, help="meeting point, tcp://HOST:PORT, an address of site 0")
-    site.add_argument("--master-addr", default="127.0.0.1", help="address of site 0, where --dist-url is not given")
-    site.add_argument("--master-port", type=int, default=8998, help="port of site 0, where --dist-url is not given")
+    site.add_argument("--dist-url", default=None, help="rendezvous, tcp://HOST:PORT, an address of site 0")
+    site.add_argument("--master-addr", default="127.0.0.1", help="address of site 0, if --dist-url is not given")
+    site.add_argument("--master-port", type=int, default=8998, help="port of site 0, if --dist-url is not given")
     run = parser.add_argument_group("the experiment")
     run.add_argument("--name", default="experiment", help="name of the experiment, and of its folder of results")
     run.add_argument("--log-dir", default="logs", help="folder of all results (default: logs)")
@@ -71,14 +71,16 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--scheduler", default="none", help=f"learning rate schedule: {', '.join(SCHEDULERS)}")
     run.add_argument("--scheduler-kwargs", default="{}", help="settings of the schedule, a JSON object")
     run.add_argument("--seed", type=int, default=0, help="seed of model, folds and batches (default: 0)")
-    run.add_argument("--resume", default=None, help="a runner checkpoint to go on from, as site 0 has it")
+    run.add_argument("--resume", default=None, help="checkpoint of site 0 to resume from")
     model = parser.add_argument_group("model and data")
     model.add_argument("--model", default="MNISTNet", help=f"model: {', '.join(MODELS)}")
     model.add_argument("--model-args", default="[]", help="positional arguments of the model, a JSON list")
     model.add_argument("--model-kwargs", default="{}", help="keyword arguments of the model, a JSON object")
     model.add_argument("--dataset", default="digits", help=f"data set: {', '.join(DATASETS)}")
     model.add_argument("--data-dir", default="data", help="folder of the data set's files (default: data)")
-    model.add_argument("--split", default="iid", help=f"how training data is dealt to sites: {', '.join(SPLITS)}")
+    model.add_argument(
+        "--split", default="iid", help=f"distribution of the training data over sites: {', '.join(SPLITS)}"
+    )
     model.add_argument("--num-folds", type=int, default=5, help="number of folds of cross-validation (default: 5)")
     model.add_argument("--k", type=int, default=0, help="fold to validate on, from 0 (default: 0)")
     model.add_argument("--N", type=int, default=-1, help="samples to use, the first N; -1: all (default: -1)")
@@ -87,10 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one site of an experiment.
+    """Run one site of an experiment.
 
     Args:
-        argv: the arguments; those of the program where None.
+        argv: arguments; those of the program if None.
     """
     arguments = build_parser().parse_args(argv)
     with plain_errors(ValueError, ImportError):
@@ -103,11 +105,24 @@ class Experiment:
     """One site of an experiment.
 
     Args:
-        arguments: what `build_parser` parses.
+        arguments: arguments, parsed by `build_parser`.
+
+    Attributes:
+        rank: number of this site.
+        num_nodes: number of sites.
+        options: options of the gradient reduction.
+        model: model that is trained.
+        loaders: train and validation loader of this site.
+        folder: folder of this site's results.
 
     Raises:
         ValueError: if an argument is unknown or out of range; the message lists the valid ones.
-        DataError: if the data cannot be had.
+        DataError: if the data set is not available.
+
+    Example:
+        >>> arguments = build_parser().parse_args(["--dataset", "digits", "--epochs", "2"])
+        >>> Experiment(arguments).run()["replicas_equal"]
+        True
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -132,14 +147,15 @@ class Experiment:
         self.folder = Path(arguments.log_dir) / arguments.name / f"site_{self.rank}"
 
     def run(self) -> dict[str, Any]:
-        """Trains with the other sites.
+        """Train with the other sites.
 
         Returns:
-            What ``results.json`` holds: the last epoch's metrics by loader, traffic, and whether replicas are equal.
+            Contents of ``results.json``: the last epoch's metrics by loader, the traffic, and whether the replicas of
+            the sites are equal.
 
         Raises:
-            SiteError: if another site is missing or gone.
-            FileNotFoundError: if there is no checkpoint to go on from.
+            SiteError: if another site does not connect, exits or does not answer.
+            FileNotFoundError: if site 0 does not have the checkpoint to resume from.
         """
         if self.num_nodes > 1:
             place = (None, None, None) if self.url is None else (self.rank, self.num_nodes, self.url)
@@ -215,7 +231,7 @@ def _json(text: str, flag: str, kind: type) -> Any:
 
 
 def _loaders(arguments: argparse.Namespace, samples: Samples, rank: int, num_nodes: int) -> dict[str, DataLoader[Any]]:
-    """Builds the loaders: a site's share of the folds to train on, and the fold to validate on."""
+    """Build the loaders: the site's part of the training folds, and the validation fold."""
     if arguments.N > 0:
         samples = samples.subset(torch.arange(min(arguments.N, len(samples))))
     train, valid = fold_indices(len(samples), arguments.num_folds, arguments.k, arguments.seed)

@@ -1,4 +1,4 @@
-"""Hooks on layers: they know tensors and layers, and no trainer and no network."""
+"""Hooks on layers, which capture activations and deltas; they know no trainer and no network."""
 
 from . import (  # noqa: F401  (each registers its family)
     conv,

@@ -1,4 +1,4 @@
-"""Captures, layer by layer, the input activations and output deltas of a backward pass."""
+"""Capture of the input activations and output deltas of each layer in a backward pass."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .trace import Trace
 
 
 def _backward_pass() -> int:
-    """Says which backward pass is running; -1 outside of one."""
+    """Return the number of the running backward pass; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 class CapturedLayer:
-    """One layer under capture and the factors that its last backward passes left.
+    """One captured layer, and the factors that its last backward passes have recorded.
 
-    The layer's forward is replaced on the instance by one that saves what autograd would save anyway and hands
-    ``(activations, deltas)`` over in backward. A pair counts once the weight's own gradient is due in that same
-    backward pass, so that `torch.autograd.grad` for inputs alone leaves nothing behind.
+    The layer's forward is replaced on the instance by one that saves the same tensors as autograd, and records
+    ``(activations, deltas)`` in backward. A pair is committed when the weight's gradient is due in the same backward
+    pass, so that `torch.autograd.grad` for inputs alone records nothing.
 
     Attributes:
-        name: the layer's name in the model, as `named_modules` has it.
-        module: the layer.
-        family: what knows this type of layer.
-        fed_by_data: whether some captured input needed no gradient, as the model's raw input does.
+        name: name of the layer in the model, as in `named_modules`.
+        module: captured layer.
+        family: family of the layer.
+        fed_by_data: whether a captured input required no gradient, as the model's raw input.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class CapturedLayer:
         self._pending: list[tuple[int, Factor]] = []
         self._factors: list[Factor] = []
         self._versions: list[int] = []  # of the factors' activations, when they were committed
-        self._kept = 0  # of the factors, those that nobody else can overwrite
+        self._kept = 0  # number of factors whose inputs have been copied or cannot be overwritten
         self._hook = self.weight.register_post_accumulate_grad_hook(OwnHook(lambda _: self.commit()))
         self._forward = _CapturedForward(self)
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """The parameter whose gradient is the sum of the deltas, where there is one that needs a gradient."""
+        """Parameter whose gradient is the sum of the deltas; None if there is none that requires a gradient."""
         return self._bias if self._bias is not None and self._bias.requires_grad else None
 
     @property
     def captures(self) -> bool:
-        """Whether a forward pass now would be captured.
+        """Whether a forward pass would be captured now.
 
         It is not, and autograd computes the gradients, where `torch.func.functional_call` or a change of the model
         has put other tensors in the place of weight and bias, where they have hooks of the user's, which have to see
@@ -87,14 +87,14 @@ class CapturedLayer:
         return not (has_user_hooks(self.weight) or (self._bias is not None and has_user_hooks(self._bias)))
 
     def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR, trace: Trace | None = None) -> None:
-        """Takes one call's factors; called by the family during backward."""
+        """Record the factors of one call; the layer's family calls it during backward."""
         now = _backward_pass()
         if not any(backward_pass == now for backward_pass, _ in self._pending):
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._drop(now))
         self._pending.append((now, Factor(activations, deltas, form, trace=trace)))
 
     def commit(self) -> None:
-        """Keeps what the running backward pass recorded; called when the weight's gradient is due in it."""
+        """Commit the factors of the running backward pass; called when the weight's gradient is due in it."""
         now = _backward_pass()
         factors = [factor for backward_pass, factor in self._pending if backward_pass == now]
         self._factors += factors
@@ -105,7 +105,7 @@ class CapturedLayer:
         self._pending = [entry for entry in self._pending if entry[0] != backward_pass]
 
     def take(self) -> list[Factor]:
-        """Hand over the committed factors, one a call, and forget them.
+        """Return the committed factors, one per call, and clear them.
 
         Raises:
             RuntimeError: if the layer's input has been overwritten since backward.
@@ -123,18 +123,18 @@ class CapturedLayer:
         return factors
 
     def clear(self) -> None:
-        """Forget the committed factors."""
+        """Clear the committed factors."""
         self._factors, self._versions, self._kept = [], [], 0
 
     def peek(self) -> list[Factor]:
-        """Shows the committed factors without taking them."""
+        """Return the committed factors without clearing them."""
         return list(self._factors)
 
     def keep_inputs(self, owned: Container[int] = ()) -> None:
-        """Copy committed inputs that the user may overwrite, as a loader that fills one buffer with every batch does.
+        """Copy committed inputs that the user may overwrite, for example a buffer that a loader fills with every batch.
 
         Args:
-            owned: addresses of memory that the user owns, beside that of inputs without a gradient.
+            owned: addresses of memory that the user owns, in addition to that of inputs without a gradient.
         """
         for index in range(self._kept, len(self._factors)):
             factor = self._factors[index]
@@ -144,7 +144,7 @@ class CapturedLayer:
         self._kept = len(self._factors)
 
     def release(self) -> None:
-        """Gives the layer its own forward back."""
+        """Restore the layer's own forward."""
         self._hook.remove()
         self._pending.clear()
         self.clear()
@@ -152,7 +152,7 @@ class CapturedLayer:
 
 
 class _CapturedForward(ForwardOverride):
-    """The forward of a layer under capture."""
+    """Forward of a captured layer."""
 
     def __init__(self, layer: CapturedLayer) -> None:
         super().__init__(layer.module)
@@ -175,15 +175,18 @@ class _CapturedForward(ForwardOverride):
 
 
 class LayerCapture:
-    """Captures the factors of a model's layers; usable by itself in any training loop.
+    """Capture of the factors of a model's layers; usable by itself in any training loop.
 
     Args:
-        model: the model; its layers with a registered family are captured, see `dadplug.hooks.register_family`.
-        names: names of the layers to capture, as `named_modules` has them; all that can be captured by default.
-        weight_gradients: whether ``.grad`` of captured weights and biases is still computed. Without it their
-            gradients are what the factors say, and the matrix product that would form them does not run.
-        trace_chains: whether factors of fully connected layers tell which layer the output went to, see
-            `dadplug.hooks.Trace`.
+        model: model whose layers with a registered family are captured, see `dadplug.hooks.register_family`.
+        names: names of the layers to capture, as in `named_modules`; by default all layers that can be captured.
+        weight_gradients: whether to compute ``.grad`` of captured weights and biases as well. If False, the matrix
+            product that forms them does not run, and only the factors are available.
+        trace_chains: whether factors of fully connected layers have a `dadplug.hooks.Trace` of the layer's output.
+
+    Attributes:
+        layers: the captured layers by name.
+        tracer: tracer of chains; None without `trace_chains`.
 
     Raises:
         ValueError: if a name in `names` is not a layer of the model that can be captured.
@@ -219,7 +222,7 @@ class LayerCapture:
 
     @property
     def factors(self) -> dict[str, Factor]:
-        """Factors by layer name since the last `clear`, the rows of repeated calls stacked; silent layers left out."""
+        """Factors since the last `clear` by layer name, rows of repeated calls stacked; only layers that have some."""
         factors = {}
         for name, layer in self.layers.items():
             stacked = stack_by_form(layer.peek())
@@ -230,16 +233,16 @@ class LayerCapture:
         return factors
 
     def clear(self) -> None:
-        """Forgets the factors, as ``zero_grad`` does with gradients."""
+        """Clear the factors, as ``zero_grad`` clears gradients."""
         for layer in self.layers.values():
             layer.clear()
 
     def release(self, name: str) -> None:
-        """Stops capturing one layer."""
+        """Stop capturing one layer."""
         self.layers.pop(name).release()
 
     def detach(self) -> None:
-        """Stops capturing: every layer has its own forward back. May be called twice."""
+        """Stop capturing and restore the forward of every layer; may be called twice."""
         for name in list(self.layers):
             self.release(name)
         if self.tracer is not None:

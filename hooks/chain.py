@@ -1,6 +1,6 @@
-"""Which layer's output became, through an elementwise function, which layer's input; checked call by call.
+"""Tracing of chains of layers: the layer whose output is, through an elementwise function, the input of the next one.
 
-A link from a layer to its follower is read off autograd's graph in forward. In backward the follower hands over what
+A link from a layer to its follower is read off autograd's graph in forward. In backward the follower passes on what
 the layer's deltas should be if nothing else had used its output, ``(D W) * phi'(z)``, which autograd has computed
 anyway; only a call whose deltas are these counts as followed. Skip connections, outputs that are used twice, hooks
 that change gradients and second derivatives all show there.
@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 class TracedLayer(Protocol):
-    """A layer whose calls are traced.
+    """Layer whose calls are traced.
 
     Attributes:
         name: name of the layer in the model.
@@ -42,7 +42,7 @@ class TracedLayer(Protocol):
 
 
 class _Claim(NamedTuple):
-    """What a follower says that the deltas of the layer before are."""
+    """Deltas of the layer before, as its follower computes them."""
 
     backward_pass: int
     deltas: Tensor
@@ -52,7 +52,7 @@ class _Claim(NamedTuple):
 
 
 class _Call:
-    """One call of a layer; records in the layer's stead."""
+    """One call of a traced layer, which records the factors together with a trace."""
 
     def __init__(self, layer: TracedLayer, source: _Call | None, function: Elementwise) -> None:
         self.layer = layer
@@ -62,7 +62,7 @@ class _Call:
         self._running: tuple[int, Tensor] | None = None
 
     def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
-        """Takes the call's factors, and finds out what the claims on its output are worth."""
+        """Record the call's factors, and compare its deltas with those that its followers claim."""
         key, now = next(_numbers), torch._C._current_graph_task_id()
         claims = [claim for claim in self._claims if claim.backward_pass == now]
         self._claims.clear()
@@ -78,7 +78,7 @@ class _Call:
         self.layer.record(activations, deltas, form, trace)
 
     def hand_over(self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
-        """Tells the call that made this one's input what its deltas are; called when backward has passed."""
+        """Pass the claimed deltas to the call that made this one's input; called after this call's backward."""
         running, self._running = self._running, None
         gradient = grad_inputs[0]
         if self._source is None or running is None or gradient is None or gradient.shape[-1:] != running[1].shape[1:]:
@@ -91,7 +91,7 @@ class _Call:
 
 
 def _same(claim: _Claim, deltas: Tensor) -> bool:
-    """Says whether deltas are the claimed ones, to the last digits."""
+    """Return whether deltas equal the claimed ones, up to rounding."""
     if claim.deltas.shape != deltas.shape:
         return False
     expected = claim.deltas.to(deltas)
@@ -104,7 +104,7 @@ def _same(claim: _Claim, deltas: Tensor) -> bool:
 
 
 class _Naming:
-    """Marks a module's outputs as its own; a hook that does nothing in a copied or pickled model."""
+    """Forward hook that marks a module's outputs as its own; in a copied or pickled model it does nothing."""
 
     def __init__(self, name: str = "") -> None:
         self._name = name
@@ -120,15 +120,15 @@ class _Naming:
 
 
 class ChainTracer:
-    """Follows layers' outputs through a model.
+    """Tracer of layers' outputs through a model.
 
-    Until `stop_naming` it also finds words for what breaks chains.
+    Until `stop_naming` it also finds the reasons for which chains break.
 
     Args:
-        model: the model.
+        model: model whose layers are traced.
 
     Attributes:
-        chain_breaks: by name of a layer, what comes behind it first that chains do not go through.
+        chain_breaks: by name of a layer, the first chain break behind it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -136,18 +136,18 @@ class ChainTracer:
         self._naming = [module.register_forward_hook(_Naming(name)) for name, module in model.named_modules() if name]
 
     def stop_naming(self) -> None:
-        """Names nothing more."""
+        """Remove the hooks that name modules."""
         for hook in self._naming:
             hook.remove()
         self._naming = []
 
     def call(self, layer: TracedLayer, inputs: Tensor, forward: Callable[[Recorder], Tensor]) -> Tensor:
-        """Calls a layer.
+        """Call a layer and trace the call.
 
         Args:
-            layer: the layer.
+            layer: layer to call.
             inputs: its input.
-            forward: computes its output from it, and gives the factors to a recorder in backward.
+            forward: function that computes the output, and passes the factors to a recorder in backward.
         """
         source, function, broken = _source(inputs)
         if broken and self._naming:
@@ -161,7 +161,7 @@ class ChainTracer:
         return output
 
     def _attribute(self, node: Any, before: str) -> None:
-        """Finds the layers behind a chain break, and for each what breaks first on the way from it."""
+        """Find the layers behind a chain break, and record for each the first break on the path from it."""
         todo, seen = [(node, IDENTITY, "")], {id(node): node}
         while todo and len(seen) < _MOST_NODES:
             node, passed, chain_break = todo.pop()
@@ -186,7 +186,7 @@ class ChainTracer:
 
 
 def _source(inputs: Tensor) -> tuple[_Call | None, Elementwise, bool]:
-    """Finds the call that an input comes from, the function between, and whether something else comes between."""
+    """Return the call that an input comes from, the function between, and whether the chain is broken between them."""
     node: Any = inputs.grad_fn
     passed = IDENTITY
     while node is not None:

@@ -1,4 +1,4 @@
-"""What breaks a chain of layers, in words."""
+"""Reasons for which an operation breaks a chain of layers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _REASONS: list[tuple[tuple[type[nn.Module], ...], str]] = [
 
 
 def why_broken(node: Any, made_by: tuple[str, nn.Module] | None, before: str) -> str:
-    """Says how an operation breaks a chain, as in ``3 (BatchNorm1d) mixes rows``.
+    """Return the reason for which an operation breaks a chain, such as ``3 (BatchNorm1d) mixes rows``.
 
     Args:
-        node: the operation's node in autograd's graph.
-        made_by: name and module of whose forward it was the last operation, if any.
-        before: the layer that it comes before.
+        node: node of the operation in autograd's graph.
+        made_by: name and module whose forward ends with the operation, if there is one.
+        before: layer that follows the operation.
     """
     if "Compiled" in node.name():
         return f"torch.compile's code before {before} cannot be looked into"

@@ -11,7 +11,7 @@ from .registry import LayerFamily, Recorder, register_family
 
 @register_family(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Conv(LayerFamily):
-    """The family of convolutions: any stride, padding, padding mode, dilation and groups."""
+    """Family of convolutions with any stride, padding, padding mode, dilation and groups."""
 
     methods = ("forward", "_conv_forward")
 

@@ -12,7 +12,7 @@ from .registry import LayerFamily, Recorder, register_family
 
 @register_family(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTranspose(LayerFamily):
-    """The family of transposed convolutions: any stride, padding, output padding, dilation and groups."""
+    """Family of transposed convolutions with any stride, padding, output padding, dilation and groups."""
 
     methods = ("forward", "_output_padding")
 

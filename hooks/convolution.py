@@ -28,7 +28,7 @@ _FORWARD_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_t
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a convolution does to positions; one entry a spatial dimension.
+    """Geometry of a convolution, with one entry per spatial dimension.
 
     Attributes:
         stride: stride.
@@ -47,7 +47,7 @@ class Geometry:
     groups: int
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolves inputs of shape (batch, channels, positions…)."""
+        """Convolve inputs of shape (batch, channels, positions…)."""
         dims = len(self.stride)
         if not self.transposed:
             return _FORWARD[dims](inputs, weight, bias, self.stride, self.padding, self.dilation, self.groups)
@@ -56,7 +56,7 @@ class Geometry:
         )
 
     def backward(self, deltas: Tensor, inputs: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Computes the gradients of input and weight that are wanted."""
+        """Compute the gradients of input and weight as far as `wanted` says."""
         gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
             deltas,
             inputs,
@@ -75,7 +75,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class ConvolutionForm(Form):
-    """The form of a convolution of inputs of one size.
+    """Form of a convolution, for inputs of one size.
 
     Attributes:
         geometry: the convolution's geometry.
@@ -122,7 +122,7 @@ class ConvolutionForm(Form):
         return self._by_group(seeing.flatten(2).transpose(1, 2), self._windows(seen, seeing.shape[2:]))
 
     def _windows(self, seen: Tensor, positions: torch.Size) -> Tensor:
-        """What the kernel sees at each position, of shape (batch, positions, channels, kernel)."""
+        """Return the inputs of the kernel at each position, of shape (batch, positions, channels, kernel)."""
         geometry, kernel = self.geometry, self.weight_shape[2:]
         windows = F.pad(seen, [pad for each in reversed(geometry.padding) for pad in (each, each)])
         for dim, size in enumerate(kernel):
@@ -134,7 +134,7 @@ class ConvolutionForm(Form):
         return windows.reshape(seen.shape[0], math.prod(positions), seen.shape[1], math.prod(kernel))
 
     def _by_group(self, outer: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives each group rows of its own, with zeros in the columns of the others' deltas."""
+        """Build separate rows for each group, with zeros in the columns of the other groups' deltas."""
         groups = self.geometry.groups
         windows = windows.reshape(-1, groups, windows.shape[2] // groups * windows.shape[3]).transpose(0, 1)
         outer = outer.reshape(-1, groups, outer.shape[2] // groups)
@@ -148,7 +148,7 @@ class ConvolutionForm(Form):
 
 @contextmanager
 def _reproducible() -> Iterator[None]:
-    """Keeps cuDNN from algorithms whose results differ from run to run: every site has to get the same bits."""
+    """Restrict cuDNN to deterministic algorithms, since every site needs bitwise equal results."""
     cudnn = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
     cudnn.deterministic, cudnn.benchmark = True, False
@@ -159,7 +159,7 @@ def _reproducible() -> Iterator[None]:
 
 
 class ConvolutionWithFactors(torch.autograd.Function):
-    """A convolution whose backward hands over the factors, and forms the weight gradient only if asked."""
+    """Convolution whose backward records the factors, and forms the weight gradient only on request."""
 
     @staticmethod
     def forward(
@@ -209,7 +209,7 @@ def convolve(
     record: Recorder,
     weight_gradients: bool,
 ) -> Tensor:
-    """Convolves inputs with or without a batch dimension, and records factors in backward."""
+    """Convolve inputs with or without a batch dimension, and record factors in backward."""
     batched = inputs.dim() == len(geometry.stride) + 2
     inputs = inputs if batched else inputs[None]
     outputs = _convolution(inputs, weight, bias, geometry, record, weight_gradients)

@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of functions that have to run as they are."""
+"""Exclusion of functions from torch.compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def eager(function: _Function) -> _Function:
-    """Decorate a function that torch.compile shall not trace: the graph breaks, and the function runs as it is.
+    """Decorate a function so that torch.compile does not trace it: the graph breaks, and the function runs eagerly.
 
     `torch.compiler.disable` does so, too, but imports the compiler, which takes seconds. These are the marks by which
     it is done.

@@ -1,4 +1,4 @@
-"""Elementwise functions whose derivative their output tells: a chain of layers may go through them.
+"""Elementwise functions whose derivative is a function of their output; a chain of layers may contain them.
 
 For ``y = phi(z)`` of these, autograd's own backward kernel gives ``gradient * phi'(z)`` from y, so that what a site
 recomputes for others has the bits that autograd had there.
@@ -35,7 +35,7 @@ _SAME_ROWS = {
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A function between two layers; the identity by default. Two are equal if they compute the same.
+    """Function between two layers; by default the identity. Two of them are equal if they compute the same function.
 
     Attributes:
         kind: name of the function's node in autograd's graph.
@@ -46,7 +46,7 @@ class Elementwise:
     constants: tuple[float, ...] = ()
 
     def backward(self, gradient: Tensor, output: Tensor) -> Tensor:
-        """Computes ``gradient * phi'(z)``.
+        """Compute ``gradient * phi'(z)``.
 
         Args:
             gradient: the loss's gradient at the output.
@@ -56,12 +56,12 @@ class Elementwise:
 
     @property
     def rounds(self) -> bool:
-        """Whether `backward` rounds in another way than autograd does, which may have used z."""
+        """Whether the rounding of `backward` may differ from that of autograd, which may have used z."""
         return bool(self.kind) and _KINDS[self.kind].rounds
 
     @staticmethod
     def of(node: Any) -> Elementwise | None:
-        """Finds the function that a node of autograd's graph stands for, or None for all that are not known."""
+        """Return the function of a node of autograd's graph; None for unknown functions."""
         name = node.name()
         if name in _SAME_ROWS:
             return IDENTITY
@@ -82,14 +82,14 @@ def register_elementwise(
     fits: Callable[..., bool] = lambda *constants: True,
     rounds: bool = False,
 ) -> None:
-    """Registers a function.
+    """Register an elementwise function.
 
     Args:
-        nodes: the names of its nodes in autograd's graph, such as ``"ReluBackward0"``.
-        backward: called with the gradient at the output, the output, and the constants; returns that at the input.
-        constants: the constants, by the names under which the node saves them (``_saved_…``).
-        fits: says whether, with these constants, the output tells the derivative.
-        rounds: whether `backward` rounds in another way than autograd does.
+        nodes: names of its nodes in autograd's graph, such as ``"ReluBackward0"``.
+        backward: function from the gradient at the output, the output, and the constants to the gradient at the input.
+        constants: names of the constants, as the node saves them (``_saved_…``).
+        fits: function that returns whether, for given constants, the derivative is a function of the output.
+        rounds: whether the rounding of `backward` may differ from that of autograd.
     """
     for node in nodes:
         _KINDS.register(node)(_Kind(backward, tuple(constants), fits, rounds))

@@ -16,7 +16,7 @@ from .table import TableForm, factors_of_lookups, form_of, why_dense
 
 
 class _EmbeddingWithFactors(torch.autograd.Function):
-    """`F.embedding` whose backward hands over the factors, and forms the table's gradient only if asked."""
+    """`F.embedding` whose backward records the factors, and forms the table's gradient only on request."""
 
     @staticmethod
     def forward(
@@ -51,7 +51,7 @@ _embedding: Callable[..., Tensor] = _EmbeddingWithFactors.apply
 
 @register_family(nn.Embedding)
 class Embedding(LayerFamily):
-    """The family of embeddings, sparse or not."""
+    """Family of embeddings, sparse or dense."""
 
     bias = ""
 

@@ -16,7 +16,7 @@ from .table import factors_of_lookups, form_of, why_dense
 
 
 class _BagsWithFactors(torch.autograd.Function):
-    """`F.embedding_bag` whose backward hands over the factors, and forms the table's gradient only if asked.
+    """`F.embedding_bag` whose backward records the factors, and forms the table's gradient only on request.
 
     A lookup's delta is that of its bag, times the lookup's weight: the given one, or one over the number of the bag's
     lookups in a mean.
@@ -78,7 +78,7 @@ _embedding_bag: Callable[..., Tensor] = _BagsWithFactors.apply
 
 @register_family(nn.EmbeddingBag)
 class EmbeddingBag(LayerFamily):
-    """The family of bags of embeddings, summed or averaged, with weights of their lookups or without."""
+    """Family of bags of embeddings, summed or averaged, with or without per-sample weights."""
 
     bias = ""
 

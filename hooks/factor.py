@@ -1,4 +1,4 @@
-"""A factor pair: what the gradient of a weight is made of before it is formed."""
+"""Factor pair: activations and deltas, whose product is the gradient of a weight."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from .trace import Trace
 
 @dataclass(frozen=True)
 class Factor:
-    """The two factors of a weight gradient: of `nn.Linear`, ``grad W = deltas.T @ activations``.
+    """The two factors of a weight gradient; for `nn.Linear`, ``grad W = deltas.T @ activations``.
 
-    Other layers have other forms. A convolution's rows are whole samples, input and output deltas as they are, which
-    take less room than the matrices that they stand for; `matrix` gives those. An embedding's activations are the
-    numbers of the rows that were looked up.
+    Other layers have other forms. A convolution's rows are whole samples of input and output deltas, which are smaller
+    than the matrices whose product is the gradient; `matrix` returns those. An embedding's activations are the numbers
+    of the rows that were looked up.
 
     Attributes:
         activations: input of the layer, ``A`` of shape (rows, in). Leading dimensions are flattened into rows.
         deltas: gradient of the loss at the layer's output, ``D`` of shape (rows, out).
-        form: how the two make the gradient.
-        bias: the bias's gradient, where the deltas do not tell it.
-        trace: what became of the layer's output, where that is traced.
+        form: function from the two to the gradient.
+        bias: gradient of the bias, if it does not follow from the deltas.
+        trace: trace of the layer's output, if chains are traced.
         exchanged: whether the two have exchanged their roles, since the weight has the shape (in, out).
+
+    Example:
+        >>> factor = Factor(activations=torch.randn(16, 784), deltas=torch.randn(16, 10))
+        >>> factor.gradient().shape, factor.bias_gradient().shape
+        (torch.Size([10, 784]), torch.Size([10]))
     """
 
     activations: Tensor
@@ -39,7 +44,7 @@ class Factor:
 
     @property
     def inputs(self) -> Tensor:
-        """The rows that come from the layer's input."""
+        """Rows that come from the layer's input."""
         return self.deltas if self.exchanged else self.activations
 
     @property
@@ -49,19 +54,19 @@ class Factor:
 
     @property
     def numel(self) -> int:
-        """Number of numbers in both factors."""
+        """Number of elements of both factors."""
         return self.activations.numel() + self.deltas.numel()
 
     def gradient(self) -> Tensor:
-        """Forms the weight gradient, in the weight's shape."""
+        """Form the weight gradient, in the weight's shape."""
         return self.form.gradient(self.deltas, self.activations)
 
     def bias_gradient(self) -> Tensor:
-        """Forms the bias gradient, of shape (out,)."""
+        """Form the bias gradient, of shape (out,)."""
         return self.form.bias_gradient(self.deltas) if self.bias is None else self.bias
 
     def matrix(self, shape: Sequence[int]) -> Factor:
-        """Writes the same gradient as a product of matrices, ``deltas.T @ activations``.
+        """Return factors of the same gradient that are matrices, ``grad = deltas.T @ activations``.
 
         A convolution's rows are unfolded: a row a position (and group), with all the inputs that the kernel sees
         there. Where that is more rows than the smaller side of the gradient has, the gradient itself is formed, and is
@@ -86,7 +91,7 @@ class Factor:
 
     @staticmethod
     def formed(gradient: Tensor) -> Factor:
-        """Writes a gradient that has been formed as a product: of itself as a matrix, and of an identity."""
+        """Return factors of a gradient that has been formed: the gradient as a matrix, and an identity matrix."""
         flat = gradient.reshape(gradient.shape[0], -1)
         out, width = flat.shape
         identity = torch.eye(min(out, width), dtype=gradient.dtype, device=gradient.device)
@@ -94,7 +99,7 @@ class Factor:
         return Factor(*pair, Flattened(tuple(gradient.shape)))
 
     def to(self, dtype: torch.dtype) -> Factor:
-        """Convert what is in floating point; return the factor itself where that is nothing."""
+        """Convert the floating-point tensors to a dtype; return the factor itself if none changes."""
         if self._has(dtype):
             return self
         activations = self.activations.to(dtype) if self.activations.is_floating_point() else self.activations
@@ -109,7 +114,7 @@ class Factor:
 
     @staticmethod
     def stack(factors: Sequence[Factor]) -> Factor:
-        """Stacks the rows of several factors of one form: their gradients add up.
+        """Stack the rows of several factors of one form, whose gradients add up.
 
         Args:
             factors: at least one factor, all of the same form and widths.

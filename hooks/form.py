@@ -1,4 +1,4 @@
-"""How two blocks of rows make a weight's gradient: a form for each kind of layer."""
+"""Forms: for each kind of layer, the function from two blocks of rows to the gradient of a weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Form:
-    """The form of fully connected layers, ``grad W = D^T A``; others derive from it.
+    """Form of fully connected layers, ``grad W = D^T A``; the other forms derive from it.
 
     In every form the gradient is linear in the deltas and adds up over rows, so that rows of several calls, batches
     and sites may be stacked. Forms are values: two layers' rows may be stacked if their forms are equal.
@@ -28,37 +28,37 @@ class Form:
     transposed: ClassVar[bool] = False
 
     def widths(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Widths of a row of deltas and of one of activations, for a weight that as a matrix has this shape."""
+        """Return the widths of a row of deltas and of a row of activations, for the shape of the weight as a matrix."""
         return shape
 
     @property
     def may_be_dense(self) -> bool:
-        """Whether the gradient is all-reduced where that is fewer bytes than the rows are."""
+        """Whether the gradient is all-reduced if it has fewer bytes than the rows."""
         return False
 
     @property
     def positions(self) -> int:
-        """Rows of the matrices that `unfold` makes of one row."""
+        """Number of rows of the matrices that `unfold` returns for one row."""
         return 1
 
     def gradient(self, deltas: Tensor, activations: Tensor) -> Tensor:
-        """Forms the weight's gradient, in the weight's shape."""
+        """Form the weight's gradient, in the weight's shape."""
         return deltas.T @ activations
 
     def add_to(self, gradient: Tensor, deltas: Tensor, activations: Tensor) -> Tensor:
-        """Adds the gradient of further rows to one that has been formed, which may be changed; returns the sum."""
+        """Add the gradient of further rows to a formed gradient, in place if possible; return the sum."""
         return gradient.addmm_(deltas.T, activations)
 
     def bias_gradient(self, deltas: Tensor) -> Tensor:
-        """Forms the bias's gradient ``D^T 1``, of shape (out,)."""
+        """Form the bias's gradient ``D^T 1``, of shape (out,)."""
         return deltas.sum(0)
 
     def unfold(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """Turns rows into matrices D and A with ``D^T A`` the gradient as a matrix of height ``weight.shape[0]``."""
+        """Return matrices D and A such that ``D^T A`` is the gradient as a matrix of height ``weight.shape[0]``."""
         return deltas, activations
 
     def merge(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """Makes fewer rows of them where that loses nothing."""
+        """Return fewer rows with the same gradient, if there are such rows."""
         return deltas, activations
 
 
@@ -67,7 +67,7 @@ LINEAR = Form()
 
 @dataclass(frozen=True)
 class Flattened(Form):
-    """The form of matrices that stand for the gradient of a weight with any number of dimensions.
+    """Form of matrices whose product is the gradient of a weight with any number of dimensions.
 
     Attributes:
         shape: shape of the weight.

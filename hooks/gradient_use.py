@@ -1,4 +1,4 @@
-"""What the running backward pass wants of a layer's parameters: factors, gradients, or nothing."""
+"""Gradients that the running backward pass needs of a layer's parameters: factors, gradients, or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Due(Enum):
 
 
 class GradientUse(NamedTuple):
-    """What a captured layer does in a backward pass.
+    """Work of a captured layer in a backward pass.
 
     Attributes:
         record: whether to record its factors.
@@ -30,15 +30,15 @@ class GradientUse(NamedTuple):
 
 
 def gradient_use(node: Any, weight_gradients: bool, weight: int = 1, bias: int | None = 2) -> GradientUse:
-    """Find out what the running backward pass wants of a captured layer.
+    """Return the gradients that the running backward pass needs of a captured layer.
 
-    Factors stand for what autograd would add to ``.grad`` of weight and bias. Autograd computes the gradient itself
-    where `torch.autograd.grad` returns it, where it is to be differentiated again (``create_graph=True``), and where
-    ``backward(inputs=...)`` asks for only one of weight and bias.
+    Factors replace the gradients that autograd would add to ``.grad`` of weight and bias. Autograd computes gradients
+    itself if `torch.autograd.grad` returns them, if they are to be differentiated again (``create_graph=True``), or if
+    ``backward(inputs=...)`` contains only one of weight and bias.
 
     Args:
-        node: the ``ctx`` of the layer's `torch.autograd.Function`, in backward.
-        weight_gradients: whether gradients are computed beside the factors.
+        node: ``ctx`` of the layer's `torch.autograd.Function` in backward.
+        weight_gradients: whether gradients are computed in addition to the factors.
         weight: index of the weight among the function's inputs.
         bias: index of the bias, or None.
     """

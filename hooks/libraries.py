@@ -15,7 +15,7 @@ from .registry import LayerFamily, Recorder, register_family
 
 
 class LibraryLinear(LayerFamily):
-    """A family of linear layers that are recognised by name.
+    """Family of linear layers that are recognised by the name of their class.
 
     Attributes:
         in_dimension: dimension of the weight that has the width of the input.
@@ -49,7 +49,7 @@ class LibraryLinear(LayerFamily):
 
 
 def _no_factors(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
-    """Take no factors; the comparison runs no backward pass."""
+    """Ignore factors; the comparison runs no backward pass."""
 
 
 @register_family(
@@ -60,7 +60,7 @@ def _no_factors(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> Non
     "transformers.models.falcon.modeling_falcon.FalconLinear",
 )
 class NamedLinear(LibraryLinear, Linear):
-    """Fully connected layers with a forward of their own that computes what `nn.Linear` does."""
+    """Family of fully connected layers whose forward is not that of `nn.Linear`, but computes the same."""
 
     def forward(
         self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Tensor, **kwargs: Tensor

@@ -15,7 +15,7 @@ from .registry import LayerFamily, Recorder, register_family
 
 
 class _LinearWithFactors(torch.autograd.Function):
-    """`F.linear` whose backward hands over the factors, and forms the weight gradient only if asked."""
+    """`F.linear` whose backward records the factors, and forms the weight gradient only on request."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ _linear: Callable[..., Tensor] = _LinearWithFactors.apply
 
 @register_family(nn.Linear)
 class Linear(LayerFamily):
-    """The family of fully connected layers; inputs may have any number of leading dimensions."""
+    """Family of fully connected layers; inputs may have any number of leading dimensions."""
 
     def known_form(self, module: nn.Module) -> Form:
         return LINEAR

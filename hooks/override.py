@@ -1,4 +1,4 @@
-"""Replaces the forward of one module instance, so that copies and pickles of the model are free of it."""
+"""Replacement of the forward of a module instance; copies and pickles of the model do not contain it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class ForwardOverride:
-    """A forward set on a module instance; hooks on the module go on working.
+    """Forward that is set on a module instance; hooks on the module keep working.
 
     Args:
-        module: the module; its own forward is back after `restore`.
+        module: module whose forward is replaced until `restore`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -24,12 +24,12 @@ class ForwardOverride:
         raise NotImplementedError
 
     def plain(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Calls the module's own forward."""
+        """Call the module's own forward."""
         outputs: Tensor = type(self.module).forward(self.module, *args, **kwargs)
         return outputs
 
     def restore(self) -> None:
-        """Gives the module its own forward back; does nothing the second time."""
+        """Restore the module's own forward; a second call does nothing."""
         if vars(self.module).get("forward") is self:
             del self.module.forward
 
@@ -41,7 +41,7 @@ class ForwardOverride:
 
 
 def overridden(module: nn.Module) -> bool:
-    """Return whether a module's forward is overridden at present.
+    """Return whether a module's forward is overridden.
 
     Args:
         module: the module.

@@ -1,4 +1,4 @@
-"""Hooks of ours on parameters, to be told from those of users."""
+"""Hooks of this package on parameters, which can be distinguished from those of users."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class OwnHook(partial[None]):
-    """A hook of this package on a tensor, as opposed to one of the user's.
+    """Hook of this package on a tensor, as opposed to a hook of the user.
 
     Args:
         function: the function to call.
@@ -18,7 +18,7 @@ class OwnHook(partial[None]):
 
 
 def has_user_hooks(parameter: Tensor) -> bool:
-    """Return whether a parameter has hooks on its gradient that are not ours."""
+    """Return whether a parameter has hooks on its gradient that are not of this package."""
     hooks: Any = parameter._backward_hooks
     if hooks and not _OWN.issuperset(map(type, hooks.values())):
         return True

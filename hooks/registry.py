@@ -1,4 +1,4 @@
-"""Which layers have a factor form: one family a file, found by the exact forward that it stands in for."""
+"""Registry of layer families: the layers whose gradients have factors, found by the forward that a family replaces."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from .form import LINEAR, Form
 
 
 class Recorder(Protocol):
-    """Takes a layer's factors when backward has reached it."""
+    """Function that receives a layer's factors in backward."""
 
     def __call__(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
-        """Takes activations (rows x in) and deltas (rows x out), which make the gradient in the given form."""
+        """Receive activations (rows x in) and deltas (rows x out), which form the gradient in the given form."""
 
 
 class LayerFamily(ABC):
-    """What a family of layers offers; see `hooks/linear.py` for the smallest one.
+    """Interface of a family of layers; see `hooks/linear.py` for the smallest one.
 
     Attributes:
         weight: name of the parameter that has factors.
         bias: name of the parameter whose gradient is the sum of the deltas; a layer may have none.
-        methods: the methods of the layer that `forward` stands in for: a subclass that overrides one is left alone.
+        methods: names of the layer's methods that `forward` replaces; a subclass that overrides one is not captured.
+
+    Example:
+        >>> @register_family(MyLinear)  # a layer that computes F.linear(input, self.weight, self.bias)
+        ... class MyLinearFamily(dadplug.hooks.linear.Linear):
+        ...     pass
     """
 
     weight = "weight"
@@ -35,22 +40,25 @@ class LayerFamily(ABC):
 
     @abstractmethod
     def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Any, **kwargs: Any) -> Tensor:
-        """Computes what ``module(*args, **kwargs)`` would, and calls `record` in backward.
+        """Compute the output of ``module(*args, **kwargs)``, and call `record` in backward.
 
         Args:
-            module: the layer.
-            record: where the factors go.
+            module: layer to compute.
+            record: function that receives the factors in backward.
             weight_gradients: whether backward also computes the gradients of weight and bias.
-            args: the arguments of the layer's forward.
-            kwargs: those by keyword.
+            args: positional arguments of the layer's forward.
+            kwargs: keyword arguments of the layer's forward.
+
+        Returns:
+            The layer's output.
         """
 
     def known_form(self, module: nn.Module) -> Form | None:
-        """Tells the form of the layer's factors, or None if that depends on its inputs."""
+        """Return the form of the layer's factors, or None if it depends on the inputs."""
         return None
 
     def refuses(self, module: nn.Module) -> str:
-        """Says why a layer of a fitting type has no factors after all; an empty string if it has."""
+        """Return the reason why a layer of this type has no factors; an empty string if it has factors."""
         return ""
 
 
@@ -114,7 +122,7 @@ def _fitting(module: nn.Module) -> LayerFamily | None:
 
 
 def _is_plain(weight: object) -> bool:
-    """Return whether a weight is a parameter of real numbers that has a shape."""
+    """Return whether a weight is an initialised parameter of real numbers."""
     return isinstance(weight, nn.Parameter) and not is_lazy(weight) and weight.is_floating_point()
 
 
@@ -150,6 +158,6 @@ def capturable_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Says whether calling the module runs its class's forward, and not one set on the instance."""
+    """Return whether a call of the module runs the forward of its class, not one set on the instance."""
     forward = vars(module).get("forward")
     return forward is None or getattr(forward, "__func__", None) is type(module).forward

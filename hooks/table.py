@@ -1,4 +1,4 @@
-"""Factors of embeddings: the rows that were looked up, each once, and the sums of their deltas.
+"""Factors of embeddings: the distinct rows that were looked up, and the sums of their deltas.
 
 ``grad W[i] = sum of the deltas of all lookups of row i``, and zero for all other rows.
 """
@@ -17,7 +17,7 @@ from .form import Form
 
 @dataclass(frozen=True, kw_only=True)
 class TableForm(Form):
-    """The form of a table's gradient: activations are row numbers, shape (rows, 1), deltas (rows, width).
+    """Form of a table's gradient: activations are row numbers, of shape (rows, 1), deltas have shape (rows, width).
 
     Attributes:
         width: width of the table's rows.
@@ -60,18 +60,18 @@ class TableForm(Form):
 
 
 def _sum_by_number(numbers: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds up deltas of equal row numbers; returns the numbers in rising order, and the sums."""
+    """Add up the deltas of equal row numbers; return the numbers in ascending order, and the sums."""
     unique, places = torch.unique(numbers, return_inverse=True)
     return unique, deltas.new_zeros(len(unique), deltas.shape[1]).index_add_(0, places, deltas)
 
 
 def form_of(module: nn.Embedding | nn.EmbeddingBag) -> TableForm:
-    """Tells the form of a table's factors."""
+    """Return the form of a table's factors."""
     return TableForm(width=module.embedding_dim, table_rows=module.num_embeddings, sparse=module.sparse)
 
 
 def why_dense(module: nn.Embedding | nn.EmbeddingBag) -> str:
-    """Says why a table's gradient is not the sum over its lookups; an empty string if it is."""
+    """Return the reason why a table's gradient is not the sum over its lookups; an empty string if it is."""
     if module.scale_grad_by_freq:
         return "scale_grad_by_freq counts the lookups of one site's batch"
     if module.max_norm is not None:
@@ -80,16 +80,16 @@ def why_dense(module: nn.Embedding | nn.EmbeddingBag) -> str:
 
 
 def factors_of_lookups(form: TableForm, numbers: Tensor, deltas: Tensor, padding_idx: int | None) -> tuple[Any, ...]:
-    """Makes factors of lookups.
+    """Build the factors of lookups.
 
     Args:
-        form: the form.
-        numbers: row numbers of any shape.
-        deltas: the deltas of each, shape (…, width).
-        padding_idx: the row that gets no gradient.
+        form: form of the table.
+        numbers: row numbers, of any shape.
+        deltas: deltas of each lookup, of shape (…, width).
+        padding_idx: row without a gradient, or None.
 
     Returns:
-        Activations, deltas and form, as a recorder takes them.
+        Activations, deltas and form, the arguments of a recorder.
     """
     numbers, deltas = numbers.reshape(-1), deltas.reshape(-1, form.width)
     if padding_idx is not None:

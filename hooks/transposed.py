@@ -20,7 +20,7 @@ from .registry import Recorder, register_family
 
 @dataclass(frozen=True)
 class TransposedForm(Form):
-    """The form of linear layers whose weight has the shape (in, out)."""
+    """Form of linear layers whose weight has the shape (in, out)."""
 
     transposed: ClassVar[bool] = True
 
@@ -41,7 +41,7 @@ TRANSPOSED = TransposedForm()
 
 
 class _TransposedLinearWithFactors(torch.autograd.Function):
-    """``A W + b`` whose backward hands over the factors, and forms the weight gradient only if asked."""
+    """``A W + b`` whose backward records the factors, and forms the weight gradient only on request."""
 
     @staticmethod
     def forward(
@@ -76,7 +76,7 @@ _transposed_linear: Callable[..., Tensor] = _TransposedLinearWithFactors.apply
 
 @register_family("transformers.pytorch_utils.Conv1D")
 class TransposedLinear(LibraryLinear):
-    """The family of linear layers with a weight of shape (in, out)."""
+    """Family of linear layers with a weight of shape (in, out)."""
 
     in_dimension = 0
 

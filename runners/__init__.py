@@ -1,4 +1,4 @@
-"""Runners and strategies: what plugs dadplug into a trainer, which is imported when its runner is first asked for."""
+"""Runners and strategies, which plug dadplug into a trainer; the trainer is imported on first access to its runner."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def __getattr__(name: str) -> Any:
 def _strategy(name: str) -> Any:
     """Return the strategy for the package of Lightning in use, or a factory that chooses the package when called.
 
-    The package cannot be told yet if both are installed and the program has imported neither, or if it has imported
-    both: then the factory raises an error.
+    The package is not known yet if both are installed and the program has imported neither. If it has imported both,
+    the factory raises an error.
     """
     if len(packages_in_use()) == 1:
         return getattr(needs_lightning(name, __name__), name)

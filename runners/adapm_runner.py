@@ -84,14 +84,14 @@ class AdaPMRunner(DistributedRunner):
         return self.managed.reduction
 
     def train(self, **settings: Any) -> None:
-        """Trains as `DistributedRunner.train` does; all sites call it with the same settings."""
+        """Train as `DistributedRunner.train` does; all sites call it with the same settings."""
         try:
             super().train(**settings)
         finally:
             self._give_back(interrupted=True)  # what has ended well has done so before
 
     def on_experiment_end(self, runner: Any) -> None:
-        """Gives the model its whole weights back."""
+        """Restore the model's whole weights."""
         self._give_back(interrupted=False)
         super().on_experiment_end(runner)
 
@@ -103,7 +103,7 @@ class AdaPMRunner(DistributedRunner):
     # The loop
 
     def on_loader_start(self, runner: Any) -> None:
-        """Brings all sites to the same tables before they evaluate."""
+        """Synchronise the tables of all sites before an evaluation."""
         super().on_loader_start(runner)
         if self.managed is not None and not self.is_train_loader:
             self.managed.manager.wait_sync(everywhere=True)
@@ -116,13 +116,13 @@ class AdaPMRunner(DistributedRunner):
             super()._train_batch()
 
     def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
-        """Clip the agreed gradients, those of the rows of all sites included."""
+        """Clip the agreed gradients, including those of all sites' rows."""
         return super().clip_gradients(function) if self.managed is None else clip(self.managed, function)
 
     # Checkpoints
 
     def checkpoint_parts(self, *, saving: bool) -> dict[str, Any]:
-        """Returns what a checkpoint's states come from or go to: whole tables, with their optimizer's state."""
+        """Return the objects whose states a checkpoint holds, with whole tables and the state of their optimizer."""
         parts = super().checkpoint_parts(saving=saving)
         managed = self.managed
         if managed is None:
@@ -137,7 +137,7 @@ class AdaPMRunner(DistributedRunner):
         return self._with(parts, {name: _Part(state) for name, state in self._gathered[1].items()})
 
     def _with(self, parts: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """Puts the managed model's parts into the places of the plain ones."""
+        """Replace the parts of the plain model by those of the managed model."""
         if isinstance(self.optimizer, dict) and "optimizer" in own:
             given = self.optimizer.items()
             rows = own["optimizer"]
@@ -149,13 +149,13 @@ class AdaPMRunner(DistributedRunner):
         self.managed.load_optimizer_state_dict(self._owner, state)
 
     def on_epoch_end(self, runner: Any) -> None:
-        """Lets go of what the epoch's checkpoints have gathered."""
+        """Drop the states that the epoch's checkpoints have gathered."""
         self._gathered = None
         super().on_epoch_end(runner)
 
 
 class _Lookahead(LookaheadLoader):
-    """A `LookaheadLoader` that calls a copy of the model as a runner does."""
+    """`LookaheadLoader` that calls a copy of the model as a runner does."""
 
     def __init__(self, loader: Any, model: AdaModel, management: Management, runner: AdaPMRunner) -> None:
         assert management.intent is not None
@@ -176,7 +176,7 @@ class _Lookahead(LookaheadLoader):
 
 
 class _Part:
-    """A part of a checkpoint whose state is elsewhere."""
+    """Part of a checkpoint that has its state from, or passes it to, another object."""
 
     def __init__(self, state: Any = None, load: Callable[[Any], Any] | None = None) -> None:
         self._state, self._load = state, load
@@ -190,5 +190,5 @@ class _Part:
 
 
 def _plain(optimizer: Any) -> Any:
-    """Takes off what Accelerate has put around an optimizer."""
+    """Return the optimizer that Accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -72,7 +72,7 @@ class AdaPMStrategyBase(DADStrategyBase):
     # Start and end
 
     def configure_ddp(self) -> None:
-        """Does nothing: what is managed is known when the optimizers are there."""
+        """Do nothing: `setup_optimizers` builds the reduction, since the managed weights depend on the optimizers."""
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -101,7 +101,7 @@ class AdaPMStrategyBase(DADStrategyBase):
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         managed, self.managed = self.managed, None
         if managed is not None:
-            give_back(managed, self._optimizer, self._interrupted)  # others may be gone after an error
+            give_back(managed, self._optimizer, self._interrupted)  # other sites may have exited after an error
         self._loader = None
         super().teardown()
 
@@ -147,7 +147,7 @@ class AdaPMStrategyBase(DADStrategyBase):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a checkpoint is read once the tables are there, into which its shards go."""
+        """Whether a checkpoint is read after the tables have been created, which read its shards."""
         return self._sharded
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class AdaPMStrategyBase(DADStrategyBase):
         save.commit()
 
     def _write_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """Write Lightning's file so that it is there whole or not at all."""
+        """Write Lightning's file atomically."""
         from ..adapm.shard_files import put_in_place
 
         if type(self.checkpoint_io).__name__ != "TorchCheckpointIO":  # it may write later, or no file
@@ -241,5 +241,5 @@ class AdaPMStrategyBase(DADStrategyBase):
 
 
 def shards_of(path: Any) -> str:
-    """Names the folder of shards that belongs to a file of Lightning's."""
+    """Return the folder of the shards that belong to a checkpoint file."""
     return f"{path}.shards"

@@ -142,7 +142,7 @@ class DADStrategyBase(_DDPStrategy):
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Builds the reduction, where DDP would wrap the model."""
+        """Build the reduction, where DDP would wrap the model."""
         if getattr(self.precision_plugin, "scaler", None) is not None:  # it looks for Inf itself
             self.options = dataclasses.replace(self.options, check_finite=False)
         if self._transport is not None:
@@ -162,7 +162,7 @@ class DADStrategyBase(_DDPStrategy):
             self._run.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other sites why this one stops, and close the connections to them, so that none waits for it."""
+        """Post the exit reason to the other sites and close the connections, so that no site waits for this one."""
         reason = describe(exception)
         if self._transport is not None:
             self._transport.sites.announce(reason)
@@ -183,7 +183,7 @@ class DADStrategyBase(_DDPStrategy):
         return UnevenLoader(dataloader, own, steps) if own < steps else dataloader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step; where it returns None, this site takes part in the step without data."""
+        """Run the module's training step; if it returns None, this site participates in the step without data."""
         with self._samples_of((args, kwargs)):
             output = super().training_step(*args, **kwargs)
         automatic = self.lightning_module.automatic_optimization
@@ -207,7 +207,7 @@ class DADStrategyBase(_DDPStrategy):
         return nullcontext() if samples is None else self.reduction.samples(samples)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs backward, and agrees on the gradients before any hook sees them."""
+        """Run backward, and synchronize the gradients before any hook reads them."""
         module = self.lightning_module
         if self._weightless:  # a batch that this site has had before, so that it takes part in the others' steps
             closure_loss = closure_loss * 0.0
@@ -222,7 +222,7 @@ class DADStrategyBase(_DDPStrategy):
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step an optimizer; one that looks at the loss gets the mean over sites, so that all decide alike."""
+        """Step an optimizer; one that uses the loss gets the mean over sites, so that all sites decide alike."""
         if self._transport is not None and isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
             closure = self._with_mean_loss(closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -241,7 +241,7 @@ class DADStrategyBase(_DDPStrategy):
         return agreed
 
     def block_backward_sync(self) -> AbstractContextManager[Any]:
-        """Holds gradients back while they accumulate."""
+        """Return a context in which gradients accumulate and are not sent."""
         return nullcontext() if self.reduction is None else self.reduction.no_sync()
 
     def on_validation_start(self) -> None:
@@ -259,7 +259,7 @@ class DADStrategyBase(_DDPStrategy):
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint, with what every site's compressor carries from step to step."""
+        """Write a checkpoint, with the compressor state of every site."""
         if self.reduction is not None:
             own = self.reduction.state_dict()
             checkpoint["dadplug"] = self.reduction.gather_objects(own) if self._in_fit else [own]
@@ -273,7 +273,7 @@ class DADStrategyBase(_DDPStrategy):
     # Between sites
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all sites; not after an error, since the others may be gone."""
+        """Wait for all sites; after an error return at once, since the other sites may have exited."""
         if self._interrupted:
             return
         if self._transport is not None:
@@ -319,7 +319,7 @@ class DADStrategyBase(_DDPStrategy):
 
     @contextmanager
     def _naming_sites(self) -> Iterator[None]:
-        """Turn errors of a connection into ones that name the site."""
+        """Convert connection errors in a context into errors that name the site."""
         try:
             yield
         except RuntimeError as error:
@@ -337,6 +337,6 @@ class DADStrategyBase(_DDPStrategy):
 
     @property
     def _in_fit(self) -> bool:
-        """Whether all sites are in the middle of a fit, so that they can speak with one another."""
+        """Whether all sites are inside a fit, so that they can communicate."""
         trainer = self._trainer
         return trainer is not None and trainer.state.fn == "fit" and not self._interrupted

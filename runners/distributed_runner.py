@@ -110,17 +110,27 @@ class DistributedRunner(SupervisedRunner):
         self._agreed_before = 0
         self._own_steps = 0
         self._accumulation = 1
-        # Callbacks are written as arguments of train(), and built before it runs.
+        # Until the end of train(): its callbacks are built as its arguments, before it runs.
         OLDER_NAMES.open()
         self._close_older_names = weakref.finalize(self, OLDER_NAMES.close)
 
     # What the user calls
 
     def train(self, *, loaders: Any, cpu: bool = False, fp16: bool = False, **settings: Any) -> None:
-        """Trains as `SupervisedRunner.train` does; all sites call it with the same settings.
+        """Train as `SupervisedRunner.train` does; all sites call it with the same settings.
 
-        Model, criterion and optimizer are those of the constructor where they are not given. ``resume`` is the path of
-        a checkpoint, of a whole training or of a model; ``engine`` chooses device and precision.
+        Args:
+            loaders: loaders by name, as in `SupervisedRunner`.
+            cpu: whether to use the CPU even if there is a GPU.
+            fp16: whether to train in half precision.
+            settings: all other arguments of `SupervisedRunner.train`. Model, criterion and optimizer default to those
+                of the constructor. ``resume`` is the path of a checkpoint on site 0, of a whole training or of a model;
+                ``engine`` determines device and precision.
+
+        Raises:
+            ValueError: if there is no model, or the engine is not a CPUEngine or GPUEngine.
+            SiteError: if a site exits or does not answer in time.
+            MismatchError: if models, options or loaders differ between sites.
         """
         connect(timeout=self.options.timeout)
         for name, value in self._given.items():
@@ -141,7 +151,7 @@ class DistributedRunner(SupervisedRunner):
     def predict_loader(
         self, *, loader: Any, engine: Any = None, cpu: bool = False, fp16: bool = False, **rest: Any
     ) -> Any:
-        """Predicts as `SupervisedRunner.predict_loader` does, at this site and for all of its loader."""
+        """Predict as `SupervisedRunner.predict_loader` does, on this site for the whole of its loader."""
         return super().predict_loader(
             loader=loader, engine=engine or self._site_engine(None, cpu, fp16, split_data=False), **rest
         )
@@ -170,16 +180,16 @@ class DistributedRunner(SupervisedRunner):
     # Setting up
 
     def get_callbacks(self) -> OrderedDict[str, Callback]:
-        """Returns the callbacks, with adapted ones in the places of the stock ones."""
+        """Return the callbacks, stock ones replaced by their fixed versions."""
         callbacks = super().get_callbacks()
         found = [get_original_callback(callback) for callback in callbacks.values()]
-        # Catalyst asks for a base class that torch's schedulers have not had since 2.0, and never steps them.
+        # Catalyst tests for a base class that torch's schedulers have not had since 2.0, and never steps them.
         if isinstance(self._scheduler, (LRScheduler, ReduceLROnPlateau)) and not any(
             isinstance(callback, ISchedulerCallback) for callback in found
         ):
             keys = {"loader_key": self._valid_loader, "metric_key": self._valid_metric}
             callbacks["_scheduler"] = SchedulerCallback(**(keys if None not in keys.values() else {}))
-        # Of the same order as schedulers, a checkpoint would hold the learning rate of the epoch before.
+        # Checkpoints have the order of schedulers: before them they would hold the last epoch's learning rate.
         last = [name for name, callback in callbacks.items() if isinstance(callback, ICheckpointCallback)]
         for name in last:
             callbacks.move_to_end(name)
@@ -225,7 +235,7 @@ class DistributedRunner(SupervisedRunner):
     # The loop
 
     def on_loader_start(self, runner: Any) -> None:
-        """Agrees on the number of steps, and tells samplers the epoch."""
+        """Compute the number of steps with the other sites, and set the samplers' epoch."""
         super().on_loader_start(runner)
         self._loader_samples = 0
         self._micro_step = 0
@@ -233,14 +243,14 @@ class DistributedRunner(SupervisedRunner):
         self._steps = begin_epoch(self.loader, self.loader_key, self.epoch_step, self.engine.transport)
 
     def on_batch_start(self, runner: Any) -> None:
-        """Counts the samples of this site."""
+        """Count the samples of this site."""
         super().on_batch_start(runner)
         self._loader_samples += self.batch_size
 
     def _run_loader(self) -> None:
-        """Runs a loader; in training all sites take as many steps as the one with the most batches.
+        """Run a loader; in training all sites take as many steps as the site with the most batches.
 
-        A site with fewer has no data in some steps, which are spread over the epoch.
+        A site with fewer batches participates without data in some steps, which are spread over the epoch.
         """
         if not self.is_train_loader or self.engine.reduction is None:
             super()._run_loader()
@@ -268,7 +278,7 @@ class DistributedRunner(SupervisedRunner):
         self.handle_batch(batch=self.batch)
 
     def _idle(self, stop: bool = False) -> None:
-        """Takes part in a step without data; only what follows backward and changes the model is called."""
+        """Participate in a step without data; only callbacks that follow backward and change the model are called."""
         if stop or self.update_due:
             self.reduction.idle(stop=stop)
         else:
@@ -280,7 +290,7 @@ class DistributedRunner(SupervisedRunner):
                 callback.on_batch_end(self)
 
     def take_part(self) -> None:
-        """Take part in the other sites' step where this site has skipped its batch, without a backward pass."""
+        """Participate in the other sites' step if this site has skipped its batch, without a backward pass."""
         if self.reduction.step == self._agreed_before:
             self.reduction.idle()
 
@@ -290,7 +300,7 @@ class DistributedRunner(SupervisedRunner):
 
     @property
     def update_due(self) -> bool:
-        """Whether the gradients of this batch complete an update: the end of an accumulation, or of the epoch."""
+        """Whether the gradients of this batch complete an update, at the end of an accumulation or of the epoch."""
         return (self._micro_step + 1) % self._accumulation == 0 or self._micro_step + 1 >= self._steps
 
     @property
@@ -302,44 +312,44 @@ class DistributedRunner(SupervisedRunner):
         return max(1, batches_before(after, own, steps) - batches_before(first, own, steps))
 
     def on_loader_end(self, runner: Any) -> None:
-        """Merges the metrics of all sites, and averages running statistics before anybody evaluates with them."""
-        told = self.engine.transport.gather_objects(
+        """Merge the metrics of all sites, and average running statistics before an evaluation uses them."""
+        by_site = self.engine.transport.gather_objects(
             ({name: float(value) for name, value in self.loader_metrics.items()}, self._loader_samples)
         )
-        self.loader_metrics.update(merge_metrics(told))
+        self.loader_metrics.update(merge_metrics(by_site))
         if self.is_train_loader and self.engine.reduction is not None and self.options.average_buffers:
             self.reduction.average_buffers()
         super().on_loader_end(runner)
 
     def on_epoch_end(self, runner: Any) -> None:
-        """Stops all sites if one is to stop."""
+        """Stop all sites if one of them asks for it."""
         super().on_epoch_end(runner)
         self.need_early_stop = any(self.engine.transport.gather_objects(self.need_early_stop))
 
     # Checkpoints
 
     def reduction_states(self) -> list[Any]:
-        """Gathers every site's compressor state, once an epoch; all sites must call it."""
+        """Gather the compressor state of every site, once an epoch; all sites must call it."""
         if self._states is None or self._states[0] != self.epoch_step:
             self._states = (self.epoch_step, self.engine.transport.gather_objects(self.reduction.state_dict()))
         return self._states[1]
 
     def checkpoint_parts(self, *, saving: bool) -> dict[str, Any]:
-        """Returns what a checkpoint's states come from, or go to, by Catalyst's names.
+        """Return the objects whose states a checkpoint holds, by Catalyst's names.
 
         Args:
-            saving: whether states are asked for; then all sites must call it.
+            saving: whether the objects' states are read (then all sites must call it) or loaded.
         """
         model = self.model if isinstance(self.model, dict) else self.engine.unwrap_model(self.model)
         rest = {"criterion": self.criterion, "optimizer": self.optimizer, "scheduler": self.scheduler}
         return {"model": model} | rest
 
     def load_shared(self, path: str | Path) -> dict[str, Any]:
-        """Loads a checkpoint that site 0 has, on all sites.
+        """Load a checkpoint of site 0 on all sites.
 
         Raises:
-            FileNotFoundError: on all sites, if site 0 does not have it.
-            ValueError: on all sites, if it is damaged.
+            FileNotFoundError: on all sites, if site 0 does not have the file.
+            ValueError: on all sites, if the file is damaged.
         """
         transport = self.engine.transport
         content = Path(path).read_bytes() if Path(path).is_file() else None

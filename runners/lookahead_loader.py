@@ -1,4 +1,4 @@
-"""The loader that trainers put around a train loader: intents, and a look at whether they were right."""
+"""Loader that trainers wrap around a train loader, to announce intents and to check them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..adapm.recorder import count_missing
 
 
 class LookaheadLoader(AdaDataLoader):
-    """An `AdaDataLoader` of a trainer's batches.
+    """`AdaDataLoader` of a trainer's batches.
 
-    Where automatic intent cannot see a batch's ids, it says so once, and rows are pulled when they are used.
+    If automatic intent cannot find a batch's ids, the loader warns once, and rows are pulled when they are used.
 
     Args:
-        loader: the train loader.
-        model: the managed model.
+        loader: train loader.
+        model: managed model.
         intent: as for `AdaDataLoader`.
         lookahead: as for `AdaDataLoader`.
-        owner: what the user has asked for it, for messages.
-        step: what looks up, for messages.
+        owner: name of the user's runner or strategy, for messages.
+        step: name of the function that looks up ids, for messages.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class LookaheadLoader(AdaDataLoader):
         self._owner, self._looks_up = owner, step
         self._held = 0
         self._number = 0
-        self._told: dict[int, Ids] = {}
+        self._announced: dict[int, Ids] = {}
         self._warned = False
 
     def _step(self, model: Any, batch: Any) -> None:
-        """Calls a copy of the model as the trainer calls the model."""
+        """Call a copy of the model as the trainer calls the model."""
         raise NotImplementedError
 
     def announce(self, batch: Any, clock: int, number: int) -> None:
@@ -59,12 +59,12 @@ class LookaheadLoader(AdaDataLoader):
             text = str(error).replace("Give AdaDataLoader intent=", f"Give {self._owner} intent=")
             self._warn(f"{text}. Until then rows are pulled when they are used, which is right, and slower")
             return
-        self._told[clock] = ids
+        self._announced[clock] = ids
         self.model.intent(ids, clock, clock + 1 + self._held)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Look whether what the training step inside looks up was announced; say so once where it was not."""
+        """Check in a context whether the lookups of a training step have been announced; warn once if not."""
         weights = self.model.managed.values()
         for weight in weights:
             weight.recorded = []
@@ -77,14 +77,14 @@ class LookaheadLoader(AdaDataLoader):
 
     def _compare(self) -> None:
         clock = self.model.manager.current_clock
-        now = [self._told[at] for at in range(clock - self._held, clock + 1) if at in self._told]
-        for old in [at for at in self._told if at < clock - self._held]:
-            del self._told[old]
+        now = [self._announced[at] for at in range(clock - self._held, clock + 1) if at in self._announced]
+        for old in [at for at in self._announced if at < clock - self._held]:
+            del self._announced[old]
         if self._warned or not now:
             return
         for name, weight in self.model.managed.items():
-            told = [ids[name].reshape(-1).long().cpu() for ids in now if name in ids]
-            announced = torch.cat(told) if told else torch.empty(0, dtype=torch.long)
+            parts = [ids[name].reshape(-1).long().cpu() for ids in now if name in ids]
+            announced = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
             for keys in weight.recorded or ():
                 if missed := count_missing(keys, announced):
                     whose = "the function intent" if callable(self._intent) else "automatic intent"

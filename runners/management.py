@@ -1,4 +1,4 @@
-"""What managed embeddings are in any trainer: options, a model and its tables, and intents that are looked at."""
+"""Managed embeddings in any trainer: options, and the life of the managed model during a training."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Management:
-    """The options of managed embeddings, the same in all trainers.
+    """Options of managed embeddings, the same in all trainers.
 
     Args:
-        intent: a function from a batch to ids by the names of weights; ``"auto"`` finds them; None for no lookahead.
-        lookahead: number of batches to be ahead.
+        intent: function from a batch to ids by the names of weights; ``"auto"`` finds them; None for no lookahead.
+        lookahead: number of batches that are announced in advance.
         reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows.
-        technique: what intents lead to.
-        interval: least time between two rounds of synchronisation, in seconds.
-        backend: what the tables are in.
+        technique: effect of intents, see `dadplug.adapm.ParameterManager`.
+        interval: minimum time between two rounds of synchronisation, in seconds.
+        backend: name of the engine that holds the tables.
 
     Raises:
         ValueError: if an option is out of range or unknown.
@@ -69,13 +69,13 @@ class Management:
         return cls(**own), {name: value for name, value in arguments.items() if name not in own}
 
     def manage(self, owner: str, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> AdaModel:
-        """Puts a model's embeddings into tables; all sites must call it.
+        """Move a model's embeddings into tables; all sites must call it.
 
         Args:
-            owner: what the user has asked for it, for messages.
-            model: the model.
-            optimizer: the optimizer of its embeddings.
-            options: those of `AdaModel` for all other parameters.
+            owner: name of the user's runner or strategy, for messages.
+            model: model with the embeddings.
+            optimizer: optimizer of the embeddings.
+            options: options of `AdaModel` for all other parameters.
         """
         from ..adapm import AdaModel, ParameterManager
 
@@ -116,7 +116,7 @@ def check_names(given: Iterable[str]) -> None:
 
 
 def embeddings_of(owner: str, model: nn.Module, optimizers: list[Any]) -> Any:
-    """Finds the optimizer that has a model's embeddings; the first where none has.
+    """Return the optimizer of a model's embeddings; the first optimizer if none has any.
 
     Raises:
         ValueError: if there is no optimizer, or several have embeddings.
@@ -132,12 +132,12 @@ def embeddings_of(owner: str, model: nn.Module, optimizers: list[Any]) -> Any:
 
 
 def give_back(managed: AdaModel, optimizer: Any, interrupted: bool) -> None:
-    """Makes a managed model a plain one again; all sites must call it, but after an error.
+    """Turn a managed model into a plain one again; all sites must call it, except after an error.
 
     Args:
-        managed: the managed model.
-        optimizer: the optimizer of its embeddings.
-        interrupted: whether others may be gone, and rows with them.
+        managed: managed model.
+        optimizer: optimizer of its embeddings.
+        interrupted: whether other sites may have exited, and their rows with them.
     """
     if interrupted:
         managed.close()
@@ -167,7 +167,7 @@ def clip(model: AdaModel, function: Callable[..., Any]) -> Any:
 
 
 class Stub:
-    """Stands for what steps a model: an optimizer, a schedule, an engine. Whatever is called does nothing."""
+    """Stub of an optimizer, a schedule or an engine: all its methods do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -176,9 +176,9 @@ class Stub:
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 def shape_only(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stands for a number that is not known."""
+    """Return a scalar without a value, on torch's meta device."""
     return torch.empty((), device="meta")

@@ -1,4 +1,4 @@
-"""Command lines: arguments, starting of sites, comparison of methods."""
+"""Command lines: arguments, launch of sites, progress, comparison of methods."""
 
 from __future__ import annotations
 

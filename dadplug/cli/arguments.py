@@ -1,4 +1,4 @@
-"""Command line arguments that experiment and examples share."""
+"""Command line arguments of the experiments and examples."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..errors import MismatchError, NonFiniteError, SiteError
 from ..exchange.membership import announce
 from ..options import Options
 
-# `--rank` is the number of the site, as it always was.
+# `--rank` is the number of the site.
 _FLAGS = {"rank": "--max-rank", "mode": "--distributed-mode"}
 
 
 def add_option_arguments(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
-    """Adds a flag for each option of the reduction, by the option's own name.
+    """Add a flag for each option of the reduction.
 
     Args:
-        parser: the parser.
-        leave_out: names of options without a flag.
+        parser: parser to extend.
+        leave_out: names of options that get no flag.
     """
     group = parser.add_argument_group("options of the gradient reduction")
     for option in dataclasses.fields(Options):
@@ -43,19 +43,19 @@ def add_option_arguments(parser: argparse.ArgumentParser, leave_out: tuple[str, 
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Collects the options that `add_option_arguments` added, as keyword arguments of the runners."""
+    """Return the values of the flags of `add_option_arguments`, as keyword arguments of the runners."""
     prefix = "option_"
     return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
 
 
 def place_of(arguments: argparse.Namespace) -> tuple[int, int, str | None]:
-    """Finds this site's number, the number of sites and the meeting point, from torchrun's environment or the flags.
+    """Return this site's number, the number of sites and the rendezvous, from torchrun's environment or the flags.
 
     Args:
         arguments: with ``rank``, ``num_nodes``, ``dist_url``, ``master_addr`` and ``master_port``.
 
     Returns:
-        Rank, number of sites, and the meeting point; None for that of the environment.
+        Rank, number of sites, and the rendezvous; None for that of the environment.
 
     Raises:
         ValueError: if the rank is out of range.
@@ -75,11 +75,11 @@ def place_of(arguments: argparse.Namespace) -> tuple[int, int, str | None]:
 
 @contextmanager
 def plain_errors(*further: type[Exception]) -> Iterator[None]:
-    """Prints errors that a user can mend as one line instead of a traceback, and ends the program with status 1.
+    """Print errors that a user can fix as one line instead of a traceback, and exit with status 1.
 
     Args:
-        further: kinds of errors beside those that dadplug raises about data and sites; ValueError where only the
-            user's arguments can be wrong.
+        further: exception classes in addition to those that dadplug raises about data and sites, such as ValueError
+            while arguments are checked.
     """
     from ..data import DataError
 

@@ -1,4 +1,4 @@
-"""Compares runs of several methods: a table, and a picture of loss against steps and against bytes."""
+"""Comparison of runs of several methods: a table, and a plot of loss against steps and bytes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run left behind.
+    """Results of one run.
 
     Attributes:
         mode: name of the method.
         losses: training loss by step, the mean over all sites.
-        bytes_sent: payload bytes that a site had sent after each step, all in all.
+        bytes_sent: total payload bytes that a site had sent after each step.
         accuracies: accuracy on held-out samples after each epoch, from 0 to 1.
-        bytes_a_step: payload bytes that a site sends in a step.
-        dense_bytes: the same if every gradient were all-reduced.
-        step_seconds: median time of a step.
-        replicas_equal: whether the sites' parameters were equal to the bit at the end.
+        bytes_a_step: payload bytes that a site sends per step.
+        dense_bytes: payload bytes per step if every gradient were all-reduced.
+        step_seconds: median time of a step, in seconds.
+        replicas_equal: whether the sites' parameters were bitwise equal at the end.
     """
 
     mode: str
@@ -38,7 +38,7 @@ class RunRecord:
 
 
 def table(runs: Sequence[RunRecord]) -> str:
-    """Lays out runs as a table, one a line."""
+    """Format runs as a table, one run per line."""
     head = ("mode", "accuracy", "loss", "bytes a step", "fewer than dense", "ms a step", "replicas")
     lines = [head]
     for run in runs:
@@ -59,12 +59,12 @@ def table(runs: Sequence[RunRecord]) -> str:
 
 
 def picture(runs: Sequence[RunRecord], path: str | Path, title: str) -> None:
-    """Draws the loss against steps, and against megabytes sent, as a PNG.
+    """Plot the loss against steps, and against megabytes sent, as a PNG file.
 
     Args:
-        runs: the runs.
-        path: where to put the picture.
-        title: its title.
+        runs: results of the runs.
+        path: path of the PNG file.
+        title: title of the plot.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -93,7 +93,7 @@ def picture(runs: Sequence[RunRecord], path: str | Path, title: str) -> None:
 
 
 def _smooth(losses: Sequence[float], memory: float = 0.9) -> list[float]:
-    """An exponential mean, without the pull of its start."""
+    """Return exponential moving averages with bias correction."""
     smoothed, mean, weight = [], 0.0, 0.0
     for loss in losses:
         mean, weight = memory * mean + (1 - memory) * loss, memory * weight + (1 - memory)

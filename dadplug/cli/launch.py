@@ -1,4 +1,4 @@
-"""Starts several sites on this machine, each a process of the same program."""
+"""Launch of several sites on this machine, each a process of the same program."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from contextlib import contextmanager
 
 from ..exchange.addresses import free_port
 
-_GRACE = 20.0  # seconds that sites have to end by themselves once one has failed
+_GRACE = 20.0  # seconds for the other sites to exit after one has failed
 
 
 def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = None) -> int:
-    """Runs a Python program once for each site, with torchrun's environment variables, and waits for all.
+    """Run a Python program once for each site, with torchrun's environment variables, and wait for all.
 
-    Each site gets its share of the processor's cores. If one site fails, the others get a little time to end with
-    their own message. Ctrl-C and SIGTERM end all.
+    The processor's cores are divided among the sites. If one site fails, the others have 20 seconds to exit with their
+    own message. Ctrl-C and SIGTERM stop all sites.
 
     Args:
-        arguments: the program and its arguments, as after ``python``.
+        arguments: program and its arguments, as after ``python``.
         num_sites: number of sites.
-        port: port on loopback where they meet; a free one where None.
+        port: loopback port of the rendezvous; a free port if None.
 
     Returns:
-        0 if all sites ended well, else the exit status of the first that did not.
+        0 if all sites have succeeded, else the exit status of the first that has not.
     """
     port = free_port() if port is None else port
     threads = max(1, (os.cpu_count() or 1) // num_sites)
@@ -59,7 +59,7 @@ def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = No
 
 @contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
-    """Lets SIGTERM end the program as an exception does, so that what it started ends, too."""
+    """Convert SIGTERM to SystemExit in a context, so that the launched sites are stopped, too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

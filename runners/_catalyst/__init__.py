@@ -1,1 +1,1 @@
-"""Parts of the Catalyst runners."""
+"""Internal parts of the Catalyst runners."""

@@ -1,4 +1,4 @@
-"""The Catalyst engine of one site: Accelerate works as if alone, and dadplug speaks with the other sites."""
+"""Catalyst engine of one site: Accelerate runs as a single process, and dadplug communicates with the other sites."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _REPLACED = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 class SiteEngine(Engine):
-    """An engine that works with every version of Accelerate, since it asks it for nothing distributed.
+    """Engine that uses no distributed function of Accelerate, and so works with every version of it.
 
     Args:
-        cpu: whether to stay on the CPU where there is a GPU.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, as Accelerate has it.
-        timeout: seconds after which a silent site counts as lost.
-        split_data: whether the sites' loaders hold one data set that is to be split: True, False or ``"auto"``.
-        process_group: the processes that are the sites.
+        cpu: whether to use the CPU even if there is a GPU.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, as in Accelerate.
+        timeout: seconds without an answer after which a site counts as lost.
+        split_data: whether to split the data set of the sites' loaders over the sites: True, False or ``"auto"``.
+        process_group: process group of the sites; the default group if None.
 
     Attributes:
-        transport: what speaks with the other sites, apart from gradients.
-        reduction: the gradient reduction of the model in training, once there is one.
-        loader_samples: tells how many samples this site has had from the current loader.
+        transport: transport for everything but gradients.
+        reduction: gradient reduction of the model in training; None before it is built.
+        loader_samples: function that returns the number of samples of the current loader so far, on this site.
         seed: seed of the order of samples.
     """
 
@@ -69,9 +69,9 @@ class SiteEngine(Engine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Patch what stock Catalyst gets wrong between sites while a run lasts, however it ends.
+        """Patch those parts of stock Catalyst that do not work between sites, for the duration of a run.
 
-        If it ends with an error, the other sites are told which, and the connections to them are closed.
+        After an error the exit reason is posted to the other sites, and the connections to them are closed.
         """
         hash_seed = os.environ.get(_HASH_SEED)
         try:
@@ -127,7 +127,7 @@ class SiteEngine(Engine):
         return self.process_index == self.num_processes - 1
 
     def local_main_process_first(self) -> Any:
-        """Sites take their steps together here, so that none goes first."""
+        """Return an empty context: all sites run at the same time."""
         return nullcontext()
 
     main_process_first = local_main_process_first
@@ -137,47 +137,47 @@ class SiteEngine(Engine):
             print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """Waits until all sites are here."""
+        """Wait for all sites."""
         self.transport.gather_objects(None)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenates every site's tensor along the first dimension."""
+        """Concatenate the tensors of all sites along the first dimension."""
         parts = self.transport.gather_objects(tensor.detach().cpu())
         return torch.cat([part.reshape(-1) if part.dim() == 0 else part for part in parts]).to(tensor.device)
 
     def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Concatenates every site's tensor; no sample is ever repeated, so that none is to be dropped."""
+        """Concatenate the tensors of all sites; no sample is repeated, so that none is dropped."""
         return self.gather(input_data)
 
     def mean_reduce_ddp_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Merges the sites' metrics of a loader, each counting with its samples."""
-        told = self.transport.gather_objects(({k: float(v) for k, v in metrics.items()}, self.loader_samples()))
-        return merge_metrics(told)
+        """Average the sites' metrics of a loader, weighted by their samples."""
+        by_site = self.transport.gather_objects(({k: float(v) for k, v in metrics.items()}, self.loader_samples()))
+        return merge_metrics(by_site)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, name: str = "loader", **kwargs: Any) -> Any:
-        """Splits the data where it is one data set, and moves batches to the device."""
+        """Split the data if all sites have the same data set, and move batches to the device."""
         loader = site_loader(data_loader, self._split_data, name, self.seed, self.transport)
         return loader if self.device.type == "cpu" else DeviceLoader(loader, self.device)
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Prepare a model, and remember what of it Accelerate replaces, to be put back at the end of the run."""
+        """Prepare a model; the attributes that Accelerate replaces are restored at the end of the run."""
         self._prepared.append((vars(model), {name: vars(model).get(name) for name in _REPLACED}))
         return super().prepare_model(model, *args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Runs backward and agrees on the gradients with the other sites."""
+        """Run backward and synchronize the gradients with the other sites."""
         super().backward(loss, **kwargs)
         if self.reduction is not None and self.reduction.syncing:
             self.reduction.synchronize()
 
     def save(self, obj: Any, f: Any, **kwargs: Any) -> None:
-        """Writes a file at site 0, whole or not at all."""
+        """Write a file on site 0, atomically."""
         if self.is_main_process:
             save_whole(obj, f)
 
 
 def save_whole(item: Any, path: str | Path) -> None:
-    """Writes a file that is there whole or not at all, whatever happens meanwhile."""
+    """Write a file atomically: it is complete or does not exist."""
     path = Path(path)
     partial = path.with_name(path.name + ".part")
     torch.save(item, partial)
@@ -185,7 +185,7 @@ def save_whole(item: Any, path: str | Path) -> None:
 
 
 def _restore(mapping: Any, before: dict[str, Any]) -> None:
-    """Put values back that have been None where there were none."""
+    """Restore values of a mapping; None stands for a missing one."""
     for name, value in before.items():
         if value is None:
             mapping.pop(name, None)
@@ -195,7 +195,7 @@ def _restore(mapping: Any, before: dict[str, Any]) -> None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hides what a launcher has said from Accelerate, which would start a process group of its own."""
+    """Hide a launcher's environment variables from Accelerate, which would start a process group of its own."""
     hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHER)}
     for name in hidden:
         del os.environ[name]

@@ -1,4 +1,4 @@
-"""Stock Catalyst callbacks, fixed: clipping clips, accumulation accumulates, one site writes checkpoints."""
+"""Fixed versions of stock Catalyst callbacks: clipping, accumulation, and checkpoints written by one site."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .site_runner import SiteRunner
 
 
 def adapt(callback: Callback) -> Callback:
-    """Return a callback that does what a stock one should, in its place; others are returned as they are.
+    """Return the fixed version of a stock callback; other callbacks are returned unchanged.
 
-    The callback itself is not touched, but for its attributes, which the adapted one shares. The fixed methods stand
-    between those of a subclass of the user's and those of the stock class.
+    The given callback is replaced by another object, which shares its attributes, and not changed otherwise. The method
+    resolution order of a user's subclass is: its own methods, the fixed ones, those of the stock class.
     """
     if isinstance(callback, CallbackWrapper):
         wrapper = copy.copy(callback)
@@ -36,7 +36,7 @@ def adapt(callback: Callback) -> Callback:
 
 
 class FixedBackward(BackwardCallback):
-    """Accumulates without traffic until an update is due, and clips the agreed gradients (upstream raises)."""
+    """Backward callback that accumulates without traffic until an update is due, and clips the agreed gradients."""
 
     def on_batch_end(self, runner: SiteRunner) -> None:
         if not runner.is_train_loader:
@@ -53,9 +53,9 @@ class FixedBackward(BackwardCallback):
 
 
 class FixedOptimizer(OptimizerCallback):
-    """Steps when an update is due, the last group of an epoch included, and clips before it (upstream never does).
+    """Optimizer callback that steps when an update is due, also at the end of an epoch, and clips before the step.
 
-    An optimizer without momentum has none among the metrics; upstream has None there, and fails on it.
+    For an optimizer without momentum the stock callback logs None, which Catalyst cannot average; this one logs none.
     """
 
     def _get_lr_momentum_stats(self) -> dict[str, Any]:
@@ -80,11 +80,11 @@ def _clip(clip: Any, runner: SiteRunner) -> Any:
 
 
 class FixedCheckpoint(CheckpointCallback):
-    """Site 0 writes, whole files, with every site's compressor state; all sites load what site 0 has."""
+    """Checkpoint callback: site 0 writes files with all sites' compressor states, and all sites load its files."""
 
     @property
     def on_epoch_end(self) -> Any:
-        """The method that the stock callback has chosen, which is bound to the user's callback."""
+        """Method that the stock callback has chosen, bound to this callback instead of the user's."""
         return types.MethodType(vars(self)["on_epoch_end"].__func__, self)
 
     def _save(self, runner: SiteRunner, obj: Any, logprefix: str) -> str:
@@ -128,7 +128,7 @@ class FixedCheckpoint(CheckpointCallback):
 
 
 def load_model(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
-    """Loads a model from a checkpoint of either mode."""
+    """Load a model from a checkpoint of either mode."""
     if any(str(key).startswith("model") and str(key).endswith("state_dict") for key in checkpoint):
         unpack_checkpoint(checkpoint=checkpoint, model=runner.checkpoint_parts(saving=False)["model"])
     else:
@@ -136,7 +136,7 @@ def load_model(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
 
 
 def load_runner(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
-    """Loads everything that a checkpoint of mode ``"runner"`` holds: training goes on where it was."""
+    """Load the whole state of a checkpoint of mode ``"runner"``, from which training continues."""
     if "epoch_step" not in checkpoint:
         raise ValueError(
             'this checkpoint holds a model, no training: CheckpointCallback(mode="runner") writes one to go on from'

@@ -1,4 +1,4 @@
-"""Splits one data set over the sites, where it is one."""
+"""Splitting of a data set over the sites."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ...errors import MismatchError
 from ...exchange import Transport
 
 SPLIT_DATA = ("auto", True, False)
-_PROBES = 8  # samples that a fingerprint looks at
+_PROBES = 8  # samples of a fingerprint
 
 
 class SiteSampler(Sampler):
-    """Deals the order of another sampler out to the sites, each sample to one of them.
+    """Sampler that distributes the samples of another sampler over the sites, each sample to one site.
 
-    The order is drawn under a seed that all sites share, so that they deal out the same one. Nothing is repeated or
-    dropped: sites may differ by one.
+    The order is drawn with a seed that all sites share, so that it is the same on all of them. No sample is repeated or
+    dropped: the sites' numbers of samples may differ by one.
 
     Args:
-        base: the sampler, of samples or of batches.
-        rank: this site.
+        base: sampler of samples or of batches.
+        rank: number of this site.
         world_size: number of sites.
         seed: seed of the order; the epoch is added to it.
     """
@@ -41,13 +41,13 @@ class SiteSampler(Sampler):
         self._order: list[Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Draws another order for another epoch."""
+        """Set the epoch, which determines the order."""
         self.epoch = epoch
         self._order = None
 
     @property
     def order(self) -> list[Any]:
-        """The order of all sites' samples in this epoch."""
+        """Order of the samples of all sites in this epoch."""
         if self._order is None:
             with seeded(self.seed + self.epoch):
                 self._order = list(self.base)
@@ -66,25 +66,26 @@ class SiteSampler(Sampler):
 
 
 def site_loader(loader: Any, split: bool | str, name: str, seed: int, transport: Transport) -> Any:
-    """Gives each site its share of a loader's data, or leaves the loader as it is; all sites must call it together.
+    """Split a loader's data over the sites, or return the loader unchanged; all sites must call it together.
 
     Args:
-        loader: the loader.
-        split: True: the sites have the same data set, split it; False: each brings its own; ``"auto"``: compare.
+        loader: loader of this site.
+        split: True: split the data set, which is the same on all sites; False: do not, since each site has its own;
+            ``"auto"``: split it if it is the same on all sites.
         name: name of the loader, for messages.
         seed: seed of the order of samples.
-        transport: the transport.
+        transport: transport to the other sites.
 
     Raises:
-        MismatchError: if data is to be split that is not the same on all sites.
+        MismatchError: if `split` is True and the data sets differ, or `split` differs between sites.
     """
     if transport.world_size == 1:
         return loader
     own = _fingerprint(loader) if split is not False else None
-    told = transport.gather_objects((split, own))
-    if any(other[0] != split for other in told):
-        raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in told)}")
-    alike = own is not None and all(other[1] == own for other in told)
+    by_site = transport.gather_objects((split, own))
+    if any(other[0] != split for other in by_site):
+        raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in by_site)}")
+    alike = own is not None and all(other[1] == own for other in by_site)
     if split is True and not alike:
         raise MismatchError(
             f"loader {name!r} is to be split over the sites, but they do not have the same data set in it; pass "
@@ -94,7 +95,7 @@ def site_loader(loader: Any, split: bool | str, name: str, seed: int, transport:
 
 
 def _fingerprint(loader: Any) -> str | None:
-    """Says briefly what a loader's data set is; None for what cannot be split, or is already."""
+    """Return a fingerprint of a loader's data set; None if it cannot be split, or is split already."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if isinstance(loader.sampler, (DistributedSampler, SiteSampler)):
@@ -136,7 +137,7 @@ def _split(loader: DataLoader, rank: int, world_size: int, seed: int) -> DataLoa
     if type(batches) is BatchSampler:
         samples = SiteSampler(batches.sampler, rank, world_size, seed)  # type: ignore[arg-type]
         batches = BatchSampler(samples, batches.batch_size, batches.drop_last)
-    elif batches is not None:  # a sampler of whole batches knows why it puts samples together
+    elif batches is not None:  # a sampler of whole batches, which are not to be torn apart
         batches = SiteSampler(batches, rank, world_size, seed)
     else:
         samples = SiteSampler(loader.sampler, rank, world_size, seed)  # type: ignore[arg-type]
@@ -145,25 +146,25 @@ def _split(loader: DataLoader, rank: int, world_size: int, seed: int) -> DataLoa
 
 
 def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int:
-    """Tells a loader's sampler the epoch, and agrees on the number of steps; all sites must call it together.
+    """Set the epoch of a loader's sampler, and compute the number of steps; all sites must call it together.
 
     Returns:
-        The number of batches of the site that has most.
+        The largest number of batches of any site.
 
     Raises:
-        MismatchError: if the sites would deal out different orders.
+        MismatchError: if the sites have drawn different orders.
     """
     sampler = next((each for each in _samplers(loader) if isinstance(each, SiteSampler)), None)
     if sampler is not None:
         sampler.set_epoch(epoch)
     digest = None if sampler is None else hashlib.sha256(repr(sampler.order).encode()).hexdigest()
-    told = transport.gather_objects((len(loader), digest))
-    if len({order for _, order in told}) > 1:
+    by_site = transport.gather_objects((len(loader), digest))
+    if len({order for _, order in by_site}) > 1:
         raise MismatchError(
             f"the sampler of loader {name!r} gives every site another order, so that the data cannot be split: let it "
             "depend on the seeds of torch, numpy or random, or split the data beforehand and pass split_data=False"
         )
-    return max(batches for batches, _ in told)
+    return max(batches for batches, _ in by_site)
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -173,7 +174,7 @@ def _samplers(loader: Any) -> list[Any]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the random states of the CPU inside, and leave them as they were."""
+    """Seed the CPU's random states in a context, and restore them after it."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would change those of GPUs for good
     random.seed(seed)
@@ -187,7 +188,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class DeviceLoader:
-    """A loader whose batches are moved to a device; everything else is the loader's own.
+    """Loader whose batches are moved to a device; all other attributes are those of the wrapped loader.
 
     Args:
         loader: the loader.

@@ -1,4 +1,4 @@
-"""Merges the sites' metrics into those of all sites together."""
+"""Metrics over all sites, from the metrics of each."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from collections.abc import Sequence
 
 
-def merge_metrics(told: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
-    """Merges metrics that are means over samples.
+def merge_metrics(by_site: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
+    """Merge metrics that are means over samples.
 
-    What is the same at all sites stays as it is. ``X/std`` beside ``X`` is merged as the deviation of all samples.
+    Values that are equal on all sites are unchanged. ``X/std`` beside ``X`` is merged to the deviation of all samples.
 
     Args:
-        told: by site, its metrics and the number of samples that they are means over.
+        by_site: for each site, its metrics and the number of samples that they are means over.
 
     Returns:
         The metrics over all sites, the same on each of them.
     """
     merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for metrics, _ in told for name in metrics):
-        values = [(metrics, samples) for metrics, samples in told if name in metrics]
+    for name in dict.fromkeys(name for metrics, _ in by_site for name in metrics):
+        values = [(metrics, samples) for metrics, samples in by_site if name in metrics]
         mean = name.removesuffix("/std")
         if name.endswith("/std") and all(mean in metrics for metrics, _ in values):
             merged[name] = _deviation([(metrics[mean], metrics[name], samples) for metrics, samples in values])
@@ -37,7 +37,7 @@ def _mean(values: Sequence[tuple[float, int]]) -> float:
 
 
 def _deviation(values: Sequence[tuple[float, float, int]]) -> float:
-    """The deviation of all samples from their mean, from each site's mean, deviation and number of samples."""
+    """Return the standard deviation over all samples, from each site's mean, deviation and number of samples."""
     if all(value[:2] == values[0][:2] for value in values) and len({value[2] for value in values}) == 1:
         return values[0][1]
     total = sum(samples for *_, samples in values)

@@ -1,4 +1,4 @@
-"""Patches of stock Catalyst that hold while somebody needs them: metrics across sites, and names of older versions."""
+"""Scoped patches of stock Catalyst: metrics across sites, and argument names of older versions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 from ...exchange import Transport
 
-# These import `all_gather` by name, and Catalyst's own sends everything through CUDA.
+# Modules that import `all_gather` by name. Catalyst's own sends all tensors through CUDA.
 _GATHERING = ("_auc", "_classification", "_confusion_matrix", "_segmentation")
 
 
 class SharedPatch:
-    """Replace an attribute of a module or class for as long as anybody has the patch open.
+    """Replacement of an attribute of a module or class while at least one user has the patch open.
 
     Args:
-        find_owner: returns the module or class; called when the patch is first opened.
+        find_owner: function that returns the module or class; called when the patch is first opened.
         name: name of the attribute.
-        replace: builds the new value from the original one.
+        replace: function from the original value to the new one.
     """
 
     def __init__(self, find_owner: Callable[[], Any], name: str, replace: Callable[[Any], Any]) -> None:
@@ -35,7 +35,7 @@ class SharedPatch:
         self._replacement: Any = None
 
     def open(self) -> None:
-        """Put the new value in place; each call needs one of `close`."""
+        """Set the new value; each call must be followed by one of `close`."""
         with self._lock:
             self._open += 1
             if self._open == 1:
@@ -45,7 +45,7 @@ class SharedPatch:
                 setattr(owner, self._name, self._replacement)
 
     def close(self) -> None:
-        """Put the original back when nobody has the patch open any more."""
+        """Restore the original when no user has the patch open any more."""
         with self._lock:
             self._open -= 1
             owner = self._find_owner()
@@ -79,7 +79,7 @@ _METRICS = [
 
 @contextmanager
 def patched_metrics(transport: Transport) -> Iterator[None]:
-    """Let Catalyst's metrics that gather from all processes do so on any device, over any number of samples."""
+    """Gather Catalyst's metrics from all sites, on any device and for any number of samples, in a context."""
     token = _transport.set(transport)
     try:
         with ExitStack() as patches:
@@ -106,5 +106,7 @@ def _accepting(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-# Scripts for Catalyst before 22 say ``AccuracyCallback(topk_args=)``, which is ``topk=`` now.
+# Scripts for Catalyst before version 22 write ``AccuracyCallback(topk_args=)``, which is ``topk=`` now. They build the
+# callback after the runner and before `train`, so that the patch is open from a runner's constructor to the end of its
+# training.
 OLDER_NAMES = SharedPatch(_accuracy, "__init__", _accepting)

@@ -1,1 +1,1 @@
-"""Parts of the Lightning strategies."""
+"""Internal parts of the Lightning strategies."""

@@ -1,4 +1,4 @@
-"""Tells Lightning of sites that have met already, by `dadplug.connect` or a process group of the user's own."""
+"""Lightning cluster environment of sites that are connected already, by `dadplug.connect` or a process group."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch.distributed as dist
 
 
 class SiteEnvironment:
-    """A cluster environment, in Lightning's sense: one process a site, started by somebody else."""
+    """Cluster environment, in Lightning's sense, with one process per site, which Lightning does not start."""
 
     creates_processes_externally = True
 
     @property
     def main_address(self) -> str:
-        """Address of site 0, where it is known."""
+        """Address of site 0; loopback if it is not known."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """Port of site 0, where it is known."""
+        """Port of site 0; 0 if it is not known."""
         return int(os.environ.get("MASTER_PORT", "0"))
 
     @staticmethod
     def detect() -> bool:
-        """Says whether the sites have met."""
+        """Return whether the sites are connected."""
         return dist.is_available() and dist.is_initialized()
 
     def world_size(self) -> int:
@@ -32,25 +32,25 @@ class SiteEnvironment:
         return dist.get_world_size()
 
     def set_world_size(self, size: int) -> None:
-        """Does nothing: the sites have met."""
+        """Do nothing: the sites are connected."""
 
     def global_rank(self) -> int:
         """Number of this site."""
         return dist.get_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """Does nothing: the sites have met."""
+        """Do nothing: the sites are connected."""
 
     def local_rank(self) -> int:
-        """Number of this process on its machine, as torchrun gives it."""
+        """Return the number of this process on its node, as torchrun sets it."""
         return int(os.environ.get("LOCAL_RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
     def node_rank(self) -> int:
-        """Number of this site: each counts as a machine."""
+        """Return the number of this site: each site counts as a node."""
         return dist.get_rank()
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Accepts any settings: how many sites there are does not depend on them."""
+        """Accept any settings: the number of sites does not depend on them."""
 
     def teardown(self) -> None:
-        """Leaves the process group to who made it."""
+        """Do nothing: the process group belongs to the program that created it."""

@@ -1,4 +1,4 @@
-"""The loader that `AdaPMStrategy` puts around Lightning's train loader."""
+"""Loader that `AdaPMStrategy` wraps around Lightning's train loader."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..lookahead_loader import LookaheadLoader
 from ..management import Stub, nothing, shape_only
 
 _HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
-# What needs a trainer and looks up nothing.
+# Methods that need a trainer, and look up nothing.
 _SILENT = ("log", "log_dict", "print", "manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer")
 
 
 class LightningLookahead(LookaheadLoader):
-    """A `LookaheadLoader` that calls a copy of a module as Lightning does.
+    """`LookaheadLoader` that calls a copy of a module as Lightning does.
 
     Args:
-        loader: the train loader.
-        model: the managed Lightning module.
+        loader: train loader.
+        model: managed Lightning module.
         intent: as for `AdaDataLoader`.
         lookahead: as for `AdaDataLoader`.
         trainer: Lightning's trainer.
@@ -52,7 +52,7 @@ class LightningLookahead(LookaheadLoader):
             super().__setattr__(name, value)
 
     def _step(self, module: Any, batch: Any) -> None:
-        """Calls the copy of the module as Lightning calls the module."""
+        """Call the copy of the module as Lightning calls the module."""
         if self._prepared is not module:
             _prepare(module, len(self._trainer.optimizers), len(self._trainer.lr_scheduler_configs))
             self._prepared = module
@@ -66,7 +66,7 @@ class LightningLookahead(LookaheadLoader):
 
 
 def _prepare(module: Any, optimizers: int, schedules: int) -> None:
-    """Silences what a training step does in a copy of the module besides lookups."""
+    """Replace what a training step calls besides lookups by stubs, in a copy of the module."""
     for name in _SILENT:
         setattr(module, name, nothing)
     if not module.automatic_optimization:

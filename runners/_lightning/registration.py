@@ -1,4 +1,4 @@
-"""Makes the modes names of Lightning's strategies, whenever one of its packages is imported."""
+"""Registration of the modes as names of Lightning's strategies, whenever one of its packages is imported."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _STARTS = {"": "popen", "_spawn": "spawn", "_notebook": "fork"}
 
 
 def register_strategies() -> None:
-    """Register every mode with the packages that are imported, and with the others that are installed once they are.
+    """Register every mode with the imported packages of Lightning, and with installed ones once they are imported.
 
-    While a package is missing, a finder on `sys.meta_path` waits for it; it leaves with the last of them.
+    As long as an installed package has not been imported, a finder on `sys.meta_path` watches for its import. Lightning
+    has no entry points for strategies and resolves names when a Trainer is built, before it calls any other plugin; and
+    an import of Lightning here would make ``import dadplug`` slow. The finder removes itself after the last package.
     """
     for package in PACKAGES:
         if f"{package}.strategies" in sys.modules:
@@ -66,21 +68,21 @@ def _make(package: str, strategy: str, mode: str, start_method: str, **options: 
 
 
 def packages_in_use() -> list[str]:
-    """Lists Lightning's packages that have been imported; where none has, those that are installed."""
+    """Return those of Lightning's packages that have been imported; if none has, those that are installed."""
     packages = [package for package in PACKAGES if sys.modules.get(package) is not None]
     return packages or [package for package in PACKAGES if importlib.util.find_spec(package.split(".")[0])]
 
 
 def needs_lightning(name: str, parent: str) -> ModuleType:
-    """Imports the module for the package of Lightning that is in use.
+    """Import the module for the package of Lightning that is in use.
 
     Args:
-        name: what is asked for, for messages.
-        parent: the package in which there is a module for each of Lightning's.
+        name: name of the strategy or callback, for messages.
+        parent: name of the package with a module for each of Lightning's packages.
 
     Raises:
         ImportError: if Lightning is not installed.
-        RuntimeError: if both packages are in use.
+        RuntimeError: if both packages are in use, or installed and none in use.
     """
     packages = packages_in_use()
     if not packages:
@@ -94,7 +96,7 @@ def needs_lightning(name: str, parent: str) -> ModuleType:
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself; adds the registration to what others find for Lightning's modules of strategies."""
+    """Import finder that adds the registration to Lightning's modules of strategies, which other finders find."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -114,7 +116,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
         return spec
 
     def _follow(self, loader: Any, package: str) -> None:
-        """Have a loader register the strategies once it has run its module, and be as it was before."""
+        """Make a module loader register the strategies after it has executed its module."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""A loader that gives a site with fewer batches as many steps as the others have."""
+"""Loader with which a site with fewer batches takes as many steps as the others."""
 
 from __future__ import annotations
 
