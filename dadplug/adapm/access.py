@@ -1,4 +1,4 @@
-"""Pulls, pushes and sets: what workers ask a site for, and what sites ask each other for on their behalf."""
+"""Pulls, pushes and sets of workers, and the messages between sites for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .state import Outbox, SiteState
 
 
 class Access(SiteState):
-    """The part of a site's engine that reads and changes values; keys and values are checked by the caller."""
+    """Part of a site's engine that reads and changes values; arguments are those of `SiteState`."""
 
     def __init__(self, rank: int, sites: int, send: Callable[[int, Message], None]) -> None:
         super().__init__(rank, sites, send)
@@ -28,12 +28,6 @@ class Access(SiteState):
         }
 
     def pull(self, table: int, keys: Keys, out: Block) -> int | PullRequest | None:
-        """Copies values into `out`, asking other sites where needed.
-
-        Returns:
-            None if all were here; the position of a key that is out of range, and nothing has been done; else the
-            request.
-        """
         outbox: Outbox = []
         with self._lock:
             store = self.stores[table]
@@ -52,7 +46,7 @@ class Access(SiteState):
                 request = self._pull_rest(table, rest, positions, out, outbox)
             else:
                 request = self._ask(table, rest, positions, targets if whole else targets[positions], out, outbox)
-            self._post(outbox)  # all of it goes to other sites, which work while the rest is copied
+            self._post(outbox)  # other sites work while the local values are copied
             if not whole:
                 kernels.read_found(store.rows.values, where, out)
         return request
@@ -96,7 +90,7 @@ class Access(SiteState):
         out: Block,
         outbox: Outbox,
     ) -> PullRequest:
-        """Ask other sites for keys."""
+        """Send a pull to other sites."""
         self.counts["pulled_remotely"] += keys.shape[0]
         store = self.stores[table]
         buffered = store.replicas and kernels.any_requested(store.rows, keys)
@@ -106,7 +100,6 @@ class Access(SiteState):
         return request
 
     def push(self, table: int, keys: Keys, deltas: Block) -> Request | None:
-        """Adds deltas; returns None if that is done, else the request."""
         outbox: Outbox = []
         with self._lock:
             self.counts["pushed"] += keys.shape[0]
@@ -139,11 +132,6 @@ class Access(SiteState):
         return request
 
     def set(self, table: int, keys: Keys, values: Block) -> tuple[bool, Request | None]:
-        """Sets distinct keys; this site's pushes have been flushed before.
-
-        Returns:
-            False where that must be done again, since a key is on its way here; and the request, None if it is done.
-        """
         outbox: Outbox = []
         with self._lock:
             store = self.stores[table]
@@ -195,7 +183,7 @@ class Access(SiteState):
             r.finder, r.values, r.slots, r.dirty, request.keys, request.positions, request.out, absent
         )
         if gone and request.drops not in (None, self._drops):
-            # What was requested may have come and gone since, with pushes of this site that the answer lacks.
+            # A replica may have been created and dropped meanwhile, with pushes of this site that the reply lacks.
             again = absent.view(np.bool_)
             repeated = self._pull_rest(
                 message.table, request.keys[again], request.positions[again], request.out, outbox

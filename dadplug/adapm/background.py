@@ -1,4 +1,4 @@
-"""The background thread of a parameter manager: answers other sites, runs the rounds, and finds sites that are lost."""
+"""Background thread of a parameter manager: replies to other sites, runs rounds, and detects lost sites."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .messages import Kind, Message, ProtocolError
 from .network import Network, Ready
 from .timing import SyncTiming
 
-_IDLE = 0.05  # seconds between looks at nothing
-_HURRY = 2e-4  # seconds between rounds while somebody waits for them
-_LATE = 0.01  # seconds that the background thread may be late before a worker waits for it, and waits at most
-_LEAD = 5e-3  # seconds for which a worker that waits receives by itself
-_FAREWELL = 0.3  # seconds that a site's last message may take longer than the end of its connection
+_IDLE = 0.05  # seconds between checks when there is nothing to do
+_URGENT = 2e-4  # seconds between rounds while a worker waits for them
+_LATE = 0.01  # seconds of delay of the background thread from which a worker waits for it, and maximum of this wait
+_RECEIVE = 5e-3  # seconds for which a waiting worker receives messages itself
+_GRACE = 0.3  # seconds that the last message of a site may arrive after the end of its connection
 _SYNCS = (Kind.SYNC, Kind.SYNCED)
 
 
 class Background:
-    """The background thread, and how workers wait for it.
+    """Background thread, and the waits of workers for other sites.
 
     Args:
-        transport: connects the sites at set-up.
-        engine: the state of this site.
-        network: the connections.
-        timeout: seconds that any wait may take.
-        interval: least time between two rounds of synchronisation, in seconds.
+        transport: transport of the process group, which names lost sites.
+        engine: engine of this site.
+        network: connections to the other sites.
+        timeout: maximum duration of a wait, in seconds.
+        interval: minimum time between two synchronisation rounds, in seconds.
     """
 
     def __init__(self, transport: Transport, engine: Engine, network: Network, timeout: float, interval: float) -> None:
@@ -41,12 +41,12 @@ class Background:
         self._timeout, self._interval = timeout, interval
         self._sync_timing = SyncTiming(interval)
         self._failure: BaseException | None = None
-        self._culprit: int | None = None  # the site at fault, where it is known
+        self._culprit: int | None = None  # the site at fault, if known
         self._failure_lock = threading.Lock()
         self._progress = threading.Condition()
-        self._in_a_hurry = 0
-        self._due = math.inf  # when the thread wants to look at its tasks again
-        self._turn = threading.Event()
+        self._urgent = 0
+        self._due = math.inf  # time of the next check of the thread
+        self._awake = threading.Event()
         self._barriers = 0
         self._arrived: dict[int, set[int]] = {}
         self._left: set[int] = set()
@@ -57,49 +57,50 @@ class Background:
         self._thread.start()
 
     def send(self, peer: int, message: Message) -> None:
-        """Send a message, unless nobody is there any more."""
+        """Send a message, unless the site has left or the manager has failed."""
         if peer not in self._left and self._failure is None:
             self._network.send(peer, message)
 
     def wake(self) -> None:
-        """Have the thread look at its tasks at once."""
+        """Wake the thread up."""
         self._network.wake()
 
     def give_way(self) -> None:
         """Wait for the thread if it is late.
 
-        A worker that lets the GIL go for many short times takes it back before the other thread has woken up.
+        A worker that releases the GIL often and briefly takes it back before the other thread has woken up.
         """
         if time.monotonic() > self._due + _LATE:
-            self._turn.clear()
-            self._turn.wait(_LATE)
+            self._awake.clear()
+            self._awake.wait(_LATE)
 
     def flush(self) -> None:
-        """Wait until all that this site has pushed is with its owners, and its replicas are as fresh as now.
+        """Wait until all pushes of this site have reached the owners, and its replicas have been refreshed.
 
         Raises:
-            SiteError: if a site ends or does not answer.
+            SiteError: if a site exits or does not answer.
         """
         flush = self._engine.begin_flush()
-        with self._hurry():
+        with self._urgently():
             self._network.wake()
             self._until(lambda: self._engine.flushed(flush), lambda: None)
 
     @contextmanager
-    def _hurry(self) -> Iterator[None]:
+    def _urgently(self) -> Iterator[None]:
+        """Return a context in which rounds follow one another without pauses."""
         with self._progress:
-            self._in_a_hurry += 1
+            self._urgent += 1
         try:
             yield
         finally:
             with self._progress:
-                self._in_a_hurry -= 1
+                self._urgent -= 1
 
     def barrier(self) -> None:
         """Wait until all sites have called it.
 
         Raises:
-            SiteError: if a site ends or does not answer.
+            SiteError: if a site exits or does not answer.
         """
         self._barriers += 1
         number = self._barriers
@@ -112,7 +113,15 @@ class Background:
         del self._arrived[number]
 
     def _until(self, condition: Callable[[], bool], culprit: Callable[[], int | None]) -> None:
-        """Wait for a condition; `culprit` says whom it waited for, where that is known, when the time is over."""
+        """Wait for a condition.
+
+        Args:
+            condition: the condition.
+            culprit: function called after a timeout; returns the site that has not responded, None if unknown.
+
+        Raises:
+            SiteError: if a site exits or does not answer.
+        """
         deadline = time.monotonic() + self._timeout
         while not condition():
             self.check()
@@ -122,24 +131,24 @@ class Background:
                 self._time_out(culprit())
 
     def wait_for(self, done: Completion) -> None:
-        """Wait for an answer from other sites.
+        """Wait until a call is complete.
 
         Raises:
-            SiteError: if a site ends or does not answer.
+            SiteError: if a site exits or does not answer.
         """
         if not self._receive_until(done) and not done.wait(self._timeout):
             self._time_out(None)
         self.check()
 
     def _receive_until(self, done: Completion) -> bool:
-        """Receive in this thread until an answer has come, for a short time; return whether it has.
+        """Receive messages in this thread for a short time; return whether the call is complete.
 
-        An answer that comes soon reaches its worker without waking up the background thread first.
+        So a reply that arrives soon reaches its worker without a switch to the background thread.
         """
         if done.is_set() or not self._network.lendable or not self._receiving.acquire(blocking=False):
             return done.is_set()
         try:
-            if self._failure is None:  # else the network may be closed
+            if self._failure is None:  # otherwise the network may be closed
                 self._network.lend(True)
                 try:
                     self._receive_here(done)
@@ -150,11 +159,11 @@ class Background:
         return done.is_set()
 
     def _receive_here(self, done: Completion) -> None:
-        deadline = time.monotonic() + _LEAD
+        deadline = time.monotonic() + _RECEIVE
         while not done.is_set() and (left := deadline - time.monotonic()) > 0:
-            ready = self._network.poll(left)  # a signal's handler may raise here, and nothing is lost
+            ready = self._network.poll(left)  # signal handlers may raise here without loss of messages
             try:
-                self._take_all(ready)
+                self._handle_all(ready)
             except BaseException as error:
                 self.fail(error)
                 if not isinstance(error, Exception):
@@ -165,10 +174,10 @@ class Background:
         self.fail(TimeoutError("timed out"), culprit if silent is None else silent)
 
     def check(self) -> None:
-        """Raise what has gone wrong in the background, if anything has.
+        """Raise the error that has ended the manager, if there is one.
 
         Raises:
-            SiteError: if a site is gone.
+            SiteError: if a site is lost.
             RuntimeError: if the manager has been closed.
         """
         if self._failure is None:
@@ -184,7 +193,12 @@ class Background:
         raise RuntimeError(f"the parameter manager cannot go on: {self._failure!r}") from self._failure
 
     def fail(self, failure: BaseException, culprit: int | None = None) -> None:
-        """End all waits; what is called from now on raises."""
+        """End all waits; later calls raise.
+
+        Args:
+            failure: the error.
+            culprit: the site at fault; None if unknown.
+        """
         self._due = math.inf
         with self._progress:
             if self._failure is None:
@@ -196,33 +210,33 @@ class Background:
     def _run(self) -> None:
         try:
             engine, timing = self._engine, self._sync_timing
-            next_look, syncing = 0.0, False
+            next_check, syncing = 0.0, False
             while not self._closed:
                 now, pause = time.monotonic(), _IDLE
                 if engine.intends:
-                    pause = min(pause, next_look - now)
+                    pause = min(pause, next_check - now)
                 if engine.replicas and not syncing:
                     pause = min(pause, timing.next - now)
-                if self._in_a_hurry:
-                    pause = min(pause, _HURRY)
+                if self._urgent:
+                    pause = min(pause, _URGENT)
                 self._due = now + max(pause, 0.0)
                 self._receive(pause)
                 now = time.monotonic()
-                if now >= next_look or self._in_a_hurry:
+                if now >= next_check or self._urgent:
                     engine.act()
-                    next_look = time.monotonic() + self._interval
+                    next_check = time.monotonic() + self._interval
                 if syncing and engine.sync_over:
                     timing.end_round()
                     syncing = False
-                if not syncing and (self._in_a_hurry or (engine.replicas and now >= timing.next)):
+                if not syncing and (self._urgent or (engine.replicas and now >= timing.next)):
                     with timing.counted():
                         engine.synchronise()
                     syncing = True
-                if self._in_a_hurry:
+                if self._urgent:
                     with self._progress:
                         self._progress.notify_all()
-                if not self._turn.is_set():
-                    self._turn.set()
+                if not self._awake.is_set():
+                    self._awake.set()
         except BaseException as error:
             self.fail(error)
         finally:
@@ -231,25 +245,25 @@ class Background:
 
     def _receive(self, pause: float) -> None:
         self._network.wait(pause)
-        self._due = math.inf  # it has woken up
-        if self._receiving.acquire(blocking=False):  # else a worker receives
+        self._due = math.inf  # the thread is awake
+        if self._receiving.acquire(blocking=False):  # otherwise a worker receives
             try:
-                self._take_all(self._network.poll(0))
+                self._handle_all(self._network.poll(0))
             finally:
                 self._receiving.release()
 
-    def _take_all(self, ready: Ready) -> None:
+    def _handle_all(self, ready: Ready) -> None:
         messages, lost = self._network.read(ready)
         for sender, message in messages:
             try:
-                self._take(sender, message)
+                self._handle(sender, message)
             except ProtocolError as error:
                 self.fail(error, sender)
-        lost |= self._network.show_life()
+        lost |= self._network.send_heartbeats()
         if lost or self._left or self._missing:
-            self._miss(lost)
+            self._check_lost(lost)
 
-    def _take(self, sender: int, message: Message) -> None:
+    def _handle(self, sender: int, message: Message) -> None:
         kind = message.kind
         if kind is Kind.BARRIER:
             with self._progress:
@@ -263,17 +277,17 @@ class Background:
         elif kind is not Kind.ALIVE:
             self._engine.receive(sender, message)
 
-    def _miss(self, lost: dict[int, Exception]) -> None:
-        """Find out which sites are gone for good, and which have left in peace."""
+    def _check_lost(self, lost: dict[int, Exception]) -> None:
+        """Fail for sites that are lost. Sites that have left (BYE) count as lost only if a worker waits."""
         for peer, reason in lost.items():
             if isinstance(reason, (TimeoutError, ProtocolError)):
                 self.fail(reason, peer)
             elif peer not in self._left:
-                self._missing.setdefault(peer, time.monotonic() + _FAREWELL)
-        waits = self._engine.waits or self._in_a_hurry
-        for peer in self._left:  # in peace, which matters only to a worker that waits for an answer
+                self._missing.setdefault(peer, time.monotonic() + _GRACE)
+        waits = self._engine.waits or self._urgent
+        for peer in self._left:
             if waits:
-                self._missing.setdefault(peer, time.monotonic() + _FAREWELL)
+                self._missing.setdefault(peer, time.monotonic() + _GRACE)
             else:
                 self._missing.pop(peer, None)
         for peer, deadline in self._missing.items():

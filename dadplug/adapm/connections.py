@@ -1,7 +1,7 @@
 """TCP connections between the sites of a parameter manager: set-up, and messages in both directions.
 
-The thread that has a message writes it straight to the kernel, and only what the kernel has no room for is left to the
-manager's background thread: each hand-over from thread to thread takes more time than a small message itself.
+The thread that has a message writes it to the socket. Only data that the kernel has no room for is left to the
+background thread, since a switch between threads takes longer than sending a small message.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ..errors import SiteError
 from ..exchange.addresses import own_addresses
 from .messages import HEAD_SIZE, Head, Message
 
-_HELLO = struct.Struct("<32sI")  # the token of the site that listens, the rank of the one that connects
-_BUFFER = 4 << 20  # bytes that the system keeps for a connection each way: a batch of values
-_CHUNK = 1 << 16  # bytes that are read at a time, of which small messages are cut
-_BATCH = 64  # messages read before other connections get their turn
+_HELLO = struct.Struct("<32sI")  # token of the listening site, rank of the connecting one
+_BUFFER = 4 << 20  # size of the socket buffers in bytes: a batch of values
+_CHUNK = 1 << 16  # bytes read at a time, from which small messages are extracted
+_BATCH = 64  # messages read from a connection before the next one
 
 
 class Connection:
-    """A connection to another site. `send` may be called from any thread, the other methods from one.
+    """Connection to another site. `send` may be called from any thread, the other methods from one at a time.
 
     Args:
         rank: the other site.
-        connected: the socket.
-        head: reads the head of a message at an offset of a buffer.
+        connected: the connected socket.
+        head: function that parses the head of a message at an offset of a buffer.
 
     Attributes:
-        heard: when something came last.
-        sent: when something was sent last.
+        heard: time of the last received data, on the clock of `time.monotonic`.
+        sent: time of the last sent data.
     """
 
     def __init__(self, rank: int, connected: socket.socket, head: Callable[[Any, int], Head]) -> None:
@@ -57,16 +57,16 @@ class Connection:
         self._buffer = bytearray(_CHUNK)
         self._view = memoryview(self._buffer)
         self._filled = 0
-        self._partial: tuple[Head, NDArray[np.uint8]] | None = None  # a message of which a part has come
-        self._missing = memoryview(b"")  # what has not come of it
+        self._partial: tuple[Head, NDArray[np.uint8]] | None = None  # a message of which a part has arrived
+        self._missing = memoryview(b"")  # the part that has not arrived
 
     @property
     def blocked(self) -> bool:
-        """Whether there is something to send that the kernel had no room for."""
+        """Whether there is unsent data that the kernel had no room for."""
         return bool(self._outgoing)
 
     def send(self, buffers: list[Any]) -> bool:
-        """Send buffers, which must not change afterwards; returns at once, False where `flush` has to go on."""
+        """Send buffers, which must not change afterwards, without blocking; return False if `flush` has to continue."""
         self.sent = time.monotonic()
         with self._lock:
             waiting = bool(self._outgoing)
@@ -85,7 +85,7 @@ class Connection:
             return not waiting and self._write()
 
     def flush(self) -> bool:
-        """Send what the kernel takes by now; return whether that is all."""
+        """Send the data that the kernel has room for; return whether all has been sent."""
         with self._lock:
             return self._write()
 
@@ -96,7 +96,7 @@ class Connection:
                 count = self.socket.sendmsg(list(outgoing)[:64])
             except BlockingIOError:
                 return False
-            except OSError:  # whoever reads will find the connection closed, and say so
+            except OSError:  # the next read reports that the connection is closed
                 outgoing.clear()
                 return True
             while outgoing and count >= outgoing[0].nbytes:
@@ -106,14 +106,14 @@ class Connection:
         return True
 
     def read(self, messages: list[tuple[int, Message]]) -> None:
-        """Read the messages that have come.
+        """Read the messages that have arrived.
 
         Args:
-            messages: where they are added, each with the number of the site that it comes from.
+            messages: list to append to, pairs of sender and message.
 
         Raises:
             ConnectionError: if the connection is closed.
-            ProtocolError: if something else than a message has come.
+            ProtocolError: if the data does not follow the protocol.
         """
         last = len(messages) + _BATCH
         while len(messages) < last:
@@ -130,7 +130,7 @@ class Connection:
             self.heard = time.monotonic()
             if self._partial is None:
                 self._filled += count
-                self._cut(messages)
+                self._extract(messages)
             else:
                 self._missing = self._missing[count:]
                 if not self._missing.nbytes:
@@ -140,8 +140,8 @@ class Connection:
             if count < target.nbytes:
                 return
 
-    def _cut(self, messages: list[tuple[int, Message]]) -> None:
-        """Cut messages from the buffer; the last may be incomplete."""
+    def _extract(self, messages: list[tuple[int, Message]]) -> None:
+        """Extract messages from the buffer; the last one may be incomplete."""
         start = 0
         while self._filled - start >= HEAD_SIZE:
             head = self._head(self._buffer, start)
@@ -161,33 +161,33 @@ class Connection:
         self._filled -= start
 
     def close(self) -> None:
-        """Close the connection; what the kernel has is still delivered."""
+        """Close the connection; the kernel still delivers data that it has."""
         with self._lock:
             self._outgoing.clear()
             self.socket.close()
 
 
 def own_address() -> str:
-    """Find the address under which the other sites reach this one: that of the interface that gloo uses."""
+    """Return the address of this site for the other sites: that of the interface that gloo uses."""
     return next(iter(own_addresses()), "127.0.0.1")
 
 
 def reachable_address(exchange: Callable[[Any], list[Any]]) -> str:
-    """Find the address to listen on: loopback where all sites are on one machine; all sites must call it together."""
-    return "127.0.0.1" if len(set(exchange(_own_machine()))) == 1 else own_address()
+    """Return the address to listen on, loopback if all sites are on one node; all sites must call it together."""
+    return "127.0.0.1" if len(set(exchange(_own_node()))) == 1 else own_address()
 
 
-def _own_machine() -> str:
-    """Return what processes have in common that reach one another on loopback."""
-    machine = [socket.gethostname()]
+def _own_node() -> str:
+    """Return a string that is equal for processes that reach one another on loopback."""
+    node = [socket.gethostname()]
     for path in ("/proc/self/ns/net", "/proc/sys/kernel/random/boot_id"):
         with suppress(OSError):
             if os.path.islink(path):
-                machine.append(os.readlink(path))
+                node.append(os.readlink(path))
             else:
                 with open(path) as file:
-                    machine.append(file.read().strip())
-    return " ".join(machine)
+                    node.append(file.read().strip())
+    return " ".join(node)
 
 
 def connect_sites(
@@ -195,20 +195,20 @@ def connect_sites(
 ) -> dict[int, socket.socket]:
     """Connect this site with every other one; all must call it together.
 
-    Each listens on the one address on which the others reach it, on loopback where all are on one machine, and connects
-    to those of lower rank. A process that does not know the token of the site that listens is refused.
+    Each site listens on the one address on which the others reach it, loopback if all are on one node, and connects to
+    the sites of lower rank. Connections without the token of the listening site are refused.
 
     Args:
         rank: this site.
-        exchange: gathers one object a site, by rank.
-        timeout: seconds that it may take.
-        name: how messages call a site.
+        exchange: function that gathers one object per site, by rank.
+        timeout: maximum duration in seconds.
+        name: function that returns the name of a site for messages.
 
     Returns:
         The connected sockets by rank.
 
     Raises:
-        SiteError: if a site does not come.
+        SiteError: if a site does not connect.
     """
     address = reachable_address(exchange)
     token = secrets.token_hex(16)
@@ -225,7 +225,7 @@ def connect_sites(
             if arrived is None:
                 names = ", ".join(map(name, sorted(expected)))
                 raise SiteError(f"waited {timeout:g} s for a connection of the parameter manager from {names}")
-            connected, peer = _welcome(arrived, token, deadline)
+            connected, peer = _identify(arrived, token, deadline)
             if connected is not None and peer in expected:
                 sockets[peer] = connected
                 expected.remove(peer)
@@ -272,8 +272,8 @@ def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
     return None
 
 
-def _welcome(arrived: socket.socket, token: str, deadline: float) -> tuple[socket.socket | None, int]:
-    """Read who connects; return no socket where it is not a site."""
+def _identify(arrived: socket.socket, token: str, deadline: float) -> tuple[socket.socket | None, int]:
+    """Read the token and rank of a connection; return no socket if it is not that of a site."""
     arrived.settimeout(min(1.0, _left(deadline)))
     with suppress(OSError, struct.error):
         known, peer = _HELLO.unpack(arrived.recv(_HELLO.size, socket.MSG_WAITALL))

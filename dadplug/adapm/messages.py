@@ -1,41 +1,42 @@
-"""The protocol: what sites say to each other, and why it holds.
+"""The protocol of the parameter manager, and its messages.
 
-Where a key lives
-    Each key has one **owner**, which holds its true value. It begins at its home, ``key mod sites``. Where a key moves,
-    the move gets a number, one higher than the last; the former owner and the home note (site, number) in their
-    directory, and a note is only replaced by one with a higher number. A message for a key that a site does not own
-    goes on to where its directory points, else to the key's home. Each hop leads to a later move, so that a message
-    reaches the owner; one that overtakes the key on its way is sent back and forth until the key has arrived. No step
-    relies on messages arriving in the order in which they were sent.
+Location of keys
+    Each key has one **owner**, which holds its true value. The first owner is its home, site ``key mod sites``. Each
+    move of a key has a number, one higher than that of the last move. The former owner and the home record (site,
+    number) in their directories; an entry is only replaced by one with a higher number. A message for a key that a site
+    does not own is forwarded to the site in its directory, otherwise to the home of the key. Each hop leads to a later
+    move, so a message reaches the owner. A message that overtakes a moving key is forwarded back and forth until the
+    key has arrived. The protocol does not depend on the order of messages.
 
-What a site asks for
-    PULL and PUSH carry any keys. The owner answers the asking site directly, with values or with the number of keys
-    that it has added to. INTENT asks for keys that the site will need. The owner answers with a REPLICA if itself or a
-    third site has intent for the key, else with a MOVE, which makes the asking site the owner.
+Requests
+    PULL and PUSH are sent for any keys. The owner replies directly to the site of origin, with values or with the
+    number of keys that it has added to. INTENT requests keys that the site will need. The owner replies with REPLICA if
+    it has intent for the key itself or a third site has a replica, otherwise with MOVE, which makes the requesting site
+    the owner.
 
-    Replicas add what is pushed to them to their value, and to a delta. In each round a site sends SYNC for all its
-    replicas: key, version and, where there is one, the delta. The owner adds the delta and answers (SYNCED) with its
-    value where it is news to the replica. A replica without intent ahead says in its SYNC that it leaves. If the site
-    that asks is the last one with intent, the answer is a MOVE.
+    A push to a replica is added to its value and to a delta. In each round a site sends SYNC for all its replicas: key,
+    version and, if there is one, the delta. The owner adds the delta and replies with SYNCED, which has the value if
+    its version is newer. The SYNC of a replica without intent ahead has a flag that the replica leaves. If the
+    requesting site is the last one with intent, the reply is MOVE.
 
-Why no push is lost and own pushes are visible
-    1. For each key a site has at most one INTENT or SYNC under way, and only the answer to it changes the key's state
-       at that site. What the answer holds includes all that the request held, so ``answer + what was pushed since`` is
-       right whatever happened meanwhile.
-    2. An INTENT leaves when the pushes that this site had sent before are answered; from the moment it is noted on,
-       pushes to its keys wait here. So the value in the answer includes all earlier pushes of this site.
-    3. A PULL, too, leaves when the pushes sent before are answered. Pushes to a requested key are added to what the
-       owner answers. Should a replica have come and gone meanwhile, the pull is repeated.
-    4. A replica that leaves stays readable until the owner has answered; what was pushed since then goes as a PUSH.
-    5. Pushes commute, so that an owner may add them in any order.
+No push is lost, and own pushes are visible
+    1. A site has at most one INTENT or SYNC in flight per key, and only the reply to it changes the state of the key at
+       that site. The value in the reply includes everything in the request, so ``reply + pushes since the request`` is
+       correct in any order of events.
+    2. An INTENT is sent when all earlier pushes of the site have been confirmed; from the moment it is recorded, pushes
+       to its keys are held at the site. So the value in the reply includes all earlier pushes of the site.
+    3. A PULL is also sent when all earlier pushes have been confirmed. Pushes to a requested key are added to the value
+       in the reply. If a replica has been created and dropped meanwhile, the pull is repeated.
+    4. A replica that leaves is readable until the owner has replied; later pushes to it are sent as PUSH.
+    5. Pushes commute, so an owner may add them in any order.
 
-    `set` does not commute: it first has this site's own pushes delivered. Among sites that set and push the same key
-    at the same time, the owner's order counts.
+    SET does not commute: it is sent when the site's own pushes have been delivered. If sites set and push a key at the
+    same time, the order is that of arrival at the owner.
 
-On the wire
-    A message is a head of fixed size, with the numbers of its keys and rows of values, then its arrays. Sizes follow
-    from these two numbers. A site splits what is larger than `MOST_BYTES` into several messages. So a receiver checks
-    the size of a message by its head, before it allocates memory, and all that the arrays index before it uses them.
+Wire format
+    A message is a head of fixed size, which has the numbers of keys and of rows of values, followed by arrays. These
+    two numbers determine all sizes. A site splits data larger than `MOST_BYTES` into several messages. So a receiver
+    checks the size of a message by its head before it allocates memory, and all indices before it uses them.
 """
 
 from __future__ import annotations
@@ -54,22 +55,22 @@ MOST_BYTES = 16 << 20  # of a message, unless a single key has more
 
 
 class Kind(IntEnum):
-    """The kinds of message, with their arrays."""
+    """Kinds of messages, with their arrays."""
 
     PULL = 0  # keys, positions
     PULLED = 1  # positions, values
     PUSH = 2  # keys, deltas
     SET = 3  # keys, values
-    APPLIED = 4  # extra: how many keys
+    APPLIED = 4  # extra: number of keys
     INTENT = 5  # keys
     REPLICA = 6  # keys, versions, values
     MOVE = 7  # keys, versions, moves, masks, values
     SYNC = 8  # keys, versions, flags, deltas of the dirty ones
     SYNCED = 9  # keys, codes, versions, values of the new ones
-    OWNER = 10  # keys, moves; origin: the site where they are
-    BARRIER = 11  # request: its number
-    BYE = 12
-    ALIVE = 13  # sent when there is nothing else to send
+    OWNER = 10  # keys, moves; origin: the owner
+    BARRIER = 11  # request: number of the barrier
+    BYE = 12  # the site leaves
+    ALIVE = 13  # heartbeat, sent if no other message is
 
 
 _KEYS, _NUMBERS, _CODES, _VALUES = (np.dtype(name) for name in ("<i8", "<i4", "<i1", "<f4"))
@@ -93,31 +94,31 @@ _PARTLY = (Kind.SYNC, Kind.SYNCED)  # have values for some keys only
 _KINDS = dict(enumerate(Kind))
 _HEAD = struct.Struct("<B3xHhIIqq")  # kind, table, origin, keys, rows of values, request, extra
 HEAD_SIZE = _HEAD.size
-_MOST_PER_KEY = 32  # bytes of a key in any message, beside its values
+_MOST_PER_KEY = 32  # bytes per key in any message, except its values
 _PAD = bytes(8)
 _SMALL = 4096  # bytes of arrays that are copied into one buffer with the head
 
 
 class ProtocolError(Exception):
-    """A site has sent what is no message of this protocol."""
+    """Error for data from another site that does not follow the protocol."""
 
 
 def most_keys(width: int) -> int:
-    """Return how many keys of a table of this width a message may have."""
+    """Return the maximum number of keys of a message for a table of a width."""
     return max(1, MOST_BYTES // (_MOST_PER_KEY + 4 * width))
 
 
 @dataclass(slots=True)
 class Message:
-    """A message. Arrays of values have shape (n, width of the table).
+    """Message between sites. Arrays of values have shape (n, width of the table).
 
     Attributes:
-        kind: what it says.
+        kind: kind of the message.
         table: number of the table.
-        origin: the site that asked first; a forwarded message keeps it.
+        origin: the site that sent it first; forwarding does not change it.
         request: number of the request at its origin.
         extra: a number, see `Kind`.
-        arrays: see `Kind`.
+        arrays: arrays, see `Kind`.
     """
 
     kind: Kind
@@ -128,7 +129,7 @@ class Message:
     arrays: list[NDArray[Any]] = field(default_factory=list)
 
     def encode(self) -> list[Any]:
-        """Return the message as buffers that follow one another; large arrays are not copied."""
+        """Return the message as consecutive buffers; large arrays are not copied."""
         kind, arrays = self.kind, self.arrays
         keys = rows = size = 0
         if arrays:
@@ -175,19 +176,19 @@ def _layout(number: int, table: int, width: int | None, keys: int, rows: int) ->
 
 
 class Head:
-    """The head of a message that arrives: what it announces, checked.
+    """Head of a received message, checked.
 
     Args:
         buffer: at least `HEAD_SIZE` bytes from `offset` on.
-        offset: where the head begins.
-        widths: the width of each table.
+        offset: position of the head in the buffer.
+        widths: width of each table.
         sites: number of sites.
 
     Attributes:
         nbytes: size of the arrays that follow.
 
     Raises:
-        ProtocolError: if no site sends such a message.
+        ProtocolError: if the head does not follow the protocol.
     """
 
     __slots__ = ("_message", "_places", "nbytes")

@@ -1,8 +1,8 @@
-"""Messages from site to site: any site sends to any other at any time, from any thread.
+"""Messages between sites: any site sends to any other at any time, from any thread.
 
-Two pollers divide the work between threads: one has all connections, the other the first one and a bell. The background
-thread waits for the second. A worker that is about to get an answer takes the first one out of the second, and receives
-by itself: messages then wake no other thread.
+There are two pollers: one has all connections; the other has the first poller and a wake-up pipe, and the background
+thread waits for it. A worker that waits for a reply removes the first poller from the second and receives messages
+itself, so that messages wake up no other thread.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..exchange import Traffic
 from .connections import Connection, connect_sites
 from .messages import Head, Kind, Message, ProtocolError
 
-_CLOSE = 1.0  # seconds that the last messages get to leave
-_LENDABLE = hasattr(select, "epoll")  # such pollers can be polled
-_SIGNS = 4  # signs of life in the time after which a silent site counts as lost
+_CLOSE = 1.0  # seconds to send the last messages
+_LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled
+_HEARTBEATS = 4  # heartbeats within the timeout
 
-Ready = list[tuple[int, int]]  # descriptors of sockets, and what they are ready for
+Ready = list[tuple[int, int]]  # descriptors of sockets and their events
 
 
 def _make_poller() -> Any:
-    return select.epoll() if _LENDABLE else select.poll()  # with the same numbers for events
+    return select.epoll() if _LENDABLE else select.poll()  # both have the same numbers of events
 
 
 def _poll(poller: Any, timeout: float) -> Ready:
@@ -39,25 +39,25 @@ def _poll(poller: Any, timeout: float) -> Ready:
 
 
 class Network:
-    """Connections from this site to each other one.
+    """Connections from this site to all others.
 
-    `send` and `wake` may be called from any thread, `wait` from one. `poll`, `read` and
-    `show_life` may be called from several, but by one at a time.
+    `send` and `wake` may be called from any thread, `wait` from one thread only. `poll`, `read` and `send_heartbeats`
+    may be called from any thread, but not concurrently.
 
     Args:
         rank: this site.
-        exchange: gathers one object a site, by rank; all sites call it together.
-        timeout: seconds after which a connection without a sign of life counts as lost.
-        traffic: the meter.
-        widths: the width of each table; more are appended as tables are added.
-        name: how messages call a site.
+        exchange: function that gathers one object per site, by rank; called on all sites together.
+        timeout: seconds without a heartbeat after which a connection counts as lost.
+        traffic: meter of sent bytes.
+        widths: width of each table; the caller appends to it when tables are added.
+        name: function that returns the name of a site for messages.
 
     Attributes:
-        connections: to each other site, by rank.
+        connections: connections by rank.
         lendable: whether `lend` is supported.
 
     Raises:
-        SiteError: if a site does not come.
+        SiteError: if a site does not connect.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Network:
         self._timeout = timeout
         self._poller: Any = _make_poller()
         self._idle_poller: Any = _make_poller() if _LENDABLE else self._poller
-        self._watched = dict.fromkeys(sockets, False)  # whether room to send is polled for, by rank
+        self._watched = dict.fromkeys(sockets, False)  # whether the connection is polled for room to send, by rank
         self._watch_lock = threading.Lock()
         self.connections = {
             peer: Connection(peer, connected, lambda buffer, offset: Head(buffer, offset, widths, sites))
@@ -83,57 +83,57 @@ class Network:
         }
         self._peers = {each.socket.fileno(): each for each in self.connections.values()}
         self.lendable = _LENDABLE
-        self._ring, self._bell = socket.socketpair()
-        for end in (self._ring, self._bell):
+        self._wake_writer, self._wake_reader = socket.socketpair()
+        for end in (self._wake_writer, self._wake_reader):
             end.setblocking(False)
-        self._bell_descriptor = self._bell.fileno()
-        self._idle_poller.register(self._bell, select.POLLIN)
+        self._wake_descriptor = self._wake_reader.fileno()
+        self._idle_poller.register(self._wake_reader, select.POLLIN)
         if self.lendable:
             self._idle_poller.register(self._poller, select.POLLIN)
         for connection in self.connections.values():
             self._poller.register(connection.socket, select.POLLIN)
-        self._awake = self._alive = time.monotonic()
+        self._last_poll = self._last_check = time.monotonic()
         _open.add(self)
 
     def send(self, peer: int, message: Message) -> None:
-        """Send a message, and return at once; its arrays must not change afterwards."""
+        """Send a message without blocking; its arrays must not change afterwards."""
         buffers = message.encode()
         self._traffic.add(sum(map(len, buffers)))
         if not self.connections[peer].send(buffers):
             self.wake()
 
     def lend(self, lent: bool) -> None:
-        """Have `wait` ignore what comes, since another thread receives, or heed it again; from any thread."""
+        """Set whether another thread receives messages, so that `wait` ignores them; from any thread."""
         self._idle_poller.modify(self._poller, 0 if lent else select.POLLIN)
 
     def wait(self, timeout: float) -> None:
-        """Wait until something has come, for `wake`, or for a time in seconds."""
+        """Wait until data has arrived or `wake` is called, at most for a number of seconds."""
         self._watch()
-        timeout = min(max(timeout, 0.0), self._timeout / _SIGNS)
+        timeout = min(max(timeout, 0.0), self._timeout / _HEARTBEATS)
         for descriptor, _ in _poll(self._idle_poller, timeout):
-            if descriptor == self._bell_descriptor:
+            if descriptor == self._wake_descriptor:
                 with suppress(OSError):
-                    while self._bell.recv(4096):
+                    while self._wake_reader.recv(4096):
                         pass
 
     def poll(self, timeout: float) -> Ready:
-        """Wait until something has come, for a time in seconds; return what `read` takes."""
+        """Wait until data has arrived, at most for a number of seconds; return the sockets for `read`."""
         return _poll(self._poller, timeout)
 
     def read(self, ready: Ready) -> tuple[list[tuple[int, Message]], dict[int, Exception]]:
-        """Receive what has come, and send what the kernel had no room for before.
+        """Receive messages, and send data that the kernel had no room for before.
 
         Args:
-            ready: what `poll` has returned.
+            ready: result of `poll`.
 
         Returns:
-            Messages with their senders, and the sites whose connections are lost, with the reason.
+            Messages with their senders, and the reason by site for lost connections.
         """
         messages: list[tuple[int, Message]] = []
         lost: dict[int, Exception] = {}
         for descriptor, events in ready:
             connection = self._peers.get(descriptor)
-            if connection is None:  # the bell
+            if connection is None:  # the wake-up pipe
                 continue
             if events & select.POLLOUT:
                 connection.flush()
@@ -147,7 +147,7 @@ class Network:
         return messages, lost
 
     def _watch(self) -> None:
-        """Poll for room on connections that have something left to send."""
+        """Poll for room on connections that have unsent data."""
         with self._watch_lock:
             for connection in self._peers.values():
                 blocked = connection.blocked
@@ -160,18 +160,18 @@ class Network:
             self._poller.unregister(connection.socket)
             self._peers = {number: each for number, each in self._peers.items() if each is not connection}
 
-    def show_life(self) -> dict[int, Exception]:
-        """Send signs of life where they are due; return the sites from which none come, once, with the reason."""
+    def send_heartbeats(self) -> dict[int, Exception]:
+        """Send heartbeats that are due; return the reason by site for sites whose heartbeats are missing, once."""
         lost: dict[int, Exception] = {}
         now = time.monotonic()
-        step = self._timeout / _SIGNS
-        if now - self._awake > 2 * step:  # it is this process that has slept
+        step = self._timeout / _HEARTBEATS
+        if now - self._last_poll > 2 * step:  # this process was suspended
             for connection in self._peers.values():
                 connection.heard = now
-        self._awake = now
-        if now - self._alive < step / 2:
+        self._last_poll = now
+        if now - self._last_check < step / 2:
             return lost
-        self._alive = now
+        self._last_check = now
         for connection in list(self._peers.values()):
             if now - connection.sent > step / 2:
                 self.send(connection.rank, Message(Kind.ALIVE))
@@ -182,18 +182,18 @@ class Network:
 
     @property
     def silent(self) -> int | None:
-        """The site that has missed its signs of life for longest; None if all are on time."""
-        step = self._timeout / _SIGNS
+        """The site whose heartbeat is most overdue; None if all are on time."""
+        step = self._timeout / _HEARTBEATS
         heard, peer = min((each.heard, each.rank) for each in self.connections.values())
         return peer if time.monotonic() - heard > 2 * step else None
 
     def wake(self) -> None:
         """End `wait`; from any thread."""
-        with suppress(OSError):  # the pipe of wake-ups is full
-            self._ring.send(b"!")
+        with suppress(OSError):  # the wake-up pipe is full
+            self._wake_writer.send(b"!")
 
     def close(self) -> None:
-        """Close all connections once the last messages have left; while no other thread receives."""
+        """Close all connections after sending the last messages; no other thread may receive."""
         deadline = time.monotonic() + _CLOSE
         while any(not each.flush() for each in self._peers.values()) and time.monotonic() < deadline:
             self._watch()
@@ -204,8 +204,8 @@ class Network:
         _open.discard(self)
         for connection in self.connections.values():
             connection.close()
-        self._ring.close()
-        self._bell.close()
+        self._wake_writer.close()
+        self._wake_reader.close()
         if _LENDABLE:
             self._poller.close()
             self._idle_poller.close()
@@ -215,7 +215,7 @@ _open: weakref.WeakSet[Network] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the connections in a forked child, such as a loader's worker: a dead site would seem to live on in it."""
+    """Close the connections in a forked child, such as a loader's worker, which would keep them open after an exit."""
     for network in list(_open):
         for connection in network.connections.values():
             connection.socket.close()

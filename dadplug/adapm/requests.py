@@ -1,4 +1,4 @@
-"""What a site has asked others for, and waits for."""
+"""Requests of a site that other sites have not answered yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .rows import Block, Keys
 
 
 class Done:
-    """An event as `threading.Event` is, which happens once and takes a fifth of the time to make.
+    """Event that is set once; creating it takes a fifth of the time of `threading.Event`.
 
     `set` must not be called by two threads at once.
     """
@@ -24,27 +24,37 @@ class Done:
         self._lock.acquire()
 
     def is_set(self) -> bool:
-        """Return whether it has happened."""
+        """Return whether the event is set."""
         return self._happened
 
     def set(self) -> None:
-        """Let it happen, and end all waits."""
+        """Set the event, and end all waits."""
         if not self._happened:
             self._happened = True
             self._lock.release()
 
     def wait(self, timeout: float = -1) -> bool:
-        """Wait until it happens, at most for a time in seconds; return whether it has."""
+        """Wait for the event.
+
+        Args:
+            timeout: seconds to wait at most; negative for no limit.
+
+        Returns:
+            Whether the event is set.
+        """
         if not self._happened and self._lock.acquire(timeout=timeout):
-            self._lock.release()  # for others that wait
+            self._lock.release()  # for other waiting threads
         return self._happened
 
 
 class Request:
-    """A pull, push or set that is under way.
+    """Pull, push or set in progress.
+
+    Args:
+        remaining: number of keys without a reply.
 
     Attributes:
-        done: set when it has been answered, or never will be.
+        done: set when all replies have arrived, or none will arrive any more.
     """
 
     def __init__(self, remaining: int) -> None:
@@ -55,7 +65,15 @@ class Request:
 
 
 class PullRequest(Request):
-    """A pull that other sites answer into `out`; `drops` counts the replicas gone before it, if that matters."""
+    """Pull from other sites.
+
+    Args:
+        table: number of the table.
+        keys: n keys.
+        positions: their rows in `out`.
+        out: the values, overwritten by replies.
+        drops: number of dropped replicas before the pull, if a key was REQUESTED then; otherwise None.
+    """
 
     def __init__(self, table: int, keys: Keys, positions: NDArray[np.int32], out: Block, drops: int | None) -> None:
         super().__init__(positions.shape[0])
@@ -63,7 +81,13 @@ class PullRequest(Request):
 
 
 class SetRequest(Request):
-    """A set that other sites answer; the values wait for the replicas here."""
+    """Set at other sites; the values are kept for the replicas at this site.
+
+    Args:
+        table: number of the table.
+        keys: n keys.
+        values: of shape (n, width).
+    """
 
     def __init__(self, table: int, keys: Keys, values: Block) -> None:
         super().__init__(keys.shape[0])
@@ -71,7 +95,11 @@ class SetRequest(Request):
 
 
 class Flush:
-    """What `Engine.flushed` waits for: a round that begins from now on, then the pushes sent until then."""
+    """State of a flush: it waits for a later round, and then for the pushes sent until then.
+
+    Args:
+        since: number of the first round that counts.
+    """
 
     def __init__(self, since: int) -> None:
         self.since = since

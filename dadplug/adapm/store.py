@@ -1,4 +1,4 @@
-"""The rows of one table at one site: an arena of values with an index by key, grown when it is full."""
+"""Rows of one table at one site: arrays of values with an index by key, which grow when they are full."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ UNBOUNDED = np.iinfo(np.int64).max
 
 
 class Store:
-    """What a site holds of a table. It knows no network; whoever calls it holds the lock of the engine.
+    """Rows of a table at a site. Callers hold the lock of the engine.
 
-    The memory is the rows' values, 34 bytes a row for their state and 24 to 48 for the index; replicas take as much
-    again while they hold deltas that have not been sent. Room that has not been used yet costs no physical memory.
+    A row takes the memory of its values, 34 bytes of state and 24 to 48 bytes of index; replicas take as much again
+    while they have unsent deltas. Reserved rows that have not been used take no physical memory.
 
     Args:
-        width: number of float32 values a key.
-        limit: keys are smaller; None for any key.
-        initialiser: gives the first values.
-        capacity: number of rows to begin with.
-        max_rows: rows that are kept; the least recently used ones go where there would be more. None for all.
+        width: number of float32 values per key.
+        limit: upper bound of keys, exclusive; None for any key.
+        initialiser: initialiser of the values.
+        capacity: number of rows to reserve at first.
+        max_rows: number of rows to keep; above it, the least recently used ones are evicted. None for all.
 
     Attributes:
-        clock: tells the clock of the site; rows with intent ahead stay.
-        evicted: number of rows that had to go.
+        clock: function that returns the clock of the site; rows with intent ahead are not evicted.
+        evicted: number of evicted rows.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Store:
     ) -> None:
         self.max_rows, self.evicted = max_rows, 0
         self.clock: Callable[[], int] = int
-        self._time, self._used = 0, np.zeros(0, np.int64)  # calls, and the last one that used a row
+        self._time, self._used = 0, np.zeros(0, np.int64)  # number of calls, and the last call that used each row
         self.width = width
         self.limit = UNBOUNDED if limit is None else limit
         self.initialiser = initialiser
@@ -70,16 +70,16 @@ class Store:
 
     @property
     def replicas(self) -> int:
-        """Number of keys that are replicated here, or requested."""
+        """Number of replicated and requested keys."""
         return int(self.rows.counts[layout.SLOTS])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory reserved, of which unused room takes no physical memory."""
+        """Bytes of reserved memory; unused rows take no physical memory."""
         return sum(array.nbytes for array in self.rows)
 
     def make_room(self, rows: int, slots: int = 0) -> None:
-        """Grows the arrays so that this many rows and slots can be taken, after dropping rows that are too many."""
+        """Make room for more rows and slots, by evicting rows above the maximum and by growing the arrays."""
         if self.max_rows is not None and len(self) + rows > self.max_rows:
             self._evict(len(self) + rows - self.max_rows)
         r, counts = self.rows, self.rows.counts
@@ -96,7 +96,7 @@ class Store:
             self._grow(names, size, int(counts[layout.SLOT_TOP]))
 
     def touch(self, rows: Numbers) -> None:
-        """Notes that rows are used; those of less than 0 are none. Of interest only where rows may be dropped."""
+        """Record the use of rows, if rows may be evicted; numbers below 0 are ignored."""
         if self.max_rows is None:
             return
         if self._used.shape[0] < self.rows.keys.shape[0]:
@@ -107,11 +107,11 @@ class Store:
         self._used[rows[rows >= 0]] = self._time
 
     def _evict(self, count: int) -> None:
-        """Drops the least recently used rows; some more than needed, so that it is not done in each call."""
+        """Evict the least recently used rows, some more than needed so that not every call has to."""
         assert self.max_rows is not None
         self.touch(np.empty(0, np.int32))
         found = np.empty(self.rows.keys.shape[0], np.int32)
-        # A call that is under way has found rows of its own at most two touches ago.
+        # A call in progress has recorded its own rows at most two uses ago.
         found = found[: kernels.list_evictable(self.rows, self.clock(), self._used, self._time - 2, found)]
         count = min(found.shape[0], count + self.max_rows // 16)
         if count < found.shape[0]:
@@ -128,26 +128,26 @@ class Store:
         self.rows = self.rows._replace(**grown)
 
     def make_directory_room(self, keys: int) -> None:
-        """Grows the directory so that this many keys can be noted."""
+        """Make room for more keys in the directory."""
         needed = int(self.rows.counts[layout.DIRECTORY]) + keys
         if needed > index.room(self.rows.directory):
             self.rows = self.rows._replace(directory=_grown(self.rows.directory, int(_GROWTH * needed)))
 
     def locate(self, rank: int, sites: int, keys: Keys) -> tuple[Numbers, NDArray[np.int8]]:
-        """Finds the owners of keys; those that belong here and have never been touched get their first values.
+        """Find the owners of keys; keys of this site that have no row get one, with initial values.
 
         Args:
             rank: this site.
             sites: number of sites.
-            keys: n keys, checked.
+            keys: n keys in range.
 
         Returns:
-            For each key its row where it is owned here, or -1; and the site to ask.
+            n rows of keys owned by this site, -1 for others; and n sites to ask.
         """
         return self.located(rank, sites, keys)[:2]
 
     def located(self, rank: int, sites: int, keys: Keys) -> tuple[Numbers, NDArray[np.int8], int]:
-        """Does the same, and returns besides how many keys belong to other sites."""
+        """Return the results of `locate`, and the number of keys of other sites."""
         where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
         r = self.rows
         fresh, away = kernels.locate(r.finder, r.directory, r.states, r.counts, rank, sites, keys, where, targets)
@@ -166,10 +166,10 @@ class Store:
     def read(
         self, rank: int, sites: int, owned_only: bool, keys: Keys, out: Block
     ) -> tuple[Numbers, NDArray[np.int8], int, int, int]:
-        """Copies values if all are here; see `kernels.read`.
+        """Copy values if this site can read all of them, see `kernels.read`.
 
         Returns:
-            Rows and sites to ask, and the three numbers of `kernels.read`.
+            Rows, sites to ask, and the three numbers of `kernels.read`.
         """
         where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
         r = self.rows
@@ -191,13 +191,13 @@ class Store:
         return where, targets, *numbers
 
     def read_rows(self, rows: Numbers) -> Block:
-        """Copies values."""
+        """Return copies of the values of rows."""
         out = np.empty((rows.shape[0], self.width), np.float32)
         kernels.gather_rows(self.rows.values, rows, out)
         return out
 
     def owned(self) -> tuple[Keys, Block]:
-        """Returns copies of the keys that are owned here, in ascending order, and of their values."""
+        """Return copies of the keys owned by this site, in ascending order, and of their values."""
         rows = np.empty(len(self), np.int32)
         rows = rows[: kernels.list_owned(self.rows, rows)]
         keys = self.rows.keys[rows]

@@ -181,7 +181,7 @@ def test_a_site_that_does_not_come_is_named_within_the_timeout():
         if rank == 0:
             return connect_sites(0, meeting.at(0), 0.5, "site {}".format)
         exchange = meeting.at(1)
-        exchange(connections._own_machine())
+        exchange(connections._own_node())
         exchange(["127.0.0.1", 1, "0" * 32])
 
     start = time.monotonic()
@@ -198,7 +198,7 @@ def networks(timeout):
 
 def receive(network):
     messages, lost = network.read(network.poll(0.05))
-    return [each for each in messages if each[1].kind is not Kind.ALIVE], lost | network.show_life()
+    return [each for each in messages if each[1].kind is not Kind.ALIVE], lost | network.send_heartbeats()
 
 
 def test_a_silent_site_is_lost_and_signs_of_life_keep_a_quiet_one():

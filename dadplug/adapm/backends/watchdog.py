@@ -1,9 +1,9 @@
-"""A process beside each site on AdaPM's engine, which ends the site when a call into the library does not return.
+"""Watchdog process of a site on AdaPM's engine: it ends the site if a call into the library does not return.
 
-Many of the library's calls hold the GIL while they wait, so that neither a Python thread nor a signal handler can run.
-The site notes in shared memory when it enters the library; this process reads that. It also answers the other sites'
-watchdogs, and ends with its site: whose watchdog cannot be reached any more is gone. Run by its path, with the standard
-library alone, so that it starts at once.
+Many of the library's calls hold the GIL while they wait, so neither Python threads nor signal handlers can run. The
+site writes the time of each call to shared memory, which the watchdog reads. It also replies to the watchdogs of other
+sites, and exits with its site: a site whose watchdog cannot be reached is lost. The file is run by its path and imports
+only the standard library, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ import time
 from contextlib import suppress
 from typing import Any
 
-STAMP = struct.Struct("<d")  # when the call began, 0.0 outside of the library
-TRACEBACK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # has the site print where it waits
-_STEP = 0.1  # seconds between looks at the site
+STAMP = struct.Struct("<d")  # time of the beginning of a call, 0.0 outside of the library
+TRACEBACK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # makes the site print its stack
+_STEP = 0.1  # seconds between checks of the site
 _PROBES = 10  # steps between probes of other sites
-_FAILED = 3  # probes that must fail one after the other
-_ANSWER = 1.0  # seconds that another site's watchdog has to answer
+_FAILED = 3  # consecutive probes that must fail
+_RESPONSE = 1.0  # seconds to wait for the response of another watchdog
 
 
 class Watchdog:
-    """The process, as its site sees it.
+    """Handle of the watchdog process in its site.
 
     Args:
-        address: own address, under which other sites reach this one.
+        address: address of this site for other sites.
+
+    Attributes:
+        place: host and port of the watchdog.
     """
 
     def __init__(self, address: str) -> None:
@@ -52,29 +55,29 @@ class Watchdog:
             os.close(descriptor)
 
     def start(self, timeout: float, names: list[str], places: list[list[Any]], rank: int) -> None:
-        """Begin to watch.
+        """Start watching.
 
         Args:
-            timeout: seconds that a call may take.
-            names: how messages call the sites.
-            places: the sites' `place`.
+            timeout: maximum duration of a call in seconds.
+            names: names of the sites for messages.
+            places: the `place` of each site.
             rank: this site.
         """
         assert self._process.stdin is not None
-        told = {"timeout": timeout, "names": names, "places": places, "rank": rank}
-        self._process.stdin.write(json.dumps(told).encode() + b"\n")
+        settings = {"timeout": timeout, "names": names, "places": places, "rank": rank}
+        self._process.stdin.write(json.dumps(settings).encode() + b"\n")
         self._process.stdin.flush()
 
     def enter(self) -> None:
-        """Note that a call into the library begins."""
+        """Record the beginning of a call into the library."""
         STAMP.pack_into(self._page, 0, time.monotonic())
 
     def leave(self) -> None:
-        """Note that it has returned."""
+        """Record that the call has returned."""
         STAMP.pack_into(self._page, 0, 0.0)
 
     def stop(self) -> None:
-        """End the process. May be called twice."""
+        """End the process; may be called twice."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.kill()
@@ -89,19 +92,19 @@ def _temporary() -> int:
 
 
 def watch(listener: socket.socket, page: mmap.mmap) -> None:
-    """Watch the site whose child this process is, until it ends."""
-    raw: Any = sys.stdin.buffer  # unbuffered, since nothing else may be taken from the pipe
+    """Watch the parent process, which is the site, until it exits."""
+    raw: Any = sys.stdin.buffer  # unbuffered, since no other data may be read from the pipe
     line = raw.raw.readline()
     if not line:
         return
-    told = json.loads(line)
-    names, places, rank, timeout = told["names"], told["places"], told["rank"], told["timeout"]
+    settings = json.loads(line)
+    names, places, rank, timeout = settings["names"], settings["places"], settings["rank"], settings["timeout"]
     site = os.getppid()
     call, waited, failed = 0.0, 0.0, dict.fromkeys(range(len(names)), 0)
     before, steps = time.monotonic(), 0
     while _serve(listener, site):
         now = time.monotonic()
-        passed, before = min(now - before, 2 * _STEP), now  # the time during which the machine slept does not count
+        passed, before = min(now - before, 2 * _STEP), now  # time during which the system was suspended does not count
         (current,) = STAMP.unpack_from(page, 0)
         if current != call or _stopped(site):
             call, waited = current, waited if current == call else 0.0
@@ -124,7 +127,7 @@ def watch(listener: socket.socket, page: mmap.mmap) -> None:
 
 
 def _serve(listener: socket.socket, site: int) -> bool:
-    """Answer other watchdogs for one step; return False once the site has ended."""
+    """Reply to other watchdogs for one step; return False if the site has exited."""
     ready, _, _ = select.select([sys.stdin, listener], [], [], _STEP)
     if sys.stdin in ready or os.getppid() != site:
         return False
@@ -132,7 +135,7 @@ def _serve(listener: socket.socket, site: int) -> bool:
         with suppress(OSError):
             asking, _ = listener.accept()
             with asking:
-                asking.settimeout(_ANSWER)
+                asking.settimeout(_RESPONSE)
                 asking.sendall(b"stopped" if _stopped(site) else b"running")
     return True
 
@@ -144,9 +147,9 @@ def _stopped(process: int) -> bool:
 
 
 def _state(place: list[Any]) -> str:
-    """Ask another site's watchdog: ``"running"``, ``"stopped"``, ``"gone"`` or, without an answer, ``"silent"``."""
+    """Return the state of another site by its watchdog: ``"running"``, ``"stopped"``, ``"gone"`` or ``"silent"``."""
     try:
-        with socket.create_connection(tuple(place), timeout=_ANSWER) as asked:
+        with socket.create_connection(tuple(place), timeout=_RESPONSE) as asked:
             return asked.recv(16).decode() or "gone"
     except ConnectionError:
         return "gone"
