@@ -1,1 +1,1 @@
-"""Copies of the model kept equal: parameters, buffers, samples, uneven inputs, checks."""
+"""Replicas of a model that are kept equal: parameters, buffers, samples, uneven inputs, checks."""

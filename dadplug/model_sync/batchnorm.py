@@ -18,15 +18,15 @@ from .samples import SampleCounter
 
 
 class SyncedBatchNorms:
-    """Puts all batch normalisations of a model in step with the other sites'.
+    """Batch normalisations of a model, synchronised with those of the other sites.
 
-    In train mode a layer normalises by mean and variance over all sites' rows, and its running statistics follow
-    them; in eval mode it does what it always did.
+    In train mode a layer normalises by mean and variance over all sites' rows, and updates its running statistics by
+    them. In eval mode it is unchanged.
 
     Args:
-        model: the model; layers derived from `nn.BatchNorm1d`, `2d` and `3d` are taken over.
+        model: the model; its layers derived from `nn.BatchNorm1d`, `2d` and `3d` are synchronised.
         transport: a transport that nothing else uses, since its exchanges happen in the middle of forward and backward.
-        samples: tells the samples of a forward pass; None where all sites count the same.
+        samples: counter of the samples of a forward pass; None where all sites have the same weight.
     """
 
     def __init__(self, model: nn.Module, transport: Transport, samples: SampleCounter | None) -> None:
@@ -34,16 +34,16 @@ class SyncedBatchNorms:
         self._transport = transport
         self._samples = samples
         self._kinds: list[tuple[int, torch.dtype]] = []  # sizes and types of the exchanges since the last step
-        self._last: list[tuple[int, torch.dtype]] = []  # those of the last step: what a site without data joins in
+        self._last: list[tuple[int, torch.dtype]] = []  # those of the last step: a site without data takes part in them
         self._gathers: dict[tuple[int, torch.dtype], Gather] = {}
         self._forwards = [_SyncedForward(layer, self) for layer in model.modules() if isinstance(layer, _BatchNorm)]
 
     def weight(self, inputs: Tensor) -> float:
-        """Says how much this site counts in the mean over sites for the forward pass that is running."""
+        """Return this site's weight in the mean over sites, for the forward pass that is running."""
         return 1.0 if self._samples is None else float(self._samples.current or inputs.shape[0])
 
     def gather(self, values: Tensor) -> Tensor:
-        """Gathers a vector from each site, as the rows of a matrix."""
+        """Gather a vector of shape (n,) from each site; return a matrix of shape (sites, n)."""
         kind = (values.numel(), values.dtype)
         self._kinds.append(kind)
         if kind not in self._gathers:
@@ -54,7 +54,7 @@ class SyncedBatchNorms:
         return torch.stack(gather.wait()).to(values.device)
 
     def idle(self) -> None:
-        """Joins in the exchanges of a step without data; they are taken to be those of the last step.
+        """Take part in the exchanges of a step without data, which are assumed to be those of the last step.
 
         Raises:
             RuntimeError: if there has been no step yet.
@@ -65,7 +65,7 @@ class SyncedBatchNorms:
             self.gather(torch.zeros(size, dtype=dtype))
 
     def end_step(self) -> None:
-        """Remembers the step's exchanges."""
+        """Remember the step's exchanges, for `idle`."""
         if self._kinds:
             self._last, self._kinds = self._kinds, []
 
@@ -74,7 +74,7 @@ class SyncedBatchNorms:
         self._transport.close()
 
     def detach(self) -> None:
-        """Gives the layers their own forward back."""
+        """Restore the forward of the layers."""
         for forward in self._forwards:
             forward.restore()
 
@@ -103,7 +103,7 @@ class _SyncedForward(ForwardOverride):
 
     @torch.no_grad()
     def _statistics(self, inputs: Tensor) -> tuple[Tensor, Tensor, float, Tensor]:
-        """Mean, biased variance, number of rows over all sites, and the weight of each site."""
+        """Return mean, biased variance and number of rows over all sites, and the weight of each site."""
         wide = inputs if inputs.dtype == torch.float64 else inputs.float()
         rows = inputs.numel() // inputs.shape[1]
         if rows:
@@ -123,7 +123,7 @@ class _SyncedForward(ForwardOverride):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor, count: float) -> None:
-        """Moves the running statistics as torch does, with the unbiased variance."""
+        """Update the running statistics as torch does, with the unbiased variance."""
         layer = self.module
         if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
             return

@@ -1,4 +1,4 @@
-"""Keeps the sites' copies of one model alike: the same at the start, the same statistics at evaluation."""
+"""Functions that compare the replicas of a model, and make their parameters and buffers equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError
 from ..exchange import Transport
 
-_ROUNDS = 8  # of renormalisation; two do, and NaN never come to rest
+_ROUNDS = 8  # of renormalisation; two are enough, but with NaN there is always a change
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -19,7 +19,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_alike(model: nn.Module, settings: dict[str, Any], transport: Transport) -> None:
-    """Compares the sites' models and settings.
+    """Compare the sites' models and settings.
+
+    Args:
+        model: the model.
+        settings: the settings by name.
+        transport: the transport.
 
     Raises:
         MismatchError: on every site, naming the first difference.
@@ -64,7 +69,7 @@ def check_values(model: nn.Module, names: Collection[str], transport: Transport)
 
 @torch.no_grad()
 def broadcast_model(model: nn.Module, transport: Transport) -> None:
-    """Replaces every site's parameters and buffers by those of rank 0."""
+    """Replace every site's parameters and buffers by those of rank 0."""
     for flat, tensors in _flattened(list(_tensors(model).values())):
         transport.broadcast(flat)
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -72,16 +77,20 @@ def broadcast_model(model: nn.Module, transport: Transport) -> None:
 
 
 def tables_with_max_norm(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    """Finds the embeddings whose lookups change their rows."""
+    """Return the embeddings with ``max_norm``, whose lookups change their rows."""
     tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     return [table for table in tables if table.max_norm is not None]
 
 
 @torch.no_grad()
 def renormalise(table: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Does to every row of a table what a lookup does to the rows looked up, as other sites have to other rows.
+    """Renormalise every row of a table, as a lookup does with its rows, since sites have looked up different rows.
 
-    Repeated until nothing changes, since a row that has been looked up twice must have the bits of one that has not.
+    This is repeated until nothing changes, so that a row that has been looked up twice has the bits of one that has
+    not.
+
+    Args:
+        table: an embedding with ``max_norm``.
     """
     assert table.max_norm is not None
     weight, everything = table.weight, torch.arange(table.num_embeddings, device=table.weight.device)
@@ -94,7 +103,7 @@ def renormalise(table: nn.Embedding | nn.EmbeddingBag) -> None:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, transport: Transport, weight: float) -> None:
-    """Replaces every site's float buffers by their weighted mean over sites, and counters by their maximum.
+    """Replace every site's float buffers by their weighted mean over sites, and counters by their maximum.
 
     Args:
         model: the model.
@@ -123,7 +132,7 @@ def average_buffers(model: nn.Module, transport: Transport, weight: float) -> No
 
 
 def first_difference(model: nn.Module, transport: Transport) -> str | None:
-    """Compares the sites' parameters bit by bit.
+    """Compare the sites' parameters bit by bit.
 
     Returns:
         The name of the first parameter that differs between sites; None if the replicas are equal.
@@ -144,7 +153,7 @@ def _fingerprint(tensor: Tensor) -> str:
 
 
 def _flattened(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, list[Tensor]]]:
-    """Groups tensors by type and device, each group flattened into one tensor."""
+    """Group tensors by type and device; yield each group, flattened into one tensor and as the tensors."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())

@@ -1,4 +1,4 @@
-"""Counts the samples that a backward pass stands for: a site's share in the mean over sites."""
+"""Counter of the samples of a step, which are a site's weight in the mean over sites."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TENSORS = {Tensor}  # a subclass may be a container to pytree
 
 
 class SampleCounter:
-    """Counts the samples of a model's forward passes once backward runs through them.
+    """Counter of the samples of a model's forward passes through which backward has run.
 
-    The batch is taken to be the first dimension of the first tensor among the inputs of the outermost call: of the
+    The number of samples is the first dimension of the first tensor among the inputs of the outermost call: of the
     model, or of one of its direct children where the model itself is never called, as in a Lightning module. Mappings
-    and plain objects among the inputs are searched too; where no input has a tensor, the outputs are.
+    and plain objects among the inputs are searched too. Where no input has a tensor, the outputs are searched.
 
     Args:
         model: the model.
@@ -31,8 +31,8 @@ class SampleCounter:
         on_backward: called before a backward pass through such a forward is counted.
 
     Attributes:
-        current: samples of the forward pass that is running; 0 outside of one, and where they cannot be told.
-        owned: addresses of the memory of the inputs since the last `reset`, which a program may overwrite.
+        current: samples of the forward pass that is running; 0 outside of one, and where they are not known.
+        owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
     """
 
     def __init__(self, model: nn.Module, on_forward: Callable[[], None], on_backward: Callable[[], None]) -> None:
@@ -41,13 +41,13 @@ class SampleCounter:
         self.current = 0
         self.owned: set[int] = set()
         self._of_model = self._of_parts = 0
-        self._reached = self._unknown = False  # whether backward has, and whether it has reached samples without number
+        self._reached = self._unknown = False  # whether backward has run, and through passes of unknown size
         self._generation = 0  # times that counting has begun anew
         self._backward_pass = -1  # the last one that was counted
         self._part: tuple[int, nn.Module] | None = None  # the part that counts in the last backward pass through any
         self._depth = 0
-        self._told = True
-        self._said: _Said | None = None
+        self._known = True  # whether `current` is known
+        self._stated: _Stated | None = None
         self._inside = False
         self._handles: list[Any] = []
         self._model = model
@@ -70,33 +70,37 @@ class SampleCounter:
 
     @contextmanager
     def fixed(self, samples: int) -> Iterator[None]:
-        """Counts this many samples, once, for the forward passes inside, whatever the inputs look like."""
-        before, inside = self._said, self._inside
-        self._said, self._inside = _Said(samples), True
+        """Count a stated number of samples, once, for all forward passes inside a ``with`` block.
+
+        Args:
+            samples: the number of samples.
+        """
+        before, inside = self._stated, self._inside
+        self._stated, self._inside = _Stated(samples), True
         try:
             yield
         finally:
             self._inside = inside
             if inside:
-                self._said = before
+                self._stated = before
 
     @property
-    def said(self) -> int | None:
-        """What the last `fixed` said, where the step's backward passes have not come through a call of the model."""
-        return None if self._said is None else self._said.samples
+    def stated(self) -> int | None:
+        """Number of samples that the last `fixed` of the step has stated; None where there was none."""
+        return None if self._stated is None else self._stated.samples
 
     def of_step(self, pending: bool, *, by_samples: bool, alone: bool) -> int:
-        """Tells what a site's gradients weigh.
+        """Return the weight of a site's gradients in the mean over sites.
 
         Args:
-            pending: whether it has any in this step.
-            by_samples: whether they weigh by samples; otherwise 1, or 0 if they stand for none.
-            alone: whether there is no other site, so that nobody need be told if samples cannot be.
+            pending: whether the site has gradients in this step.
+            by_samples: whether the weight is the number of samples; otherwise it is 1, or 0 without samples.
+            alone: whether there is no other site, so that an unknown number needs no warning.
         """
         count = self.count
         if (not self._reached or self._unknown) and pending:
-            if self.said is not None:
-                count = self.said
+            if self.stated is not None:
+                count = self.stated
             else:
                 count = 1
                 if by_samples and not alone:
@@ -114,21 +118,27 @@ class SampleCounter:
         self._generation += 1
 
     def reset(self) -> None:
-        """Starts counting anew."""
+        """Reset the counter, at the end of a step."""
         self.discard()
         self.owned.clear()
-        if self._inside and self._said is not None:
-            self._said = _Said(self._said.samples)
+        if self._inside and self._stated is not None:
+            self._stated = _Stated(self._stated.samples)
         else:
-            self._said = None
+            self._stated = None
 
     def detach(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record that a watched module is called.
+
+        Args:
+            args: positional arguments of its forward.
+            kwargs: keyword arguments of its forward.
+        """
         self._depth += 1
         if self._depth == 1:
             only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
@@ -137,31 +147,38 @@ class SampleCounter:
                 self._on_forward()
                 self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
             size = _first_dimension(inputs)
-            self.current, self._told = size or 0, size is not None
-            if self._inside and self._said is not None:
-                self.current, self._told = self._said.samples, True
+            self.current, self._known = size or 0, size is not None
+            if self._inside and self._stated is not None:
+                self.current, self._known = self._stated.samples, True
 
     def leave(self, module: nn.Module, outputs: Any, of_model: bool) -> None:
+        """Record that a watched module returns, and count its samples once backward runs through the outputs.
+
+        Args:
+            module: the module.
+            outputs: what its forward returns.
+            of_model: whether it is the model itself.
+        """
         self._depth -= 1
         if self._depth > 0:
             return
         samples, self.current = self.current, 0
         if not torch.is_grad_enabled():
             return
-        known = self._told
+        known = self._known
         if not known and (size := batch_size(outputs)) is not None:
             samples, known = size, True
         leaves = (outputs,) if type(outputs) is Tensor else tensors_of(outputs)
         reached = [leaf for leaf in leaves if leaf.requires_grad]
-        said = self._said if self._inside and self._said is not None else _Said(samples)
+        stated = self._stated if self._inside and self._stated is not None else _Stated(samples)
 
         def count(_: Tensor) -> None:
             now = torch._C._current_graph_task_id()
             if now != self._backward_pass:
                 self._backward_pass = now
                 self._on_backward()
-            if said.counted_in != self._generation:
-                said.counted_in = self._generation
+            if stated.counted_in != self._generation:
+                stated.counted_in = self._generation
                 self._reached = True
                 self._unknown |= not known
                 if of_model:
@@ -183,8 +200,8 @@ class SampleCounter:
 
 
 @dataclass
-class _Said:
-    """A number of samples that is to be counted once between two calls of `SampleCounter.discard`."""
+class _Stated:
+    """A stated number of samples, counted once between two calls of `SampleCounter.discard`."""
 
     samples: int
     counted_in: int = -1
@@ -224,7 +241,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class _Before:
-    """A hook that a copied or pickled model leaves behind."""
+    """Forward pre-hook of a watched module; a copied or pickled model has a hook without effect in its place."""
 
     def __init__(self, counter: SampleCounter) -> None:
         self._counter = counter
@@ -238,6 +255,8 @@ class _Before:
 
 
 class _After(_Before):
+    """Forward hook of a watched module."""
+
     def __init__(self, counter: SampleCounter, of_model: bool) -> None:
         super().__init__(counter)
         self._of_model = of_model
@@ -248,5 +267,7 @@ class _After(_Before):
 
 
 class _Nothing:
+    """Hook without effect."""
+
     def __call__(self, *args: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What a model is made of, to be compared step by step: layers and parameters come, go and are frozen."""
+"""Structure of a model, compared step by step: layers and parameters are added, removed and frozen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+
+_MANAGED = "_dadplug_managed"  # attribute of a parameter
 
 
 class ModelStructure:
@@ -47,18 +49,23 @@ class ModelStructure:
 
 
 def mark_managed(parameter: nn.Parameter, managed: bool) -> None:
-    """Mark a parameter as one whose gradients a `GradientReduction` of its model leaves to somebody else."""
-    parameter._dadplug_managed = managed  # type: ignore[attr-defined]
+    """Mark a parameter as managed elsewhere: a `GradientReduction` of its model does not send its gradients.
+
+    Args:
+        parameter: the parameter.
+        managed: whether it is managed elsewhere.
+    """
+    setattr(parameter, _MANAGED, managed)
 
 
 def is_managed(parameter: Any) -> bool:
-    """Return whether somebody else exchanges a parameter's gradients."""
-    return getattr(parameter, "_dadplug_managed", False) is True
+    """Return whether a parameter is managed elsewhere."""
+    return getattr(parameter, _MANAGED, False) is True
 
 
 @contextmanager
 def without_managed(model: nn.Module) -> Iterator[None]:
-    """Take the parameters that are managed elsewhere out of a model for a while."""
+    """Take the parameters that are managed elsewhere out of a model, inside a ``with`` block."""
     hidden = []
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

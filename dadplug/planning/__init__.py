@@ -1,1 +1,1 @@
-"""Plans: which parameter takes which path, settled by all sites in the first step."""
+"""Plans: the path of every parameter, decided by all sites in the first step."""

@@ -1,24 +1,25 @@
-"""Which parameter takes which path, and what it will cost."""
+"""Plan of an exchange: the path of every parameter, and the bytes that it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One parameter's row in the plan.
+    """Row of one parameter in the plan.
 
     Attributes:
         parameter: name of the parameter.
         shape: its shape.
-        path: ``"allreduce"``, ``"factors"``, ``"activations"`` for one whose deltas are recomputed, ``"lowrank"``, or
-            ``"frozen"`` for one that is not trained.
-        bytes: payload that this site is predicted to hand to the transport in a step for this parameter. Where it
-            depends on the rows of a batch, it is for those of the last steps, and for a single row before the first.
-        dense_bytes: what the all-reduce of its gradient would take.
-        reason: why it takes this path, where that is not what the method does with every layer.
+        path: the path of its gradient, equal to a string such as ``"allreduce"``, ``"factors"`` or ``"frozen"``; see
+            `dadplug.methods.paths.GradientPath`.
+        bytes: predicted payload that this site hands to the transport in a step for this parameter, in bytes. Where
+            it depends on the rows of a batch, it is for those of the last steps, and for one row before the first.
+        dense_bytes: payload of an all-reduce of its gradient, in bytes.
+        reason: why it takes this path, where that is not what the method does with every layer; else empty.
     """
 
     parameter: str
@@ -30,7 +31,7 @@ class PlanRow:
 
 
 class Plan(Sequence[PlanRow]):
-    """The rows of all parameters of a model, in the model's order. Prints as a table.
+    """Sequence of the rows of all parameters of a model, in the model's order. Prints as a table.
 
     Args:
         rows: one row a parameter.
@@ -56,7 +57,13 @@ class Plan(Sequence[PlanRow]):
         """Payload of a site in one step if every gradient were all-reduced, in bytes."""
         return sum(row.dense_bytes for row in self._rows)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+    @overload
+    def __getitem__(self, index: int) -> PlanRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PlanRow]: ...
+
+    def __getitem__(self, index: int | slice) -> PlanRow | Sequence[PlanRow]:
         return self._rows[index]
 
     def __len__(self) -> int:

@@ -1,1 +1,1 @@
-"""Units of exchange: parameters with the gradients or factors that travel together."""
+"""Units of exchange: parameters with the gradients or factors that are sent together."""

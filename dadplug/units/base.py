@@ -1,4 +1,4 @@
-"""The units of exchange: a weight with its factors, or a parameter with its dense gradient."""
+"""Units of exchange: a weight with its factors, or a parameter with its dense gradient."""
 
 from __future__ import annotations
 
@@ -8,26 +8,32 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks import OwnHook
+from ..methods.paths import GradientPath
 from .lazy_gradient import accumulated
 
 
 class Unit:
-    """What is exchanged as one.
+    """Parameters whose gradients are exchanged together.
+
+    Args:
+        name: name of the leading parameter: the weight, or the only one.
+        parameters: the parameters by name.
 
     Attributes:
-        name: name of the parameter that leads it.
-        lead: that parameter.
+        name: name of the leading parameter.
+        lead: the leading parameter.
+        parameters: the parameters by name.
         arrivals: times its gradient has arrived since the last synchronisation.
-        expected: the most that ever arrived in one step; with so many it is taken to be complete.
-        sent: whether its share has gone to a bucket in this step.
+        expected: the largest number of arrivals in one step so far; after as many the gradient counts as complete.
+        sent: whether its payload has been put into a bucket in this step.
         dense: whether a gradient has arrived that its bucket does not carry, so that it has to be all-reduced.
-        void: whether what has gone to a bucket in this step has been discarded since.
+        void: whether the payload that has been put into a bucket in this step has been discarded since.
         discards: times its gradient has been discarded in this step.
-        expected_discards: times it was in the last step; with so many it is taken to be one to keep.
-        path: the path that it takes, which says what kind of stage it goes through.
+        expected_discards: times it was discarded in the last step; after as many it counts as one to keep.
+        path: the path of its gradient, for which a bucket handler is registered.
     """
 
-    path = "allreduce"
+    path: str = GradientPath.ALLREDUCE
 
     def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
         self.name = name
@@ -54,16 +60,20 @@ class Unit:
 
     @property
     def broken(self) -> bool:
-        """Whether what has gone to a bucket makes no sense any more, since what it goes with has been discarded."""
+        """Whether its payload cannot be used, since the payload that it depends on has been discarded."""
         return False
 
     @property
     def gradient_is_due(self) -> bool:
-        """Whether its gradient is taken to be complete, by what the last steps were like."""
+        """Whether its gradient counts as complete, by the arrivals and discards of the steps before."""
         return self.arrivals >= self.expected > 0 and self.discards >= self.expected_discards
 
     def watch(self, on_arrival: Callable[[Unit], None]) -> None:
-        """Calls back whenever autograd has delivered all of a backward pass's gradient for the leading parameter."""
+        """Call a function whenever a backward pass has delivered all of the gradient of the leading parameter.
+
+        Args:
+            on_arrival: called with the unit.
+        """
         self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(lambda _: on_arrival(self))))
 
     def drop_cleared(self) -> bool:
@@ -78,7 +88,7 @@ class Unit:
         self.dense = False
 
     def begin_step(self) -> None:
-        """Forgets the step that is over."""
+        """Reset what counts within a step."""
         self.expected = max(self.expected, self.arrivals)
         self.expected_discards, self.discards = self.discards, 0
         self.arrivals = 0
@@ -87,7 +97,7 @@ class Unit:
         self.void = False
 
     def release(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -99,10 +109,10 @@ class DenseUnit(Unit):
     Args:
         name: its name.
         parameter: the parameter.
-        path: what becomes of the gradient.
+        path: the path of its gradient.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, path: str = "allreduce") -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, path: str = GradientPath.ALLREDUCE) -> None:
         super().__init__(name, {name: parameter})
         self.path = path
         self._version = 0  # of the gradient, when it arrived
@@ -130,11 +140,16 @@ def _is_zero(gradient: Tensor) -> bool:
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """Height and width of a parameter as a matrix; of a vector or a scalar, the width is 1."""
+    """Return height and width of a parameter as a matrix; of a vector or a scalar, the width is 1."""
     height = parameter.shape[0] if parameter.dim() else 1
     return height, parameter.numel() // max(1, height)
 
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Accumulates a gradient as autograd does; it may have the parameter's numbers in another shape."""
+    """Add to ``.grad`` as autograd does.
+
+    Args:
+        parameter: the parameter.
+        gradient: what is added, with the parameter's number of elements, in any shape.
+    """
     parameter.grad = accumulated(parameter.grad, gradient, parameter)

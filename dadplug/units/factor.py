@@ -1,8 +1,8 @@
-"""A weight, and perhaps a bias, whose gradients are sent as factors."""
+"""Unit of a weight, and perhaps a bias, whose gradients are sent as factors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..exchange.payload import FactorPayload
 from ..hooks import LINEAR, CapturedLayer, Factor, Form, OwnHook, stack_by_form
+from ..methods.paths import GradientPath
 from .base import Unit
 from .lazy_gradient import Placeholders, accumulated, is_agreed, mark_agreed
 
@@ -19,20 +20,20 @@ _SMALL = 1 << 16  # elements that may be held in any case
 class FactorUnit(Unit):
     """A weight, and perhaps a bias, whose gradients are sent as factors.
 
-    Several layers share one unit where they share the weight; their rows stack.
+    Layers that share the weight have one unit; their rows are stacked.
 
     Args:
         weight: name of the weight.
         bias: name of the bias, or None.
         parameters: both, by name.
         layers: the captured layers that use them.
-        path: ``"factors"``: rows are sent; ``"lowrank"``: matrices are compressed, see `dadplug.units.lowrank`.
+        path: the path of the gradients; `GradientPath.LOWRANK` for a `dadplug.units.lowrank.LowrankUnit`.
         form: the form in which the factors are sent, or None if it depends on the layers' inputs.
 
     Attributes:
-        outside: whether the weight has been used outside of its layer too, or in a second derivative.
+        outside: whether the weight has been used outside of its layer in this step, or in a second derivative.
         reduction: number of the reduction that the unit belongs to.
-        sent_gradient: computes what has been sent of a parameter's gradient in this step.
+        sent_gradient: returns what has been sent of a parameter's gradient in this step, in parts; None before.
     """
 
     reduction = -1
@@ -50,13 +51,13 @@ class FactorUnit(Unit):
         self.bias = bias
         self.layers = layers
         self.path = path
-        self.form = LINEAR if path == "lowrank" else form
+        self.form = LINEAR if path == GradientPath.LOWRANK else form
         self.outside = False
         self._held: list[Factor] = []
         self._taken_keys: list[int] = []
         self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
-        self._sent_factors: list[Factor] = []  # what has gone to a bucket, where it is small
-        self._weights_then: set[tuple[int, int]] = set()  # what the weight was when gradients arrived
+        self._sent_factors: list[Factor] = []  # that have been put into a bucket, where they are small
+        self._weights_then: set[tuple[int, int]] = set()  # version and address of the weight when gradients arrived
         self._placeholders = Placeholders(parameters, self)
         self.sent_gradient: Callable[[str], list[Tensor]] | None = None
         for name, parameter in parameters.items():
@@ -137,9 +138,9 @@ class FactorUnit(Unit):
         return not self.sent or self.void or bool(self._sent_factors)
 
     def reclaim(self) -> bool:
-        """Take back what has gone to a bucket, where its factors are still here; return whether they are.
+        """Take the factors back that have been put into a bucket, if they are still held; return whether they are.
 
-        The other sites drop what they have got of it, and get what is here by the end of the step.
+        The other sites drop the payload, and get the factors of the end of the step.
         """
         if not self._sent_factors:
             return False
@@ -150,22 +151,22 @@ class FactorUnit(Unit):
         return True
 
     def _is_small(self, factors: Sequence[Factor]) -> bool:
-        """Return whether factors may stay after they have left: in the room of the gradient that will be formed."""
+        """Return whether sent factors may be held: they take no more memory than the gradient that will be formed."""
         room = max(self.lead.numel(), _SMALL)
         for factor in factors:
             room -= factor.activations.numel() + factor.deltas.numel()
         return room >= 0
 
     def release_sent(self) -> None:
-        """Let go of what has gone to a bucket; no more of it can arrive in this step."""
+        """Release the factors that have been sent, at the end of backward."""
         self._sent_factors = []
 
     def before_header(self) -> None:
-        """Take back what makes no sense any more, before the other sites are told of this one's step."""
+        """Reclaim a payload that cannot be used, before this site's step header is made."""
 
     @property
     def weight_changed(self) -> bool:
-        """Whether the weight is another than when a gradient arrived."""
+        """Whether the weight has changed since a gradient arrived."""
         return not self._weights_then <= {(self.lead._version, self.lead.data_ptr())}
 
     def _check_here(self, name: str) -> None:
@@ -176,26 +177,26 @@ class FactorUnit(Unit):
             )
 
     def show_arrival(self) -> None:
-        """Put placeholders into ``.grad``: clearing, reading and changing it then act on what has arrived."""
+        """Put placeholders into ``.grad``, so that clearing, reading and changing it act on the factors."""
         self._weights_then.add((self.lead._version, self.lead.data_ptr()))
         self._placeholders.put()
 
     def abandon(self) -> None:
-        """Leave placeholders in ``.grad`` that raise an error when read, since what they stand for is not here."""
+        """Leave placeholders in ``.grad`` that raise an error when read, since the factors are not held any more."""
         self._placeholders.drop(self._placeholders.names, None)
 
     def resolve(self) -> None:
-        """Take the placeholders off as synchronization begins; what a program has put into ``.grad`` is all-reduced."""
+        """Remove the placeholders as synchronization begins; what a program has put into ``.grad`` is all-reduced."""
         self._placeholders.resolve()
         if not all(is_agreed(parameter, self.reduction) for parameter in self.parameters.values()):
             self.dense = True
 
     def resolve_alone(self) -> None:
-        """Take the placeholders off where nothing is to be synchronized; what is formed stays in ``.grad``."""
+        """Remove the placeholders where nothing is synchronized; what has been formed stays in ``.grad``."""
         self._placeholders.resolve()
 
     def mark_agreed(self) -> None:
-        """Remember that all sites have the same in ``.grad``, at the end of a step."""
+        """Mark ``.grad`` as equal on all sites, at the end of a step."""
         for parameter in self.parameters.values():
             mark_agreed(parameter, self.reduction)
 
@@ -213,7 +214,7 @@ class FactorUnit(Unit):
         return self._held + self._arrived()
 
     def _arrived(self) -> list[Factor]:
-        """Return what the layers have committed and nobody has taken."""
+        """Return the factors that the layers have committed and that have not been taken."""
         if len(self.layers) == 1:
             return self.layers[0].peek()
         return [factor for layer in self.layers for factor in layer.peek()]
@@ -225,22 +226,22 @@ class FactorUnit(Unit):
 
     @property
     def row_keys(self) -> list[int]:
-        """Numbers of the calls whose rows are sent in this step, in the order of the rows; empty without traces."""
+        """Keys of the calls whose rows are sent in this step, in the order of the rows; empty without traces."""
         return self._taken_keys + _keys(self._peek())
 
     def complete(
-        self, shares: Sequence[FactorPayload], known: dict[str, list[FactorPayload]]
+        self, payloads: Sequence[FactorPayload], known: Mapping[str, list[FactorPayload]]
     ) -> list[FactorPayload] | None:
-        """Adds to what arrived what the sites do not send, since it follows from what others sent.
+        """Complete payloads by what the sites do not send, since it can be computed from other payloads.
 
         Args:
-            shares: what arrived, by site.
-            known: complete shares by unit.
+            payloads: what has arrived, by sender.
+            known: complete payloads, by name of the unit and sender.
 
         Returns:
-            Complete shares, or None if what they follow from is not there yet.
+            The complete payloads; None if those that they are computed from are not complete yet.
         """
-        return list(shares)
+        return list(payloads)
 
     @property
     def forms(self) -> set[Form]:
@@ -248,9 +249,9 @@ class FactorUnit(Unit):
         return {factor.form for factor in self._peek()} | set(self._formed)
 
     def take(self) -> Factor | None:
-        """Hands over the factors that have arrived, stacked and in the weight's type; None where there are none.
+        """Return the factors that have arrived, and forget them: stacked, in the weight's type; None without any.
 
-        Rows in another form than the agreed one, as of images of another size, become a dense gradient.
+        Rows in another form than the agreed one, such as those of images of another size, become a dense gradient.
         """
         factors = self._collect()
         self._sent_factors = factors if self._is_small(factors) else []
@@ -278,7 +279,7 @@ class FactorUnit(Unit):
     def prepare(self, owned: Container[int], *, exact: bool) -> None:
         """Prepare for sending or holding factors that have arrived.
 
-        Inputs from data are copied where they are held, since a loader may reuse its buffers. If factors have left
+        Inputs from data are copied where they are held, since a loader may reuse its buffers. If factors have been sent
         already, a method that compresses takes them back, to compress the whole.
 
         Args:
@@ -292,7 +293,7 @@ class FactorUnit(Unit):
                 layer.keep_inputs(owned)
 
     def keep(self, owned: Container[int] = ()) -> None:
-        """Hold factors that cannot leave yet, in no more room than a gradient where they may be one.
+        """Hold factors that cannot be sent yet, in no more memory than a gradient where they may be one.
 
         Args:
             owned: addresses of memory that the user owns.
@@ -307,12 +308,12 @@ class FactorUnit(Unit):
             self._condense()
 
     def _condense(self) -> None:
-        """Turn the factors into what takes no more room than a gradient."""
+        """Replace the factors by something that takes no more memory than a gradient."""
         self.form_gradients()
         self.dense = True
 
     def form_gradients(self) -> None:
-        """Adds the gradients of what has arrived to ``.grad``, as autograd would have."""
+        """Add the gradients of the factors that have arrived to ``.grad``, as autograd would have."""
         for factor in stack_by_form(self._collect()):
             self._form(factor)
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _ATEN = torch.ops.aten
+_AGREED = "_dadplug_agreed"  # attribute of a gradient: number of the reduction that has synchronized it
 _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
 
 
 class GradientSource(Protocol):
-    """What holds the factors of a parameter's gradient.
+    """Holder of the factors of a parameter's gradient.
 
     Attributes:
         reduction: number of the reduction that it belongs to.
@@ -32,19 +33,19 @@ class GradientSource(Protocol):
         """Return this site's gradient of a parameter so far, formed anew."""
 
     def may_change(self) -> bool:
-        """Return whether the gradient can still be changed; not once it is on its way to other sites."""
+        """Return whether the gradient can still be changed: not once it has been sent to other sites."""
 
     def own_gradient(self, name: str) -> Tensor:
-        """Form this site's gradient of a parameter for good, and return the tensor that it stays in."""
+        """Form this site's gradient of a parameter, and return the tensor that holds it from now on."""
 
 
 class LazyGradient(Tensor):
-    """A gradient that is formed when a program looks at it; has the parameter's shape, type and device.
+    """A gradient that is formed when a program reads it; has the parameter's shape, type and device.
 
     Args:
         parameter: the parameter.
         name: its name.
-        source: what holds its factors.
+        source: the holder of its factors; None for a placeholder without any.
 
     Attributes:
         earlier: the part of the gradient that is formed, or None.
@@ -55,17 +56,18 @@ class LazyGradient(Tensor):
     value: Tensor | None
 
     @staticmethod
-    def __new__(cls: Any, parameter: Tensor, name: str, source: GradientSource) -> LazyGradient:
+    def __new__(cls: Any, parameter: Tensor, name: str, source: GradientSource | None) -> LazyGradient:
         """Make a tensor without memory."""
         made: LazyGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         return made
 
-    def __init__(self, parameter: nn.Parameter, name: str, source: GradientSource) -> None:
+    def __init__(self, parameter: nn.Parameter, name: str, source: GradientSource | None) -> None:
+        super().__init__()
         self.parameter = parameter
         self.name_of_parameter = name
-        self.source: GradientSource | None = source
+        self.source = source
         self.earlier = None
         self.value = None
 
@@ -104,33 +106,33 @@ class LazyGradient(Tensor):
         return self._stale() if self.source is None else self.source.read_gradient(self.name_of_parameter)
 
     def _own(self) -> Tensor:
-        """Return the gradient as a tensor whose changes count."""
+        """Return the gradient as a tensor that may be changed in place."""
         return self._stale() if self.source is None else self.source.own_gradient(self.name_of_parameter)
 
     def _view(self) -> Tensor:
-        """Return the gradient to make a view of: one whose changes count, or that refuses them."""
+        """Return the gradient to make a view of, which may be changed or refuses changes."""
         if self.source is None or self.source.may_change():
             return self._own()
         return ReadOnlyGradient(self.read(), self)
 
     def _clear(self) -> Tensor:
-        """Replace the gradient by zeros, as a program that clears gradients in place wants it."""
+        """Replace the gradient by zeros, and return them."""
         zeros = self.earlier
         if zeros is None:
             zeros = torch.zeros_like(self.parameter, requires_grad=False)
             if self.source is not None:
-                zeros._dadplug_agreed = self.source.reduction  # type: ignore[attr-defined]
+                setattr(zeros, _AGREED, self.source.reduction)
         if self.parameter.grad is self:
             self.parameter.grad = zeros
         return zeros
 
     def release(self, value: Tensor | None) -> None:
-        """Let go of the factors; those who still hold this tensor get the value."""
+        """Release the factors; from now on this tensor has a value of its own, or none."""
         self.source, self.earlier, self.value = None, None, value
 
 
 class ReadOnlyGradient(Tensor):
-    """A view of a gradient that is on its way to other sites, and cannot be changed any more.
+    """A view of a gradient that has been sent to other sites, and cannot be changed any more.
 
     Args:
         value: the values.
@@ -146,6 +148,7 @@ class ReadOnlyGradient(Tensor):
         return made
 
     def __init__(self, value: Tensor, gradient: LazyGradient) -> None:
+        super().__init__()
         self._value = value
         self._gradient = gradient
 
@@ -168,7 +171,7 @@ def _value(tensor: ReadOnlyGradient) -> Tensor:
 
 
 def _keeps(func: Any) -> bool:
-    """Return whether an operation changes an argument or returns a view of it."""
+    """Return whether an operation changes one of its arguments or returns a view of it."""
     return any(argument.alias_info is not None for argument in func._schema.arguments)
 
 
@@ -273,7 +276,7 @@ def _references(table: dict[str, LazyGradient], name: str) -> int:
     return sys.getrefcount(table[name])
 
 
-_OWN_REFERENCES = _references({"": LazyGradient(nn.Parameter(torch.empty(0)), "", None)}, "")  # type: ignore[arg-type]
+_OWN_REFERENCES = _references({"": LazyGradient(nn.Parameter(torch.empty(0)), "", None)}, "")
 
 
 def _held_elsewhere(table: dict[str, LazyGradient], name: str) -> bool:
@@ -286,7 +289,7 @@ def accumulated(present: Tensor | None, gradient: Tensor, parameter: Tensor) -> 
 
     Args:
         present: the gradient so far, or None.
-        gradient: what is added; it may have the parameter's numbers in another shape.
+        gradient: what is added, with the parameter's number of elements, in any shape.
         parameter: the parameter.
     """
     gradient = gradient if gradient.is_sparse else gradient.reshape(parameter.shape)
@@ -304,10 +307,15 @@ def mark_agreed(parameter: nn.Parameter, reduction: int) -> None:
     """
     gradient = parameter.grad
     if gradient is not None:
-        gradient._dadplug_agreed = reduction  # type: ignore[attr-defined]
+        setattr(gradient, _AGREED, reduction)
 
 
 def is_agreed(parameter: nn.Parameter, reduction: int) -> bool:
-    """Return whether ``.grad`` holds nothing but what a reduction has left there; not what a program has put there."""
+    """Return whether ``.grad`` is empty or was written by a reduction, and not by a program."""
     gradient = parameter.grad
-    return gradient is None or getattr(gradient, "_dadplug_agreed", None) == reduction
+    return gradient is None or getattr(gradient, _AGREED, None) == reduction
+
+
+def unmark_agreed(gradient: Tensor) -> None:
+    """Remove the mark of a gradient that is equal on all sites, since the program may change it."""
+    setattr(gradient, _AGREED, None)

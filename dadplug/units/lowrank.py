@@ -1,12 +1,13 @@
-"""A weight, and perhaps a bias, whose gradients are compressed."""
+"""Unit of a weight, and perhaps a bias, whose gradients are compressed to a low rank."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from ..hooks import LINEAR, CapturedLayer, Factor, stack_by_form
+from ..methods.paths import GradientPath
 from .factor import FactorUnit
-from .lazy_gradient import is_agreed
+from .lazy_gradient import is_agreed, unmark_agreed
 
 
 class LowrankUnit(FactorUnit):
@@ -25,7 +26,7 @@ class LowrankUnit(FactorUnit):
     def __init__(
         self, weight: str, bias: str | None, parameters: dict[str, nn.Parameter], layers: list[CapturedLayer]
     ) -> None:
-        super().__init__(weight, bias, parameters, layers, "lowrank", LINEAR)
+        super().__init__(weight, bias, parameters, layers, GradientPath.LOWRANK, LINEAR)
         self._aside: dict[str, Tensor | None] = {}  # what is in `.grad` already, while autograd forms a gradient
 
     def _before_dense(self, name: str, gradient: Tensor | None) -> None:
@@ -67,7 +68,7 @@ class LowrankUnit(FactorUnit):
     def own_gradient(self, name: str) -> Tensor:
         own = super().own_gradient(name)
         self.dense = False  # it is compressed as it will be at the end of the step
-        own._dadplug_agreed = None  # type: ignore[attr-defined]
+        unmark_agreed(own)
         return own
 
     @property

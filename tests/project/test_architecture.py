@@ -81,19 +81,15 @@ REPLACED = {
 }
 REPLACED_BUT_LEFT = {
     "stage",
-    "told",
 }
 
 FIRST_WORDS = {"What", "Who", "Where", "How", "Tells", "Says", "Notes", "Makes", "Gives"}
 # Folders, as in LAYERS, with docstrings that begin with one of these words.
 DOCSTRINGS_TO_REWRITE = {
-    "adapm",
     "exchange",
     "lowrank",
     "methods",
-    "model_sync",
     "options",
-    "units",
 }
 
 
