@@ -1,7 +1,11 @@
 """Configuration of the documentation site; `make docs` builds it."""
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -45,3 +49,16 @@ python_maximum_signature_line_length = 88
 # With -n every reference has to lead somewhere. Types in signatures are the exception: those of torch, of the trainers
 # and of Python have their entries on other sites, which are not downloaded here.
 nitpick_ignore_regex = [("py:.*", ".*")]
+
+
+def escape_asterisks(app: Sphinx, what: str, name: str, target: Any, options: Any, lines: list[str]) -> None:
+    """Escape asterisks outside of code, such as those of `*shape`, which would begin emphasised text."""
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...", "* ")):
+            parts = re.split(r"(``.*?``|`.*?`)", line)
+            lines[number] = "".join(each if each.startswith("`") else each.replace("*", r"\*") for each in parts)
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what this site adds to Sphinx."""
+    app.connect("autodoc-process-docstring", escape_asterisks, priority=400)  # before napoleon
