@@ -39,7 +39,7 @@ def says_what_it_will_send(mode: str, wire: str) -> None:
     assert paths["2.weight"] == paths["2.bias"] == "allreduce"
     assert paths["4.weight"] == ("allreduce" if mode == "rankdad" else path)
     sent, predicted = reduction.traffic.bytes_sent, reduction.plan.bytes
-    assert predicted <= sent <= 1.05 * predicted + 800, (predicted, sent)  # padding, scales, and the note of each step
+    assert predicted <= sent <= 1.05 * predicted + 800, (predicted, sent)  # padding, scales, step headers
     assert reduction.plan.dense_bytes == sum(p.numel() for p in model.parameters()) * 4
     assert reduction.traffic.dense_bytes == reduction.plan.dense_bytes
     assert reduction.traffic.total_bytes_sent >= 4 * sent
@@ -169,12 +169,12 @@ def averages_buffers(weighting: str) -> None:
     if rank == 1:
         with torch.no_grad():
             model(torch.randn(samples, 3))
-    told = reduction.gather_objects([buffer.clone() for buffer in model.buffers()])
+    buffers = reduction.gather_objects([buffer.clone() for buffer in model.buffers()])
     weights = [0.75, 0.25] if weighting == "samples" else [0.5, 0.5]
     reduction.average_buffers()
     mean, var, count = model[1].running_mean, model[1].running_var, model[1].num_batches_tracked
-    torch.testing.assert_close(mean, sum(w * each[0] for w, each in zip(weights, told)))
-    torch.testing.assert_close(var, sum(w * each[1] for w, each in zip(weights, told)))
+    torch.testing.assert_close(mean, sum(w * each[0] for w, each in zip(weights, buffers)))
+    torch.testing.assert_close(var, sum(w * each[1] for w, each in zip(weights, buffers)))
     assert int(count) == 4
     after = reduction.gather_objects([buffer.clone() for buffer in model.buffers()])
     assert all(torch.equal(a, b) for a, b in zip(*after))
@@ -233,7 +233,7 @@ def test_raw_inputs_stay_at_their_site(sites, mode):
     sites(2).run(keeps_inputs_home, mode)
 
 
-def counts_samples_as_told() -> None:
+def counts_stated_samples() -> None:
     """Sequence-first inputs, whose first dimension is no batch."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -252,8 +252,8 @@ def counts_samples_as_told() -> None:
     reduction.detach()
 
 
-def test_samples_can_be_told(sites):
-    sites(2).run(counts_samples_as_told)
+def test_samples_can_be_stated(sites):
+    sites(2).run(counts_stated_samples)
 
 
 def counts_children() -> None:

@@ -106,7 +106,7 @@ def test_to_rankdad_a_node_is_a_site(sites, options):
     assert max(off_by(p, q) for p, q in zip(ours[0], theirs[0])) < 1e-11
 
 
-def accumulates(told: bool) -> None:
+def accumulates(announced: bool) -> None:
     """Several backward passes, announced or not, with numbers of rows that differ, and a site without data."""
     rank = dist.get_rank()
     torch.manual_seed(2)
@@ -121,7 +121,7 @@ def accumulates(told: bool) -> None:
         for number in range(passes):
             for site in active:
                 reference(data[number, site]).square().mean().div(len(active)).backward()
-            if rank in active and told and number + 1 < passes:
+            if rank in active and announced and number + 1 < passes:
                 with reduction.no_sync():
                     model(data[number, rank]).square().mean().backward()
             elif rank in active:
@@ -133,9 +133,9 @@ def accumulates(told: bool) -> None:
     reduction.detach()
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_rows_that_come_late_count_as_much(sites, told):
-    sites(4).run(accumulates, told)
+@pytest.mark.parametrize("announced", [True, False])
+def test_rows_that_come_late_count_as_much(sites, announced):
+    sites(4).run(accumulates, announced)
 
 
 def costs(hierarchy) -> tuple[int, int, int, str]:
@@ -159,11 +159,11 @@ def test_a_node_sends_its_gradient_once(sites):
     assert all(inside > 0 for _, inside, *_ in nested)
     for sent, _, planned, text in nested:
         assert "4 sites on 2 nodes" in text
-        assert 0 < planned <= sent < 1.3 * planned + 2000  # heads, alignment, notes
+        assert 0 < planned <= sent < 1.3 * planned + 2000  # heads, alignment, headers
     assert nested[0][0] < 0.7 * between  # the work is shared
 
 
-def nan_is_told(mode: str, culprit: int) -> None:
+def nan_is_reported(mode: str, culprit: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 30))
     reduction = dadplug.GradientReduction(model, mode=mode, rank=2, hierarchy=2)
@@ -180,9 +180,9 @@ def nan_is_told(mode: str, culprit: int) -> None:
     reduction.detach()
 
 
-def test_nan_is_told_by_all_with_its_site(sites):
+def test_nan_is_reported_by_all_sites(sites):
     for mode in ("dsgd", "dad", "rankdad"):
-        sites(4).run(nan_is_told, mode, 3)
+        sites(4).run(nan_is_reported, mode, 3)
 
 
 def goes_on(mode: str) -> None:
@@ -279,7 +279,7 @@ def test_layouts():
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "node", 2.5, [0, 1]])
-def test_what_is_no_hierarchy_is_told(wrong):
+def test_an_invalid_hierarchy_is_reported(wrong):
     with pytest.raises(ValueError, match=r"hierarchy must be None, 'auto', a number"):
         dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=wrong)
 
@@ -294,5 +294,5 @@ def misfits() -> None:
     alone.detach()
 
 
-def test_a_hierarchy_that_does_not_fit_is_told(sites):
+def test_a_hierarchy_that_does_not_fit_is_reported(sites):
     sites(4).run(misfits)

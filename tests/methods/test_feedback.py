@@ -215,5 +215,5 @@ def survives_nan(options: dict) -> None:
 
 
 @pytest.mark.parametrize("options", LOSSY, ids=name_of)
-def test_nan_is_told_and_forgotten(sites, options):
+def test_nan_is_reported_and_forgotten(sites, options):
     sites(2).run(survives_nan, options)

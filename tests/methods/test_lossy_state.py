@@ -210,7 +210,7 @@ def test_three_sites_repeat_together(sites):
     sites(3).run(repeats, {"mode": "powersgd", "rank": 2, "bucket_mb": 0.002})
 
 
-def test_machines_with_several_processes_recover_and_repeat(sites):
+def test_nodes_with_several_processes_recover_and_repeat(sites):
     sites(4).run(repeats, {"mode": "topk", "density": 0.1, "hierarchy": 2})
     sites(4).run(recovers, {"mode": "rankdad", "rank": 2, "error_feedback": True, "hierarchy": 2})
 

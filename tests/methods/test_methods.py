@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from dadplug.hooks import Factor
 
 from dadplug.exchange.payload import FactorPayload
 from dadplug.methods import METHODS, Method, Traits, decode, make_method, method_names, register_method
+from dadplug.methods.paths import GradientPath
 from dadplug.options import Options
 
 
@@ -31,9 +34,9 @@ def test_dad_decodes_to_the_weighted_mean(rows):
 
 def test_rankdad_sends_rank_rows_and_the_bias_as_it_is():
     rankdad, each = method("rankdad", rank=2), factor(6)
-    share = rankdad.encode("w", each, with_bias=True)
-    assert share.rows == 2
-    gradient, bias = decode([share], [1.0], with_bias=True)
+    payload = rankdad.encode("w", each, with_bias=True)
+    assert payload.rows == 2
+    gradient, bias = decode([payload], [1.0], with_bias=True)
     torch.testing.assert_close(bias, each.bias_gradient())
     error = (gradient - each.gradient()).norm() / each.gradient().norm()
     assert 0 < error < 1
@@ -120,6 +123,15 @@ def test_a_new_method_is_a_class_and_a_registration():
         ({"bucket_mb": -1}, "bucket_mb must be a positive number"),
     ],
 )
-def test_wrong_options_are_told_with_the_valid_ones(values, message):
+def test_wrong_options_are_reported_with_the_valid_ones(values, message):
     with pytest.raises(ValueError, match=message):
         Options.create(**values)
+
+
+def test_paths_are_plain_strings():
+    path = GradientPath.FACTORS
+    assert path == "factors"
+    assert {path: 1}["factors"] == 1
+    assert f"{path} {path!s} {path!r} {path:>8}" == "factors factors 'factors'  factors"
+    assert json.dumps([path]) == '["factors"]'
+    assert GradientPath("lowrank") is GradientPath.LOWRANK

@@ -17,7 +17,7 @@ import dadplug
 
 
 def thaws() -> list[list[str]]:
-    """Layers are frozen and freed in mid-training: chains are found anew, and where none is left it is told."""
+    """Layers are frozen and freed in mid-training: chains are found anew, and a warning says so where none is left."""
     rank = dist.get_rank()
     model, reference = pair("mlp")
     reduction = dadplug.GradientReduction(model, mode="edad")

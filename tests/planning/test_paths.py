@@ -134,10 +134,10 @@ def test_row_numbers_lie_in_a_payload_of_any_type():
             bucket.end_step([[3]])
             bucket.fill(0, given)
             bucket.launch(3)
-            _, ((share,),) = bucket.receive()
-            assert share.right.tolist() == given.right.tolist()
-            assert share.left.tolist() == given.left.tolist()
-            assert share.left.dtype == torch.float32
+            _, ((payload,),) = bucket.receive()
+            assert payload.right.tolist() == given.right.tolist()
+            assert payload.left.tolist() == given.left.tolist()
+            assert payload.left.dtype == torch.float32
 
 
 def test_a_table_keeps_room_for_a_few_more_rows():
@@ -232,7 +232,7 @@ def finds_nan(name: str, mode: str) -> str:
     return ""
 
 
-def test_nan_in_any_kind_of_layer_is_told_by_all_sites(sites):
+def test_nan_in_any_kind_of_layer_is_reported_by_all_sites(sites):
     for name in ("conv1d", "transposed", "words", "bags", "sparse"):
         for mode in ("dad", "rankdad"):
             first, second = sites(2).run(finds_nan, name, mode)
