@@ -96,7 +96,7 @@ class _SharedCache(FunctionCache):
                 return
 
     def release(self) -> None:
-        """Lets other processes look for the kernel on disk, or compile it."""
+        """Let other processes look for the kernel on disk, or compile it."""
         if self._locked:
             fcntl.lockf(_lock_file(self.cache_path), fcntl.LOCK_UN, 1, self._place)
             self._locked = False
@@ -109,13 +109,13 @@ class _SharedCache(FunctionCache):
 
 @functools.cache
 def _lock_file(folder: str) -> int:
-    """Opens the lock file of a folder, which stays open: closing it would give back the locks of all kernels."""
+    """Open the lock file of a folder, which stays open: closing it would give back the locks of all kernels."""
     os.makedirs(folder, exist_ok=True)
     return os.open(os.path.join(folder, "dadplug.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _fingerprint(function: Any) -> str:
-    """Returns a hash of the code of all kernels that a kernel calls, and of the constants that they use."""
+    """Return a hash of the code of all kernels that a kernel calls, and of the constants that they use."""
     found = hashlib.sha256()
     waiting, seen = [function], set()
     while waiting:

@@ -83,7 +83,7 @@ class Options:
 
     @classmethod
     def create(cls, **values: Any) -> Options:
-        """Builds options from keyword arguments.
+        """Build options from keyword arguments.
 
         Raises:
             ValueError: if a name is unknown, or a value out of its range; the message lists the valid ones.
@@ -98,11 +98,11 @@ class Options:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Lists the names of all options."""
+        """List the names of all options."""
         return [option.name for option in dataclasses.fields(cls)]
 
     def bucket_bytes(self, default_mb: float) -> int:
-        """Says at how many payload bytes a bucket is full."""
+        """Return at how many payload bytes a bucket is full."""
         return int((default_mb if self.bucket_mb is None else self.bucket_mb) * 1e6)
 
 

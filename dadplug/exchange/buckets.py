@@ -48,7 +48,7 @@ class Slot:
         return _aligned(rows * self.out), _aligned(rows * self.width), _aligned(self.bias)
 
     def learn(self, rows: Sequence[int]) -> bool:
-        """Takes note of the rows that each site had; says whether a capacity changed."""
+        """Take note of the rows that each site had; says whether a capacity changed."""
         changed = False
         for site, count in enumerate(rows):
             if count > self.capacity[site]:
@@ -63,7 +63,7 @@ class Slot:
         return changed
 
     def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
-        """Cuts this slot's parts for so many rows out of a payload; returns them and where the next slot starts."""
+        """Cut this slot's parts for so many rows out of a payload; returns them and where the next slot starts."""
         left_size, right_size, bias_size = self.sizes(rows)
         left = payload[start : start + rows * self.out].view(rows, self.out)
         start += left_size
@@ -129,7 +129,7 @@ class FactorBucket:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Makes payloads of the slots' capacities.
+        """Make payloads of the slots' capacities.
 
         At the end of a step and not when they are first needed: sites that use other layers need buckets in another
         order, and messages find one another by the order in which gathers were made.
@@ -146,11 +146,11 @@ class FactorBucket:
         ]
 
     def post(self) -> None:
-        """Makes ready to receive."""
+        """Make ready to receive."""
         self._gather.post()
 
     def _by_rank(self, sizes: Sequence[int]) -> list[int]:
-        """Tells the sizes of all sites' payloads from those of the senders'."""
+        """Return the sizes of all sites' payloads from those of the senders'."""
         found = dict(zip(self._senders, sizes, strict=True))
         return [found.get(rank, 0) for rank in range(self._transport.world_size)]
 
@@ -181,7 +181,7 @@ class FactorBucket:
         return payload[: self._head].view(torch.uint8)[: 4 * (1 + len(self.slots))].view(torch.int32)
 
     def fill(self, index: int, share: FactorPayload) -> None:
-        """Puts a layer's rows into its slot; what does not fit is kept for the second round."""
+        """Put a layer's rows into its slot; what does not fit is kept for the second round."""
         self.post()
         own = self._own[index]
         fit = min(share.rows, own.rows)
@@ -199,7 +199,7 @@ class FactorBucket:
             self.add_late(index, share.part(fit, with_bias=False))
 
     def clear(self, index: int) -> None:
-        """Leaves a slot without rows."""
+        """Leave a slot without rows."""
         self.post()
         self._rows[index] = 0
         for part in self._own[index]:
@@ -207,7 +207,7 @@ class FactorBucket:
                 part.zero_()
 
     def add_late(self, index: int, share: FactorPayload) -> None:
-        """Keeps rows for the second round, since the payload is full or on its way."""
+        """Keep rows for the second round, since the payload is full or on its way."""
         if index in self._late:
             share = self._late[index].plus(share)
         if not share.rows:  # a bias gradient may come without rows; the second round goes by rows
@@ -228,7 +228,7 @@ class FactorBucket:
         self.extra_rows[index] = 0
 
     def launch(self, samples: int) -> None:
-        """Sends the payload.
+        """Send the payload.
 
         Args:
             samples: samples that this site's gradients stand for.
@@ -239,19 +239,19 @@ class FactorBucket:
         self._gather.launch()
 
     def room(self, index: int) -> int:
-        """Tells for how many rows this site has room in a slot."""
+        """Return for how many rows this site has room in a slot."""
         return 0 if self.place is None else self.slots[index].capacity[self.place]
 
     def slot_bytes(self, index: int) -> int:
-        """Tells how many bytes of this site's payload a slot takes."""
+        """Return how many bytes of this site's payload a slot takes."""
         return self._slot_bytes[index]
 
     def wait(self) -> None:
-        """Waits until every site's payload is there."""
+        """Wait until every site's payload is there."""
         self._gather.wait()
 
     def receive(self) -> tuple[list[int], list[list[FactorPayload]]]:
-        """Waits for every site's payload, where that has not been done, and reads them.
+        """Wait for every site's payload, where that has not been done, and reads them.
 
         Returns:
             The samples of each site, and by slot and site what was sent; valid until the next step's `post`.
@@ -268,7 +268,7 @@ class FactorBucket:
         return samples, shares
 
     def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], FactorPayload]:
-        """Exchanges the rows that the payloads had no room for, or that came late.
+        """Exchange the rows that the payloads had no room for, or that came late.
 
         Args:
             extra: by slot and site, number of such rows.
@@ -302,7 +302,7 @@ class FactorBucket:
         return shares
 
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:
-        """Learns from the rows that every site had, by slot and site, and forgets the step."""
+        """Learn from the rows that every site had, by slot and site, and forgets the step."""
         changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
         self._late.clear()
         if any(changed):

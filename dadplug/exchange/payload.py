@@ -37,7 +37,7 @@ class FactorPayload(NamedTuple):
         return FactorPayload(self.left[:0], self.right[:0], None if self.bias is None else torch.zeros_like(self.bias))
 
     def plus(self, other: FactorPayload) -> FactorPayload:
-        """Adds another share of the same layer: rows stack, bias gradients add up."""
+        """Add another share of the same layer: rows stack, bias gradients add up."""
         bias = self.bias
         if other.bias is not None:
             bias = other.bias if bias is None else bias + other.bias
@@ -54,11 +54,11 @@ class FactorPayload(NamedTuple):
         return FactorPayload(move(self.left), move(self.right), None if self.bias is None else move(self.bias))
 
     def finite(self) -> bool:
-        """Says whether the share holds neither NaN nor Inf."""
+        """Return whether the share holds neither NaN nor Inf."""
         return all(finite(part) for part in self if part is not None)
 
 
 def finite(tensor: Tensor) -> bool:
-    """Says whether a tensor holds neither NaN nor Inf; its sum tells in one pass, but may overflow by itself."""
+    """Return whether a tensor holds neither NaN nor Inf; its sum tells in one pass, but may overflow by itself."""
     tensor = tensor._values() if tensor.is_sparse else tensor
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -1,4 +1,4 @@
-"""Where sites meet: the start of a process group, with errors that say who is missing."""
+"""Start of the process group at a meeting point, with errors that name missing sites."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def connect(
     backend: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> None:
-    """Joins the other sites: starts torch.distributed's default process group.
+    """Join the other sites: start the default process group of torch.distributed.
 
-    Without arguments it reads the environment that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); where
-    that names no other site, and where a group exists already, it does nothing.
+    Without arguments, the environment that torchrun sets is read (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Nothing
+    is done if it names no other site, or if a group exists already.
 
     Args:
         rank: number of this site, from 0; site 0 hosts the meeting point.
@@ -51,19 +51,9 @@ def connect(
     if dist.is_initialized():
         return
     deadline = time.monotonic() + timeout
-    if num_nodes is None and rank is None and dist_url is None:
-        if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-            return
-        rank, num_nodes = _from_environment("RANK"), _from_environment("WORLD_SIZE")
-        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _from_environment("MASTER_PORT")
-    else:
-        if rank is None or num_nodes is None or dist_url is None:
-            raise ValueError("rank, num_nodes and dist_url go together: give all three, or none to use torchrun's")
-        host, port = _parse(dist_url)
-    if num_nodes < 1:
-        raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
-    if not 0 <= rank < num_nodes:
-        raise ValueError(f"rank must lie in 0 to {num_nodes - 1} for {num_nodes} sites, got {rank}")
+    if num_nodes is None and rank is None and dist_url is None and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return
+    rank, num_nodes, host, port = _meeting_point(rank, num_nodes, dist_url)
     backend = _backend(backend)
     choose_interface(host, port)
     if "TORCHELASTIC_RUN_ID" in os.environ and dist_url is None:  # torchrun hosts the store itself
@@ -86,6 +76,26 @@ def connect(
     except (RuntimeError, TimeoutError) as error:
         raise sites.lost(error, timeout) from error
     introduce_default(sites)
+
+
+def _meeting_point(rank: int | None, num_nodes: int | None, dist_url: str | None) -> tuple[int, int, str, int]:
+    """Return rank, number of sites, host and port, from the arguments or from torchrun's environment.
+
+    Raises:
+        ValueError: if an argument is out of its range or missing.
+    """
+    if num_nodes is None and rank is None and dist_url is None:
+        rank, num_nodes = _from_environment("RANK"), _from_environment("WORLD_SIZE")
+        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _from_environment("MASTER_PORT")
+    elif rank is None or num_nodes is None or dist_url is None:
+        raise ValueError("rank, num_nodes and dist_url go together: give all three, or none to use torchrun's")
+    else:
+        host, port = _parse(dist_url)
+    if num_nodes < 1:
+        raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
+    if not 0 <= rank < num_nodes:
+        raise ValueError(f"rank must lie in 0 to {num_nodes - 1} for {num_nodes} sites, got {rank}")
+    return rank, num_nodes, host, port
 
 
 def _within(timeout: float, owner: str, call: Callable[[], dist.Store]) -> dist.Store:

@@ -26,7 +26,7 @@ class LayerTraffic:
     wait_seconds: float = 0.0
 
     def add(self, kind: str, seconds: float) -> None:
-        """Counts time of a kind: ``"encode"``, ``"decode"`` or ``"wait"``."""
+        """Count time of a kind: ``"encode"``, ``"decode"`` or ``"wait"``."""
         if kind == "encode":
             self.encode_seconds += seconds
         elif kind == "decode":
@@ -77,7 +77,7 @@ class Traffic:
         return sum(layer.encode_seconds + layer.decode_seconds for layer in self.layers.values())
 
     def of(self, name: str) -> LayerTraffic:
-        """Returns a unit's part in the running step, to be added to."""
+        """Return a unit's part in the running step, to be added to."""
         layer = self._layers.get(name)
         if layer is None:
             layer = self._layers[name] = LayerTraffic()
@@ -96,7 +96,7 @@ class Traffic:
         return f" and {self.bytes_inside:,} inside the node" if self.bytes_inside else ""
 
     def add(self, nbytes: int, inside: bool = False) -> None:
-        """Counts bytes handed to the transport.
+        """Count bytes handed to the transport.
 
         Args:
             nbytes: number of bytes.
@@ -111,7 +111,7 @@ class Traffic:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time inside as time spent waiting for other sites."""
+        """Count the time inside as time spent waiting for other sites."""
         start = time.perf_counter()
         try:
             yield
@@ -119,7 +119,7 @@ class Traffic:
             self._wait += time.perf_counter() - start
 
     def end_step(self) -> None:
-        """Closes a step: what was counted since the last close is the last step's."""
+        """Close a step: what was counted since the last close is the last step's."""
         self.bytes_sent, self._bytes = self._bytes, 0
         self.bytes_inside, self._inside = self._inside, 0
         self.wait_seconds, self._wait = self._wait, 0.0
@@ -130,7 +130,7 @@ class Traffic:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Keeps what is counted inside out of the steps."""
+        """Keep what is counted inside out of the steps."""
         before = self._bytes, self._inside, self._wait
         try:
             yield
@@ -138,7 +138,7 @@ class Traffic:
             self._bytes, self._inside, self._wait = before
 
     def start(self) -> None:
-        """Leaves what the set-up sent out of the first step's count."""
+        """Leave what the set-up sent out of the first step's count."""
         self._bytes, self._inside, self._wait = 0, 0, 0.0
 
     def __repr__(self) -> str:

@@ -41,7 +41,7 @@ class Search:
     seed: int
 
     def draw(self, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """Draws a random block."""
+        """Draw a random block."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(*shape, generator=generator, dtype=like.dtype).to(like.device)
 
@@ -83,11 +83,11 @@ class Operator:
         return largest
 
     def form(self) -> None:
-        """Forms G, for products by itself from now on."""
+        """Form G, for products by itself from now on."""
         self.formed = torch.mm(self.deltas.T, self.activations, out=scratch.take("formed", self.shape, self.deltas))
 
     def apply_transposed(self, rows: Tensor) -> Tensor:
-        """Computes ``Q G`` for a block Q of shape (k, out)."""
+        """Compute ``Q G`` for a block Q of shape (k, out)."""
         result = scratch.take("right", (rows.shape[0], self.shape[1]), rows)
         if self.formed is not None:
             return torch.mm(rows, self.formed, out=result)
@@ -95,7 +95,7 @@ class Operator:
         return torch.mm(torch.mm(rows, self.deltas.T, out=inner), self.activations, out=result)
 
     def apply(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
-        """Computes ``Z G^T`` for a block Z of shape (k, in)."""
+        """Compute ``Z G^T`` for a block Z of shape (k, in)."""
         result = scratch.take("left", (rows.shape[0], self.shape[0]), rows) if into is None else into
         if self.formed is not None:
             return torch.mm(rows, self.formed.T, out=result)
@@ -103,14 +103,14 @@ class Operator:
         return torch.mm(torch.mm(rows, self.activations.T, out=inner), self.deltas, out=result)
 
     def sketch(self, search: Search, into: Tensor) -> None:
-        """Fills a block with random rows from the span of G's columns, or one that holds it."""
+        """Fill a block with random rows from the span of G's columns, or one that holds it."""
         if self.formed is not None:
             torch.mm(search.draw((into.shape[0], self.shape[1]), into), self.formed.T, out=into)
         else:
             torch.mm(search.draw((into.shape[0], self.deltas.shape[0]), into), self.deltas, out=into)
 
     def rescale(self) -> float:
-        """Scales the factors so that their products stay within what their type can hold.
+        """Scale the factors so that their products stay within what their type can hold.
 
         Returns:
             What G has been divided by; 0.0 where it is zero.

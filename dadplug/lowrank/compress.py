@@ -1,4 +1,4 @@
-"""Low-rank compression of a weight gradient that is never formed."""
+"""Low-rank compression of a weight gradient from its factors, without forming it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .cost import choose
 from .dispatch import kernels_for
 from .scratch import scratch
 
-_SAFE = (1e-12, 1e12)  # outside of it, a singular value may come from products that left what fp32 can hold
+_SAFE = (1e-12, 1e12)  # largest singular values outside may come from products that overflow or underflow in fp32
 
 
 class Carry(NamedTuple):
-    """What a compression hands to the next one of the same layer, as ``warm_start``.
+    """State for the next compression of the same layer, passed as ``warm_start``.
 
     Attributes:
-        right: of shape (c, in): directions of the rows of G, the strongest first, some more than were asked for.
+        right: directions of the rows of G, of shape (c, in), the strongest first; c may exceed the rank.
     """
 
     right: Tensor
@@ -57,27 +57,27 @@ class Compressed:
 
     @property
     def carry(self) -> Carry:
-        """What the next call may start from."""
+        """State for the next call."""
         kept = self.right.T[: self.effective_rank]
         return Carry(kept if self._further is None else torch.cat([kept, self._further]))
 
     def residual(self, deltas: Tensor, activations: Tensor) -> float:
-        """Measures the relative error, ``|G - left right^T| / |G|`` in Frobenius norm, from norms alone.
+        """Compute the relative error ``|G - left right^T| / |G|`` in Frobenius norm from the norms alone.
 
-        `left` is an orthonormal basis onto which G is projected, so that the squares of error and approximation add
-        up to that of G. Costs a product of N x N (out + in) numbers, or of N x out x in where that is less.
+        G is projected onto an orthonormal basis, so that the squared norms of error and approximation sum to that of
+        G. Costs N^2 (out + in) multiplications, or N out in if that is less.
 
         Args:
             deltas: D of shape (N, out), as given to `compress`.
             activations: A of shape (N, in), as given to `compress`.
 
         Returns:
-            The error: 0.0 is exact, 1.0 what sending nothing would have.
+            The error: 0.0 for an exact result, 1.0 for an approximation by zero.
         """
         return self.residual_of(squared_norm(deltas, activations))
 
     def residual_of(self, whole: float) -> float:
-        """Measures the relative error where the squared Frobenius norm of G is known.
+        """Compute the relative error from the known squared Frobenius norm of G.
 
         Args:
             whole: ``|G|^2``.
@@ -98,58 +98,50 @@ def compress(
     algorithm: str = "auto",
     out: tuple[Tensor, Tensor] | None = None,
 ) -> Compressed:
-    """Finds low-rank factors of a weight gradient ``G = deltas.T @ activations`` without forming it.
+    """Find low-rank factors of a weight gradient ``G = deltas.T @ activations`` without forming it.
 
-    An orthonormal basis Q (out x r) is looked for, and G projected onto it, ``G ~ Q (Q^T G)``. A projection's error
-    never exceeds that of sending nothing, whatever Q is. Where r reaches the rank that G can have at all, the result
-    is exact. Otherwise ``algorithm`` says how Q is found:
+    G is projected onto an orthonormal basis Q of shape (out, r), ``G ~ Q (Q^T G)``. The error of a projection is never
+    larger than that of sending nothing. If r is at least the rank that G can have, the result is exact. Otherwise
+    ``algorithm`` chooses how Q is found:
 
     - ``"gram"``: the optimum, from the N x N Gram matrices of the factors; for few rows.
-    - ``"iteration"``: block power iteration on the factors, O(N r (out + in)) a product; with some columns more
-      than asked for, which are dropped in the end, and two passes more where there is no warm start.
+    - ``"iteration"``: block power iteration on the factors, O(N r (out + in)) for a product with G; with a few
+      additional columns, which are dropped at the end, and two more passes without a warm start.
     - ``"formed"``: the same on G itself, which is formed; for many rows.
     - ``"deflation"``: the vectors of the published method (rank-dAD, arXiv:2102.09631, section 4), one at a time.
-    - ``"auto"``: the first that a model of their costs finds cheapest, of the first three.
+    - ``"auto"``: the fastest of the first three, as predicted by a cost model.
 
-    Safe to call from several threads. Buffers for what is in between stay with each thread for its next call.
+    Thread-safe; each thread keeps its intermediate buffers for its next call.
 
     Args:
         deltas: D of shape (N, out), any strides, fp64, fp32, bf16 or fp16; the last two are computed in fp32.
         activations: A of shape (N, in), on the same device.
         rank: largest number of columns of a factor, at least 1.
-        iterations: number of multiplications by ``G G^T``; with a warm start one does.
+        iterations: number of multiplications by ``G G^T``; one is enough with a warm start.
         tolerance: singular values up to this share of the largest are dropped; the rest is the effective rank.
         warm_start: an earlier call's result or its `carry`; or a basis of shape (out, columns), such as its `left`,
-            or (in, columns), such as its `right`. A random basis where None.
-        seed: seed of the random basis; the global random state is left alone.
-        algorithm: how the basis is found.
-        out: tensors of shapes (out, k) and (in, k), k being the least of rank, N, out and in, that are to hold the
-            factors; new ones by default.
+            or (in, columns), such as its `right`. A random basis if None.
+        seed: seed of the random basis; the global random state does not change.
+        algorithm: name of the algorithm.
+        out: tensors of shapes (out, k) and (in, k) for the factors, k = min(rank, N, out, in); new ones if None.
 
     Returns:
         The factors, which unpack into ``left, right``, with their quality.
 
     Raises:
         ValueError: if a shape or an option is out of range.
-        FloatingPointError: if the factors hold NaN or Inf. On CUDA they come out as NaN, since a look would wait for
-            the device.
+        FloatingPointError: if the factors hold NaN or Inf. On CUDA the result is NaN instead, since a check would wait
+            for the device.
 
     Example:
         >>> left, right = compress(deltas, activations, rank=8)
         >>> error = (left @ right.T - deltas.T @ activations).norm()
     """
     _check_options(rank, iterations, tolerance, algorithm)
-    if deltas.dim() != 2 or activations.dim() != 2 or deltas.shape[0] != activations.shape[0]:
-        raise ValueError(
-            "deltas (rows x out) and activations (rows x in) must be matrices with the same number of rows, got "
-            f"{tuple(deltas.shape)} and {tuple(activations.shape)}"
-        )
-    dtype = torch.float64 if torch.float64 in (deltas.dtype, activations.dtype) else torch.float32
-    operator = Operator(_as(dtype, deltas, "deltas"), _as(dtype, activations, "activations"))
+    operator = _operator(deltas, activations)
     k = min(rank, operator.most)
     if algorithm == "auto":
-        rows = deltas.shape[0]
-        algorithm = "iteration" if deltas.is_cuda else choose(rows, *operator.shape, k, iterations)
+        algorithm = "iteration" if deltas.is_cuda else choose(len(deltas), *operator.shape, k, iterations)
     search = Search(iterations, tolerance, *_start(warm_start, operator.shape), seed)
     return _compress(operator, k, algorithm, search, out)
 
@@ -163,7 +155,7 @@ def compress_matrix(
     warm_start: Carry | Compressed | Tensor | None = None,
     seed: int = 0,
 ) -> Compressed:
-    """Finds low-rank factors of a gradient that has been formed, by block power iteration.
+    """Find low-rank factors of a gradient that has been formed, by block power iteration.
 
     Args:
         gradient: G of shape (out, in).
@@ -189,10 +181,25 @@ def compress_matrix(
     return _compress(operator, min(rank, operator.most), "formed", search, None)
 
 
+def _operator(deltas: Tensor, activations: Tensor) -> Operator:
+    """Return the gradient as an operator, in the type of the computation.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    if deltas.dim() != 2 or activations.dim() != 2 or deltas.shape[0] != activations.shape[0]:
+        raise ValueError(
+            "deltas (rows x out) and activations (rows x in) must be matrices with the same number of rows, got "
+            f"{tuple(deltas.shape)} and {tuple(activations.shape)}"
+        )
+    dtype = torch.float64 if torch.float64 in (deltas.dtype, activations.dtype) else torch.float32
+    return Operator(_as(dtype, deltas, "deltas"), _as(dtype, activations, "activations"))
+
+
 def _compress(
     operator: Operator, k: int, algorithm: str, search: Search, out: tuple[Tensor, Tensor] | None
 ) -> Compressed:
-    result = _places(operator, k, out)
+    result = _result_blocks(operator, k, out)
     if k == 0:
         return Compressed(result[0].T, result[1].T, torch.zeros(0, dtype=torch.float64, device=result[0].device), 0)
     with torch.no_grad():
@@ -214,10 +221,10 @@ def _compress(
 def _project(
     operator: Operator, algorithm: str, search: Search, result: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor]:
-    """Finds a basis, projects G onto it, and turns both so that they are a singular value decomposition.
+    """Find a basis, project G onto it, and rotate both so that they are a singular value decomposition.
 
     Returns:
-        Rows for the next start beyond the results, where there are any, and the singular values.
+        Further rows for the next start, or None, and the singular values.
     """
     left, right = result
     k = left.shape[0]
@@ -227,7 +234,7 @@ def _project(
     basis, count = kernels.orthonormalise(block)
     basis = basis[:count]
     projected = operator.apply_transposed(basis)
-    if _on_device(block):  # diagonalising would wait for the device; orthogonal iteration aligns the columns in time
+    if _on_device(block):  # a diagonalisation would wait for it; orthogonal iteration aligns the columns over steps
         turn = torch.eye(count, dtype=basis.dtype, device=basis.device)
     else:
         gram = torch.mm(projected, projected.T, out=scratch.take("gram", (count, count), projected))
@@ -240,12 +247,12 @@ def _project(
 
 
 def _on_device(tensor: Tensor) -> bool:
-    """Says whether a look at the tensor's numbers would wait for a device."""
+    """Return whether reading the tensor's values would wait for a device."""
     return tensor.is_cuda
 
 
-def _places(operator: Operator, k: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Returns blocks of k rows for the factors: new ones, or those that the caller wants to have filled."""
+def _result_blocks(operator: Operator, k: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return blocks of k rows for the factors: new ones, or those given by the caller."""
     like = operator.like
     if out is None:
         return like.new_empty(k, operator.shape[0]), like.new_empty(k, operator.shape[1])
@@ -259,7 +266,7 @@ def _places(operator: Operator, k: int, out: tuple[Tensor, Tensor] | None) -> tu
 
 
 def _as(dtype: torch.dtype, factor: Tensor, name: str) -> Tensor:
-    """Returns a factor in the type of the computation; a converted one lies in scratch."""
+    """Return a factor in the type of the computation; a converted one lies in scratch."""
     factor = factor.detach()
     return factor if factor.dtype == dtype else scratch.take(name, tuple(factor.shape), factor, dtype).copy_(factor)
 
@@ -267,7 +274,7 @@ def _as(dtype: torch.dtype, factor: Tensor, name: str) -> Tensor:
 def _start(
     warm_start: Carry | Compressed | Tensor | None, shape: tuple[int, int]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Tells rows of length out, or of length in, to start from."""
+    """Return rows of length out, or of length in, to start from."""
     if warm_start is None:
         return None, None
     if isinstance(warm_start, Compressed):
@@ -287,7 +294,7 @@ def _start(
 
 
 def squared_norm(deltas: Tensor, activations: Tensor) -> float:
-    """Computes ``|D^T A|^2`` in Frobenius norm as ``sum((D D^T) * (A A^T))``, or from the product where that is less.
+    """Compute the squared Frobenius norm ``|D^T A|^2`` as ``sum((D D^T) * (A A^T))``, or from the product if cheaper.
 
     Args:
         deltas: D of shape (N, out).
@@ -313,7 +320,7 @@ def _check_options(rank: int, iterations: int, tolerance: float, algorithm: str)
 
 
 def _truncate(left: Tensor, right: Tensor, values: Tensor, tolerance: float) -> int:
-    """Zeroes the rows of small singular values; returns how many are left (on CUDA all count, without a look)."""
+    """Set rows of small singular values to zero; return how many are left. On CUDA all are counted, without a check."""
     if _on_device(left):
         kept = values > tolerance * values[0]
         left *= kept[:, None]

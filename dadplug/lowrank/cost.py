@@ -12,7 +12,7 @@ OPTIMAL = 1.2  # the optimum may cost this much more than an approximation
 
 
 def predict(rows: int, out: int, width: int, k: int, iterations: int) -> dict[str, float]:
-    """Predicts the microseconds of each algorithm, the projection that follows left out.
+    """Predict the microseconds of each algorithm, the projection that follows left out.
 
     Args:
         rows: rows N of the factors.
@@ -32,7 +32,7 @@ def predict(rows: int, out: int, width: int, k: int, iterations: int) -> dict[st
 
 
 def choose(rows: int, out: int, width: int, k: int, iterations: int) -> str:
-    """Chooses an algorithm; G itself is formed only where there are more rows than its smaller side has."""
+    """Choose an algorithm; G itself is formed only where there are more rows than its smaller side has."""
     costs = predict(rows, out, width, k, iterations)
     if costs["gram"] <= OPTIMAL * min(costs["iteration"], costs["formed"]):
         return "gram"

@@ -22,13 +22,13 @@ class Kernels(Protocol):
     """The kernels on blocks of rows that `compress` is made of."""
 
     def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Makes rows orthonormal; returns the block that holds them, the given one or scratch, and their number.
+        """Make rows orthonormal; returns the block that holds them, the given one or scratch, and their number.
 
         Rows that depend on others become zero and move to the end; with NaN or Inf among them all are returned.
         """
 
     def eigh(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Diagonalises a small symmetric matrix: eigenvalues in double, largest first, and eigenvectors as rows.
+        """Diagonalise a small symmetric matrix: eigenvalues in double, largest first, and eigenvectors as rows.
 
         With NaN or Inf in the matrix the eigenvalues are NaN.
         """
@@ -43,7 +43,7 @@ class Kernels(Protocol):
         """See `packing.dequantise`."""
 
     def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
-        """Finds as many elements of largest size as the results hold; see `packing.top_k`."""
+        """Find as many elements of largest size as the results hold; see `packing.top_k`."""
 
     def product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
         """See `packing_kernels.product`."""
@@ -59,7 +59,7 @@ class NumbaKernels:
         self._packing = packing_kernels
 
     def try_out(self) -> None:
-        """Runs the smallest kernel; raises if numba cannot run here."""
+        """Run the smallest kernel; raises if numba cannot run here."""
         self._kernels.unit_rows(torch.ones(1, 1).numpy())
 
     def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
@@ -107,13 +107,13 @@ class NumbaKernels:
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
-    """Chooses the kernels for a tensor's device."""
+    """Choose the kernels for a tensor's device."""
     return portable if tensor.device.type != "cpu" else cpu_kernels()
 
 
 @functools.cache
 def cpu_kernels() -> Kernels:
-    """Loads the CPU's kernels; each compiles when it is first called on a machine, and is kept on disk."""
+    """Load the CPU's kernels; each compiles when it is first called on a machine, and is kept on disk."""
     try:
         kernels = NumbaKernels()
         kernels.try_out()
@@ -124,7 +124,7 @@ def cpu_kernels() -> Kernels:
 
 
 def warmup() -> None:
-    """Compiles the CPU kernels, or loads them from disk, now rather than when each is first needed."""
+    """Compile the CPU kernels, or loads them from disk, now rather than when each is first needed."""
     kernels = cpu_kernels()
     for dtype in (torch.float32, torch.float64):
         block = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 1e-3]], dtype=dtype)  # by Cholesky, then Gram-Schmidt

@@ -9,12 +9,12 @@ from ..jit import njit
 
 # Sums may be reordered, which lets LLVM vectorise them; NaN and Inf keep their meaning.
 _FAST = {"reassoc", "contract"}
-_TURNS = 60  # of the QL iteration for one eigenvalue; two or three are usual
+_MAX_STEPS = 60  # QL steps for one eigenvalue; two or three are usual
 
 
 @njit(nogil=True, fastmath=_FAST)
 def unit_rows(rows: NDArray[np.floating]) -> None:
-    """Divides every row by its length, in place; rows of zeros stay. The squares add up in double precision."""
+    """Divide every row by its length, in place; rows of zeros stay. The squares add up in double precision."""
     for i in range(rows.shape[0]):
         total = 0.0
         for x in range(rows.shape[1]):
@@ -27,7 +27,7 @@ def unit_rows(rows: NDArray[np.floating]) -> None:
 
 @njit(nogil=True)
 def inverse_triangle(gram: NDArray[np.floating], inverse: NDArray[np.floating]) -> float:
-    """Finds the lower triangle T that makes rows with this Gram matrix orthonormal, ``T gram T^T = I``, by Cholesky.
+    """Find the lower triangle T that makes rows with this Gram matrix orthonormal, ``T gram T^T = I``, by Cholesky.
 
     Args:
         gram: of shape (k, k), of rows of length 1.
@@ -68,7 +68,7 @@ def inverse_triangle(gram: NDArray[np.floating], inverse: NDArray[np.floating]) 
 
 @njit(nogil=True, fastmath=_FAST)
 def gram_schmidt(rows: NDArray[np.floating], dependent: float) -> int:
-    """Makes the rows of a block orthonormal, in place, by modified Gram-Schmidt done twice.
+    """Make the rows of a block orthonormal, in place, by modified Gram-Schmidt done twice.
 
     Rows that depend on earlier ones become zero and move to the end.
 
@@ -107,21 +107,21 @@ def gram_schmidt(rows: NDArray[np.floating], dependent: float) -> int:
 
 
 @njit(nogil=True, fastmath=_FAST)
-def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDArray[np.float64]) -> bool:
-    """Diagonalises a small symmetric matrix: Householder to tridiagonal form, then implicit QL.
-
-    For up to some dozens of rows, where a call of LAPACK costs more than its work.
+def _tridiagonalise(
+    matrix: NDArray[np.float64],
+    diagonal: NDArray[np.float64],
+    off: NDArray[np.float64],
+    vectors: NDArray[np.float64],
+) -> None:
+    """Reduce a symmetric matrix to tridiagonal form by Householder reflections.
 
     Args:
         matrix: symmetric, of shape (k, k); overwritten.
-        values: of shape (k,); holds the eigenvalues afterwards, largest first.
-        vectors: of shape (k, k); its rows hold the eigenvectors afterwards, in that order.
-
-    Returns:
-        Whether it has converged; it has not where there is NaN or Inf.
+        diagonal: of shape (k,); holds the diagonal afterwards.
+        off: of shape (k,), zeros; the first k - 1 elements hold the secondary diagonal afterwards.
+        vectors: of shape (k, k); holds the product of the reflections afterwards, transposed.
     """
     k = matrix.shape[0]
-    off = np.zeros(k)
     vectors[:] = 0.0
     for i in range(k):
         vectors[i, i] = 1.0
@@ -163,46 +163,56 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
             for x in range(k):
                 vectors[i, x] -= scale * v[i] * p[x]
     for i in range(k):
-        values[i] = matrix[i, i]
+        diagonal[i] = matrix[i, i]
         if i + 1 < k:
             off[i] = matrix[i + 1, i]
-    for first in range(k):
-        for turn in range(_TURNS + 1):
-            last = first
-            while last < k - 1 and abs(off[last]) > 1e-15 * (abs(values[last]) + abs(values[last + 1])):
-                last += 1
-            if last == first:
-                break
-            if turn == _TURNS:
-                return False
-            shift = (values[first + 1] - values[first]) / (2.0 * off[first])
-            root = np.sqrt(shift * shift + 1.0)
-            g = values[last] - values[first] + off[first] / (shift + (root if shift >= 0.0 else -root))
-            sine, cosine, moved = 1.0, 1.0, 0.0
-            stopped = False
-            for i in range(last - 1, first - 1, -1):
-                f, b = sine * off[i], cosine * off[i]
-                r = np.sqrt(f * f + g * g)
-                off[i + 1] = r
-                if r == 0.0:
-                    values[i + 1] -= moved
-                    off[last] = 0.0
-                    stopped = True
-                    break
-                sine, cosine = f / r, g / r
-                g = values[i + 1] - moved
-                r = (values[i] - g) * sine + 2.0 * cosine * b
-                moved = sine * r
-                values[i + 1] = g + moved
-                g = cosine * r - b
-                for x in range(k):
-                    upper, lower = vectors[i, x], vectors[i + 1, x]
-                    vectors[i + 1, x] = sine * upper + cosine * lower
-                    vectors[i, x] = cosine * upper - sine * lower
-            if not stopped:
-                values[first] -= moved
-                off[first] = g
-                off[last] = 0.0
+
+
+@njit(nogil=True, fastmath=_FAST)
+def _ql_step(
+    values: NDArray[np.float64], off: NDArray[np.float64], vectors: NDArray[np.float64], first: int, last: int
+) -> None:
+    """Do one implicit QL step with Wilkinson's shift on rows `first` to `last` of a tridiagonal matrix.
+
+    Args:
+        values: the diagonal, of shape (k,).
+        off: the secondary diagonal, of shape (k,).
+        vectors: of shape (k, k); its rows are rotated with the matrix.
+        first: first row of an unreduced block.
+        last: last row of the block.
+    """
+    k = values.shape[0]
+    shift = (values[first + 1] - values[first]) / (2.0 * off[first])
+    root = np.sqrt(shift * shift + 1.0)
+    g = values[last] - values[first] + off[first] / (shift + (root if shift >= 0.0 else -root))
+    sine, cosine, moved = 1.0, 1.0, 0.0
+    for i in range(last - 1, first - 1, -1):
+        f, b = sine * off[i], cosine * off[i]
+        r = np.sqrt(f * f + g * g)
+        off[i + 1] = r
+        if r == 0.0:
+            values[i + 1] -= moved
+            off[last] = 0.0
+            return
+        sine, cosine = f / r, g / r
+        g = values[i + 1] - moved
+        r = (values[i] - g) * sine + 2.0 * cosine * b
+        moved = sine * r
+        values[i + 1] = g + moved
+        g = cosine * r - b
+        for x in range(k):
+            upper, lower = vectors[i, x], vectors[i + 1, x]
+            vectors[i + 1, x] = sine * upper + cosine * lower
+            vectors[i, x] = cosine * upper - sine * lower
+    values[first] -= moved
+    off[first] = g
+    off[last] = 0.0
+
+
+@njit(nogil=True)
+def _sort_descending(values: NDArray[np.float64], vectors: NDArray[np.float64]) -> None:
+    """Sort eigenvalues, largest first, and the rows of their eigenvectors."""
+    k = values.shape[0]
     for i in range(k - 1):
         best = i
         for j in range(i + 1, k):
@@ -212,6 +222,36 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
             values[i], values[best] = values[best], values[i]
             for x in range(k):
                 vectors[i, x], vectors[best, x] = vectors[best, x], vectors[i, x]
+
+
+@njit(nogil=True, fastmath=_FAST)
+def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDArray[np.float64]) -> bool:
+    """Diagonalise a small symmetric matrix: Householder to tridiagonal form, then implicit QL.
+
+    For up to some dozens of rows, where a call of LAPACK costs more than its work.
+
+    Args:
+        matrix: symmetric, of shape (k, k); overwritten.
+        values: of shape (k,); holds the eigenvalues afterwards, largest first.
+        vectors: of shape (k, k); its rows hold the eigenvectors afterwards, in that order.
+
+    Returns:
+        Whether it has converged; it does not with NaN or Inf.
+    """
+    k = matrix.shape[0]
+    off = np.zeros(k)
+    _tridiagonalise(matrix, values, off, vectors)
+    for first in range(k):
+        for step in range(_MAX_STEPS + 1):
+            last = first
+            while last < k - 1 and abs(off[last]) > 1e-15 * (abs(values[last]) + abs(values[last + 1])):
+                last += 1
+            if last == first:
+                break
+            if step == _MAX_STEPS:
+                return False
+            _ql_step(values, off, vectors, first, last)
+    _sort_descending(values, vectors)
     return bool(np.isfinite(values.sum()))
 
 
@@ -219,7 +259,7 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
 def gram_vectors(
     of_deltas: NDArray[np.floating], of_activations: NDArray[np.floating], jitter: float, found: NDArray[np.floating]
 ) -> float:
-    """Finds rows z whose products with D are the leading left singular vectors of ``D^T A``, from Gram matrices.
+    """Find rows z whose products with D are the leading left singular vectors of ``D^T A``, from Gram matrices.
 
     With ``A A^T = C C^T`` they are ``z = C y`` for the eigenvectors y of ``C^T (D D^T) C``.
 

@@ -19,7 +19,7 @@ _BLOCK = 1 << 17  # numbers of a result that stay in the cache between two produ
 
 
 def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
-    """Rounds each row to whole multiples, -127 to 127, of a scale of its own.
+    """Round each row to whole multiples, -127 to 127, of a scale of its own.
 
     The error of an element is at most half the scale, a 254th of the row's largest element. A row with NaN or Inf
     comes back as NaN.
@@ -44,7 +44,7 @@ def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Finds the k elements of largest size; of equal ones the first count. NaN counts as largest.
+    """Find the k elements of largest size; of equal ones the first count. NaN counts as largest.
 
     Args:
         values: of shape (n,).
@@ -65,7 +65,7 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def orthonormalise(rows: Tensor) -> Tensor:
-    """Makes rows orthonormal, in place or not; those that depend on others become zero.
+    """Make rows orthonormal, in place or not; those that depend on others become zero.
 
     Args:
         rows: of shape (k, width), k at most width, contiguous.
@@ -79,7 +79,7 @@ def orthonormalise(rows: Tensor) -> Tensor:
 
 
 def sum_of_products(lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Computes ``sum over s of weights[s] * lefts[s].T @ rights[s]``, all rows in one product.
+    """Compute ``sum over s of weights[s] * lefts[s].T @ rights[s]``, all rows in one product.
 
     Args:
         lefts: a block a site, of shape (k_s, out).
@@ -108,7 +108,7 @@ def sum_of_products(lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: 
 
 
 def sum_one_by_one(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
-    """Computes ``sum over s of lefts[s].T @ rights[s]``, one product after the other added in place.
+    """Compute ``sum over s of lefts[s].T @ rights[s]``, one product after the other added in place.
 
     Large results are made a block at a time, so that all products of a block find it in the cache.
 

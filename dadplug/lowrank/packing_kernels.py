@@ -13,7 +13,7 @@ _COARSE = 15  # of the 31 bits of a number's size, those of the first histogram:
 
 @njit(nogil=True)
 def quantise(rows: NDArray[np.float32], quantised: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
-    """Rounds each row to whole multiples, -127 to 127, of its scale; a row with NaN or Inf gets NaN for a scale."""
+    """Round each row to whole multiples, -127 to 127, of its scale; a row with NaN or Inf gets NaN for a scale."""
     sizes = rows.view(np.uint32)  # whole numbers, whose maximum vectorises; Inf and NaN are the largest
     for i in range(rows.shape[0]):
         bits = np.uint32(0)
@@ -45,7 +45,7 @@ def dequantise(quantised: NDArray[np.int8], scales: NDArray[np.float32], rows: N
 
 @njit(nogil=True)
 def top_k(values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArray[np.float32]) -> None:
-    """Finds the elements of largest size, in the order of their indices; of equal ones the first count.
+    """Find the elements of largest size, in the order of their indices; of equal ones the first count.
 
     By their bits: the size of a number is a whole number of 31 bits that orders like it. A histogram of the upper
     bits finds the range in which the smallest of them lies, a second one of the lower bits the number itself.
@@ -89,7 +89,7 @@ def top_k(values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArra
 
 @njit(nogil=True, fastmath=_FAST)
 def product(left: NDArray[np.floating], right: NDArray[np.floating], result: NDArray[np.floating]) -> None:
-    """Computes ``left.T @ right`` for few rows: four by four, each element of the result written in one pass.
+    """Compute ``left.T @ right`` for few rows: four by four, each element of the result written in one pass.
 
     Args:
         left: of shape (k, out), k a multiple of 4.

@@ -11,7 +11,7 @@ _DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
 def orthonormalise(rows: Tensor) -> tuple[Tensor, int]:
-    """Makes rows orthonormal in place, by QR.
+    """Make rows orthonormal in place, by QR.
 
     No value is read back from a device: on CUDA dependent rows become zero where they stand, and all rows count.
     """
@@ -28,7 +28,7 @@ def orthonormalise(rows: Tensor) -> tuple[Tensor, int]:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Diagonalises a small symmetric matrix by LAPACK."""
+    """Diagonalise a small symmetric matrix by LAPACK."""
     matrix = matrix.double()
     if not bool(torch.isfinite(matrix).all()):
         return matrix.new_full(matrix.shape[:1], math.nan), torch.eye(len(matrix), dtype=matrix.dtype)
@@ -37,7 +37,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gram_vectors(of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
-    """Finds the rows whose products with D are the leading left singular vectors; see `kernels.gram_vectors`."""
+    """Find the rows whose products with D are the leading left singular vectors; see `kernels.gram_vectors`."""
     of_deltas, of_activations = of_deltas.double(), of_activations.double()
     added = jitter * float(of_activations.diagonal().max())
     failed = True
@@ -56,7 +56,7 @@ def gram_vectors(of_deltas: Tensor, of_activations: Tensor, jitter: float, found
 
 
 def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
-    """Rounds rows to int8; see `packing.quantise`."""
+    """Round rows to int8; see `packing.quantise`."""
     largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
     spoilt = ~torch.isfinite(rows).all(1)
     scales.copy_(torch.where(spoilt, math.nan, largest / 127.0))
@@ -65,12 +65,12 @@ def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
 
 
 def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
-    """Computes the values of int8 rows; see `packing.dequantise`."""
+    """Compute the values of int8 rows; see `packing.dequantise`."""
     torch.mul(quantised, scales[:, None], out=rows)
 
 
 def top_k(values: Tensor, indices: Tensor, found: Tensor) -> None:
-    """Finds the elements of largest size; see `packing.top_k`."""
+    """Find the elements of largest size; see `packing.top_k`."""
     whole, mask = (torch.int64, 2**63 - 1) if values.dtype == torch.float64 else (torch.int32, 2**31 - 1)
     exact = values if values.dtype in (torch.float32, torch.float64) else values.float()
     order = torch.argsort(exact.view(whole) & mask, descending=True, stable=True)
@@ -79,5 +79,5 @@ def top_k(values: Tensor, indices: Tensor, found: Tensor) -> None:
 
 
 def product(left: Tensor, right: Tensor, result: Tensor) -> None:
-    """Computes ``left.T @ right``; see `kernels.product`."""
+    """Compute ``left.T @ right``; see `kernels.product`."""
     torch.mm(left.T, right, out=result)

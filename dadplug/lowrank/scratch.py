@@ -19,7 +19,7 @@ class Scratch(threading.local):
         self._views: dict[tuple[object, ...], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Lends a buffer; its contents are undefined, and its last borrower has lost it.
+        """Lend a buffer; its contents are undefined, and its last borrower has lost it.
 
         Args:
             name: name of the buffer.
@@ -44,7 +44,7 @@ class Scratch(threading.local):
         return buffer[:size].view(shape)
 
     def clear(self) -> None:
-        """Gives this thread's buffers back."""
+        """Give this thread's buffers back."""
         self._buffers.clear()
         self._views.clear()
 

@@ -79,7 +79,7 @@ class _NumbaRows:
 
 @functools.cache
 def cpu_row_kernels() -> RowKernels:
-    """Loads the CPU's kernels; each compiles when it is first called on a machine, and is kept on disk."""
+    """Load the CPU's kernels; each compiles when it is first called on a machine, and is kept on disk."""
     try:
         return _NumbaRows()
     except Exception as error:
@@ -88,7 +88,7 @@ def cpu_row_kernels() -> RowKernels:
 
 
 def gather(table: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Copies rows of a table, ``out[i] = table[rows[i]]``.
+    """Copy rows of a table, ``out[i] = table[rows[i]]``.
 
     Args:
         table: of shape (count, width), contiguous.
@@ -114,7 +114,7 @@ def gather(table: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the distinct keys, in the order in which they first occur.
+    """Find the distinct keys, in the order in which they first occur.
 
     Args:
         keys: int64, of shape (n,); any values.
@@ -131,7 +131,7 @@ def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_duplicates(keys: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds up the deltas of equal keys, in the order in which they come.
+    """Add up the deltas of equal keys, in the order in which they come.
 
     Args:
         keys: int64, of shape (n,).
@@ -158,7 +158,7 @@ def sum_duplicates(keys: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scatter_add(table: Tensor, rows: Tensor, deltas: Tensor, *, scale: float = 1.0) -> None:
-    """Adds to rows of a table in place, ``table[rows[i]] += scale * deltas[i]``; equal rows add up.
+    """Add to rows of a table in place, ``table[rows[i]] += scale * deltas[i]``; equal rows add up.
 
     Args:
         table: of shape (count, width), contiguous.
@@ -178,7 +178,7 @@ def scatter_add(table: Tensor, rows: Tensor, deltas: Tensor, *, scale: float = 1
 def adagrad(
     weights: Tensor, sums: Tensor, rows: Tensor, gradients: Tensor, *, lr: float = 1e-2, eps: float = 1e-10
 ) -> None:
-    """Steps rows in place as torch.optim.Adagrad steps a sparse gradient: ``s += g^2; w -= lr g / (sqrt(s) + eps)``.
+    """Step rows in place as torch.optim.Adagrad steps a sparse gradient: ``s += g^2; w -= lr g / (sqrt(s) + eps)``.
 
     Args:
         weights: of shape (count, width), contiguous.
@@ -200,7 +200,7 @@ def adagrad(
 def rowwise_adagrad(
     weights: Tensor, sums: Tensor, rows: Tensor, gradients: Tensor, *, lr: float = 1e-2, eps: float = 1e-10
 ) -> None:
-    """Steps rows in place with one accumulator a row: ``s += mean(g^2); w -= lr g / (sqrt(s) + eps)``.
+    """Step rows in place with one accumulator a row: ``s += mean(g^2); w -= lr g / (sqrt(s) + eps)``.
 
     Args:
         weights: of shape (count, width), contiguous.
@@ -232,7 +232,7 @@ def adam(
     eps: float = 1e-8,
     sparse: bool = True,
 ) -> None:
-    """Steps rows in place by Adam; the moments of other rows stay as they are.
+    """Step rows in place by Adam; the moments of other rows stay as they are.
 
     Args:
         weights: of shape (count, width), contiguous.
@@ -315,7 +315,7 @@ def _check_state(name: str, state: Tensor, weights: Tensor, shape: torch.Size) -
 def _check_step(
     weights: Tensor, rows: Tensor, gradients: Tensor, lr: float, eps: float
 ) -> tuple[RowKernels, Tensor, Tensor]:
-    """Checks what all optimizers share, and adds up the gradients of equal rows."""
+    """Check what all optimizers share, and adds up the gradients of equal rows."""
     if lr < 0 or eps < 0:
         raise ValueError(f"lr and eps must be at least 0, got {lr} and {eps}")
     kernels = _check(weights, rows)

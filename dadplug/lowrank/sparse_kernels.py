@@ -13,7 +13,7 @@ _DIVIDE = "numpy"  # no check for zero in every division, which keeps loops from
 
 @njit(nogil=True)
 def first_outside(rows: NDArray[np.int64], count: int) -> int:
-    """Returns the position of the first row that is not in 0 to count - 1, or -1."""
+    """Return the position of the first row that is not in 0 to count - 1, or -1."""
     for i in range(rows.shape[0]):
         if rows[i] < 0 or rows[i] >= count:
             return i
@@ -22,7 +22,7 @@ def first_outside(rows: NDArray[np.int64], count: int) -> int:
 
 @njit(nogil=True)
 def gather(table: NDArray[np.floating], rows: NDArray[np.int64], out: NDArray[np.floating]) -> None:
-    """Copies rows of a table, ``out[i] = table[rows[i]]``."""
+    """Copy rows of a table, ``out[i] = table[rows[i]]``."""
     for i in range(rows.shape[0]):
         row = rows[i]
         for x in range(table.shape[1]):
@@ -33,7 +33,7 @@ def gather(table: NDArray[np.floating], rows: NDArray[np.int64], out: NDArray[np
 def scatter_add(
     table: NDArray[np.floating], rows: NDArray[np.int64], deltas: NDArray[np.floating], scale: float
 ) -> None:
-    """Adds to rows of a table in order, ``table[rows[i]] += scale * deltas[i]``."""
+    """Add to rows of a table in order, ``table[rows[i]] += scale * deltas[i]``."""
     by = table.dtype.type(scale)
     for i in range(rows.shape[0]):
         row = rows[i]
@@ -43,7 +43,7 @@ def scatter_add(
 
 @njit(nogil=True)
 def unique(keys: NDArray[np.int64], inverse: NDArray[np.int64], found: NDArray[np.int64]) -> int:
-    """Numbers distinct keys by their first occurrence.
+    """Number distinct keys by their first occurrence.
 
     Args:
         keys: n keys, of any value.
@@ -76,7 +76,7 @@ def unique(keys: NDArray[np.int64], inverse: NDArray[np.int64], found: NDArray[n
 
 @njit(nogil=True)
 def sum_by(inverse: NDArray[np.int64], deltas: NDArray[np.floating], sums: NDArray[np.floating]) -> None:
-    """Sums rows in order, ``sums[inverse[i]] += deltas[i]`` from zero."""
+    """Sum rows in order, ``sums[inverse[i]] += deltas[i]`` from zero."""
     sums[:] = 0
     for i in range(inverse.shape[0]):
         row = inverse[i]
@@ -93,7 +93,7 @@ def adagrad(
     lr: float,
     eps: float,
 ) -> None:
-    """Steps distinct rows as torch.optim.Adagrad does: ``s += g^2; w -= lr g / (sqrt(s) + eps)``."""
+    """Step distinct rows as torch.optim.Adagrad does: ``s += g^2; w -= lr g / (sqrt(s) + eps)``."""
     rate, small = weights.dtype.type(lr), weights.dtype.type(eps)
     for i in range(rows.shape[0]):
         row = rows[i]
@@ -113,7 +113,7 @@ def rowwise_adagrad(
     lr: float,
     eps: float,
 ) -> None:
-    """Steps distinct rows with one sum a row: ``s += mean(g^2); w -= lr g / (sqrt(s) + eps)``."""
+    """Step distinct rows with one sum a row: ``s += mean(g^2); w -= lr g / (sqrt(s) + eps)``."""
     width = weights.shape[1]
     small = weights.dtype.type(eps)
     for i in range(rows.shape[0]):
@@ -139,7 +139,7 @@ def adam(
     beta2: float,
     eps: float,
 ) -> None:
-    """Steps distinct rows: ``m += (1-b1)(g-m); v += (1-b2)(g^2-v); w -= rate m / (sqrt(v) + eps)``."""
+    """Step distinct rows: ``m += (1-b1)(g-m); v += (1-b2)(g^2-v); w -= rate m / (sqrt(v) + eps)``."""
     number = weights.dtype.type
     step, first, second, small = number(rate), number(1 - beta1), number(1 - beta2), number(eps)
     for i in range(rows.shape[0]):

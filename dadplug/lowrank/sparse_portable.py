@@ -7,23 +7,23 @@ from torch import Tensor
 
 
 def first_outside(rows: Tensor, count: int) -> int:
-    """Finds the first row outside of a table; see `sparse_kernels.first_outside`."""
+    """Find the first row outside of a table; see `sparse_kernels.first_outside`."""
     outside = ((rows < 0) | (rows >= count)).nonzero()
     return int(outside[0]) if outside.numel() else -1
 
 
 def gather(table: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Copies rows; see `sparse_kernels.gather`."""
+    """Copy rows; see `sparse_kernels.gather`."""
     torch.index_select(table, 0, rows, out=out)
 
 
 def scatter_add(table: Tensor, rows: Tensor, deltas: Tensor, scale: float) -> None:
-    """Adds to rows; see `sparse_kernels.scatter_add`."""
+    """Add to rows; see `sparse_kernels.scatter_add`."""
     table.index_add_(0, rows, deltas if scale == 1 else deltas * scale)
 
 
 def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers distinct keys by their first occurrence; see `sparse_kernels.unique`."""
+    """Number distinct keys by their first occurrence; see `sparse_kernels.unique`."""
     ordered, inverse = torch.unique(keys, return_inverse=True)
     places = torch.arange(keys.numel(), device=keys.device)
     first = places.new_full((ordered.numel(),), keys.numel()).scatter_reduce_(0, inverse, places, "amin")
@@ -32,19 +32,19 @@ def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_by(inverse: Tensor, deltas: Tensor, sums: Tensor) -> None:
-    """Sums rows; see `sparse_kernels.sum_by`."""
+    """Sum rows; see `sparse_kernels.sum_by`."""
     sums.zero_().index_add_(0, inverse, deltas)
 
 
 def adagrad(weights: Tensor, sums: Tensor, rows: Tensor, gradients: Tensor, lr: float, eps: float) -> None:
-    """Steps rows; see `sparse_kernels.adagrad`."""
+    """Step rows; see `sparse_kernels.adagrad`."""
     total = sums[rows] + gradients * gradients
     sums[rows] = total
     weights[rows] = weights[rows] - lr * (gradients / (total.sqrt() + eps))
 
 
 def rowwise_adagrad(weights: Tensor, sums: Tensor, rows: Tensor, gradients: Tensor, lr: float, eps: float) -> None:
-    """Steps rows; see `sparse_kernels.rowwise_adagrad`."""
+    """Step rows; see `sparse_kernels.rowwise_adagrad`."""
     total = sums[rows] + gradients.double().square().mean(1).to(sums.dtype)
     sums[rows] = total
     weights[rows] = weights[rows] - (lr / (total.sqrt() + eps))[:, None] * gradients
@@ -61,7 +61,7 @@ def adam(
     beta2: float,
     eps: float,
 ) -> None:
-    """Steps rows; see `sparse_kernels.adam`."""
+    """Step rows; see `sparse_kernels.adam`."""
     m = averages[rows]
     m = m + (1 - beta1) * (gradients - m)
     v = squares[rows]

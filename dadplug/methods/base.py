@@ -111,7 +111,7 @@ class Method(ABC):
 
     @abstractmethod
     def path(self, out: int, width: int) -> str:
-        """Chooses the path of a layer that has factors: ``"factors"``, ``"lowrank"`` or ``"allreduce"``.
+        """Choose the path of a layer that has factors: ``"factors"``, ``"lowrank"`` or ``"allreduce"``.
 
         On the path ``"factors"`` a layer's rows are encoded in the form that they have; on ``"lowrank"`` always as
         matrices D (rows x out) and A (rows x width), whose product is the gradient.
@@ -122,7 +122,7 @@ class Method(ABC):
         """
 
     def gradient_path(self, out: int, width: int) -> str:
-        """Chooses the path of a weight whose gradient autograd forms; ``"allreduce"`` unless a method has its own.
+        """Choose the path of a weight whose gradient autograd forms; ``"allreduce"`` unless a method has its own.
 
         Args:
             out: height of the weight as a matrix.
@@ -132,10 +132,10 @@ class Method(ABC):
 
     @abstractmethod
     def rows_sent(self, rows: int, out: int, width: int) -> int:
-        """Predicts how many rows a layer with this many rows of input sends."""
+        """Predict how many rows a layer with this many rows of input sends."""
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
-        """Turns a layer's factors into what is sent.
+        """Turn a layer's factors into what is sent.
 
         What it keeps for the next step counts once `commit` has been called. A further call in the same step, for rows
         that came late, continues from the one before.
@@ -157,15 +157,15 @@ class Method(ABC):
         """Restore the state of a weight as it was before the step, to the bit; also before it is encoded again."""
 
     def quality(self) -> dict[str, Quality]:
-        """Tells, by name of the weight, how well the last step's gradients were compressed."""
+        """Return, by name of the weight, how well the last step's gradients were compressed."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the method carries from step to step."""
+        """Return what the method carries from step to step."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  (most methods carry nothing)
-        """Restores what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 def decode(
@@ -176,7 +176,7 @@ def decode(
     site_by_site: bool = False,
     form: Form = LINEAR,
 ) -> tuple[Tensor, Tensor | None]:
-    """Forms the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s`` for fully connected ones.
+    """Form the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s`` for fully connected ones.
 
     Every site computes it from the same numbers in the same order, so that all get the same bits.
 
