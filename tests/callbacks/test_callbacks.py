@@ -1,4 +1,4 @@
-"""The monitors, in Lightning's adapters and by themselves; in Catalyst's, see test_distributed_runner."""
+"""The monitors, in Lightning's adapters and by themselves; in Catalyst's, see test_distributed_runner_callbacks."""
 
 from __future__ import annotations
 
