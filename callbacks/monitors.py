@@ -230,8 +230,9 @@ class RankSchedule(_StepMonitor):
         """Return the rank for a step by the table or function; None before the table's first step."""
         if callable(self._table):
             return int(self._table(step))
-        reached = [begin for begin in self._table or () if begin <= step]
-        return None if not reached else self._table[max(reached)]  # type: ignore[index]
+        table = self._table or {}
+        reached = [begin for begin in table if begin <= step]
+        return table[max(reached)] if reached else None
 
     def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
         rank = reduction.max_rank

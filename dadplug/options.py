@@ -111,6 +111,6 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
 
 
-def _at_least(name: str, value: object, least: int, kind: type) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool) or value < least:  # type: ignore[operator]
+def _at_least(name: str, value: Any, least: int, kind: type[int]) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -41,7 +41,8 @@ def takes_keywords_of(*sources: Any) -> Callable[[_Function], _Function]:
                     texts[each.name] = text
         _TEXTS[function] = texts
         signature = inspect.Signature(list(parameters.values()), return_annotation=types.get("return"))
-        function.__signature__ = signature  # type: ignore[attr-defined]
+        described_function: Any = function
+        described_function.__signature__ = signature
         if described := [f"    {name}: {text}." for name, text in texts.items() if text]:
             summary = inspect.getdoc(function) or "Keywords that are options."
             function.__doc__ = "\n".join([summary, "", "Args:", *described])

@@ -23,8 +23,9 @@ def eager(function: _Function) -> _Function:
         The function.
     """
     frames: Any = torch._C._dynamo.eval_frame
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "a captured layer runs as it is"  # type: ignore[attr-defined]
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "a captured layer runs as it is"
     if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # and what it calls

@@ -49,7 +49,8 @@ def _strategy(name: str) -> Any:
     def build(*args: Any, **kwargs: Any) -> Any:
         return getattr(needs_lightning(name, __name__), name)(*args, **kwargs)
 
-    build.__name__ = build.__qualname__ = name
-    build.__doc__ = base.__doc__
-    build.__signature__ = inspect.signature(base)  # type: ignore[attr-defined]
-    return build
+    factory: Any = build
+    factory.__name__ = factory.__qualname__ = name
+    factory.__doc__ = base.__doc__
+    factory.__signature__ = inspect.signature(base)
+    return factory

@@ -113,7 +113,8 @@ class DADStrategyBase(_DDPStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+        device: torch.device = self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+        return device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

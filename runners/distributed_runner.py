@@ -181,7 +181,7 @@ class DistributedRunner(SupervisedRunner):
 
     def get_callbacks(self) -> OrderedDict[str, Callback]:
         """Return the callbacks, stock ones replaced by their fixed versions."""
-        callbacks = super().get_callbacks()
+        callbacks: OrderedDict[str, Callback] = super().get_callbacks()
         found = [get_original_callback(callback) for callback in callbacks.values()]
         # Catalyst tests for a base class that torch's schedulers have not had since 2.0, and never steps them.
         if isinstance(self._scheduler, (LRScheduler, ReduceLROnPlateau)) and not any(
@@ -359,6 +359,7 @@ class DistributedRunner(SupervisedRunner):
         if any(digest != digests[0] for digest in digests):
             content = transport.broadcast_bytes(content or b"")
         try:
-            return torch.load(io.BytesIO(content or b""), map_location="cpu", weights_only=True)
+            checkpoint: dict[str, Any] = torch.load(io.BytesIO(content or b""), map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(f"checkpoint {path} is damaged, or no checkpoint: {error}") from error
+        return checkpoint

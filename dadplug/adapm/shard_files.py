@@ -114,7 +114,7 @@ def check_index(content: bytes, path: Path) -> dict[str, Any]:
         ValueError: if it does not have the format of `save_shards`.
     """
     try:
-        index = json.loads(content)
+        index: dict[str, Any] = json.loads(content)
         if index["version"] != VERSION:
             raise _Version(
                 f"{path.parent} was written by another version of dadplug: format {index['version']}, here {VERSION}"
@@ -126,7 +126,7 @@ def check_index(content: bytes, path: Path) -> dict[str, Any]:
         raise ValueError(f"{error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    return index  # type: ignore[no-any-return]
+    return index
 
 
 class _Version(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,9 +99,9 @@ def renumbered(data: DataPair) -> tuple[DataPair, Tensor]:
     Returns:
         The clicks with new ids, and the old id of each new id, in ascending order.
     """
-    parts = [data.train, data.test]
+    parts: list[Any] = [data.train, data.test]
     assert all(isinstance(part, Clicks) for part in parts)
-    old, new = torch.unique(torch.cat([part.ids.reshape(-1) for part in parts]), return_inverse=True)  # type: ignore[attr-defined]
+    old, new = torch.unique(torch.cat([part.ids.reshape(-1) for part in parts]), return_inverse=True)
     pair: list[Clicks] = []
     begin = 0
     for part in parts:

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from .base import DataError
 
@@ -53,7 +54,7 @@ def download(urls: Sequence[str], path: Path, md5: str) -> None:
     )
 
 
-def _fetch(url: str, file: object, name: str) -> str:
+def _fetch(url: str, file: IO[bytes], name: str) -> str:
     from tqdm import tqdm
 
     digest = hashlib.md5(usedforsecurity=False)
@@ -61,7 +62,7 @@ def _fetch(url: str, file: object, name: str) -> str:
         size = int(response.headers.get("Content-Length", 0)) or None
         with tqdm(total=size, unit="B", unit_scale=True, desc=name, disable=not sys.stderr.isatty()) as bar:
             while chunk := response.read(_CHUNK):
-                file.write(chunk)  # type: ignore[attr-defined]
+                file.write(chunk)
                 digest.update(chunk)
                 bar.update(len(chunk))
     return digest.hexdigest()

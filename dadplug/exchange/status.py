@@ -143,8 +143,10 @@ class StatusServer:
                         caller.setblocking(False)
                         selector.register(caller, selectors.EVENT_READ)
                         callers[caller] = time.monotonic() + _PATIENCE, bytearray()
-                elif self._read(key.fileobj, callers[key.fileobj][1]):  # type: ignore[arg-type, index]
-                    callers[key.fileobj] = 0.0, bytearray()  # type: ignore[index]
+                    continue
+                answered: Any = key.fileobj
+                if self._read(answered, callers[answered][1]):
+                    callers[answered] = 0.0, bytearray()
             late = [each for each, (deadline, _) in callers.items() if deadline < time.monotonic()]
             for caller in late or list(callers)[: max(0, len(callers) - _CALLERS)]:
                 selector.unregister(caller)

@@ -162,7 +162,8 @@ class SiteEngine(Engine):
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Prepare a model; the attributes that Accelerate replaces are restored at the end of the run."""
         self._prepared.append((vars(model), {name: vars(model).get(name) for name in _REPLACED}))
-        return super().prepare_model(model, *args, **kwargs)
+        prepared: torch.nn.Module = super().prepare_model(model, *args, **kwargs)
+        return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward and synchronize the gradients with the other sites."""

@@ -19,7 +19,7 @@ SPLIT_DATA = ("auto", True, False)
 _PROBES = 8  # samples of a fingerprint
 
 
-class SiteSampler(Sampler):
+class SiteSampler(Sampler[Any]):
     """Sampler that distributes the samples of another sampler over the sites, each sample to one site.
 
     The order is drawn with a seed that all sites share, so that it is the same on all of them. No sample is repeated or
@@ -32,7 +32,7 @@ class SiteSampler(Sampler):
         seed: seed of the order; the epoch is added to it.
     """
 
-    def __init__(self, base: Sampler, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, base: Any, rank: int, world_size: int, seed: int) -> None:
         self.base = base
         self.rank = rank
         self.world_size = world_size
@@ -57,7 +57,7 @@ class SiteSampler(Sampler):
         return iter(self.order[self.rank :: self.world_size])
 
     def __len__(self) -> int:
-        return len(range(self.rank, len(self.base), self.world_size))  # type: ignore[arg-type]
+        return len(range(self.rank, len(self.base), self.world_size))
 
     def __getattr__(self, name: str) -> Any:
         if name == "base":  # not yet there while the sampler is unpickled
@@ -100,7 +100,8 @@ def _fingerprint(loader: Any) -> str | None:
         return None
     if isinstance(loader.sampler, (DistributedSampler, SiteSampler)):
         return None
-    size = len(loader.dataset)  # type: ignore[arg-type]
+    dataset: Any = loader.dataset
+    size = len(dataset)
     digest = hashlib.sha256(f"{type(loader.dataset).__name__} {size} {loader.batch_size}".encode())
     for place in sorted({probe * (size - 1) // (_PROBES - 1) for probe in range(_PROBES)} if size else ()):
         with seeded(place):  # random augmentations come out the same
@@ -125,7 +126,7 @@ def _feed(digest: Any, item: Any) -> None:
         digest.update(repr(item).encode())
 
 
-def _split(loader: DataLoader, rank: int, world_size: int, seed: int) -> DataLoader:
+def _split(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> DataLoader[Any]:
     settings: dict[str, Any] = {
         name: getattr(loader, name)
         for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
@@ -135,12 +136,12 @@ def _split(loader: DataLoader, rank: int, world_size: int, seed: int) -> DataLoa
         settings |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
     batches: Any = loader.batch_sampler
     if type(batches) is BatchSampler:
-        samples = SiteSampler(batches.sampler, rank, world_size, seed)  # type: ignore[arg-type]
+        samples = SiteSampler(batches.sampler, rank, world_size, seed)
         batches = BatchSampler(samples, batches.batch_size, batches.drop_last)
     elif batches is not None:  # a sampler of whole batches, which are not to be torn apart
         batches = SiteSampler(batches, rank, world_size, seed)
     else:
-        samples = SiteSampler(loader.sampler, rank, world_size, seed)  # type: ignore[arg-type]
+        samples = SiteSampler(loader.sampler, rank, world_size, seed)
         return DataLoader(loader.dataset, batch_size=None, sampler=samples, **settings)
     return DataLoader(loader.dataset, batch_sampler=batches, **settings)
 
@@ -164,7 +165,8 @@ def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int
             f"the sampler of loader {name!r} gives every site another order, so that the data cannot be split: let it "
             "depend on the seeds of torch, numpy or random, or split the data beforehand and pass split_data=False"
         )
-    return max(batches for batches, _ in by_site)
+    steps: int = max(batches for batches, _ in by_site)
+    return steps
 
 
 def _samplers(loader: Any) -> list[Any]:

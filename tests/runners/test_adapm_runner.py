@@ -147,7 +147,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from catalyst import dl
 from dadplug.runners import AdaPMRunner
-from scores_catalyst import BATCH, ROWS, Scores, assert_alike, data, one_process, optimizer_of, run
 
 class Killed(dl.Callback):
     def on_batch_end(self, runner):
