@@ -29,15 +29,16 @@ def step(reduction, model, samples=8, seed=0, width=40):
 
 def says_what_it_will_send(mode: str, wire: str) -> None:
     model = mlp()
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=4, wire=wire)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=4, wire=wire, density=0.1)
     assert [row.parameter for row in reduction.plan] == [name for name, _ in model.named_parameters()]
     for seed in range(4):
         step(reduction, model, samples=6 + dist.get_rank(), seed=seed)
     paths = {row.parameter: row.path for row in reduction.plan}
-    path = {"dsgd": "allreduce", "dad": "factors", "rankdad": "lowrank"}[mode]
-    assert paths["0.weight"] == paths["0.bias"] == paths["3.weight"] == path
+    path = {"dsgd": "allreduce", "dad": "factors", "rankdad": "lowrank"}.get(mode, mode)
+    assert paths["0.weight"] == paths["3.weight"] == path
+    assert paths["0.bias"] == ("allreduce" if mode in ("powersgd", "topk") else path)
     assert paths["2.weight"] == paths["2.bias"] == "allreduce"
-    assert paths["4.weight"] == ("allreduce" if mode == "rankdad" else path)
+    assert paths["4.weight"] == (path if mode in ("dsgd", "dad") else "allreduce")
     sent, predicted = reduction.traffic.bytes_sent, reduction.plan.bytes
     assert predicted <= sent <= 1.05 * predicted + 800, (predicted, sent)  # padding, scales, step headers
     assert reduction.plan.dense_bytes == sum(p.numel() for p in model.parameters()) * 4
@@ -49,7 +50,7 @@ def says_what_it_will_send(mode: str, wire: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad", "powersgd", "topk"])
 def test_the_plan_says_what_is_sent(sites, mode, wire):
     sites(2).run(says_what_it_will_send, mode, wire)
 

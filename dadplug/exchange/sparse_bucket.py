@@ -14,6 +14,15 @@ _ALIGNMENT = 16  # bytes
 _INDEX = torch.int32
 
 
+def element_size(wire: WireFormat) -> int:
+    """Return the bytes of one element and its index in a payload.
+
+    Args:
+        wire: format of the values.
+    """
+    return _INDEX.itemsize + wire.itemsize
+
+
 class SparseBucket:
     """Indices and values of several gradients in one all-gather.
 

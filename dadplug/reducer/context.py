@@ -33,6 +33,7 @@ class HandlerContext:
             unit and rank; kept where methods recompute deltas from them.
         rotation: numbers by which handlers distribute work over the processes of a node, in the order in which the
             handlers are built.
+        checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
     """
 
     transport: Transport
@@ -44,11 +45,11 @@ class HandlerContext:
     faults: FaultLog = field(default_factory=FaultLog)
     complete_payloads: dict[str, list[FactorPayload]] = field(default_factory=dict)
     rotation: Iterator[int] = field(default_factory=itertools.count)
+    checks_finite: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        keeps = self.method.traits.keeps_state or wire_format(self.options.wire).quantised
-        self.checks_finite = self.options.check_finite or keeps
-        """Whether gradients are checked for NaN and Inf: if that is an error, or if state must not be damaged."""
+        keeps_state = self.method.traits.keeps_state or wire_format(self.options.wire).quantised
+        self.checks_finite = self.options.check_finite or keeps_state
 
     def wire(self, dtype: torch.dtype) -> WireFormat:
         """Return the format in which gradients of parameters of a type are sent."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..exchange import Transport
 from ..exchange.payload import finite
-from ..exchange.sparse_bucket import SparseBucket
+from ..exchange.sparse_bucket import SparseBucket, element_size
 from ..exchange.wire import WireFormat, wire_format
 from ..methods import Method
 from ..methods.paths import GradientPath
@@ -47,10 +47,8 @@ class TopKHandler(SummedHandler):
         assert isinstance(context.method, TopK)
         self._method = context.method
         self._method.errors.refer(context.reference)
-        # Values of one sign and size gain little from a scale.
-        wire = wire_format("bf16", self.dtype) if self._wire.quantised else self._wire
         self._counts = [self._method.elements(unit.lead.numel()) for unit in units]
-        self._bucket = SparseBucket(self._counts, context.transport, wire)
+        self._bucket = SparseBucket(self._counts, context.transport, _value_format(self._wire, units[0]))
         self._sent: dict[str, _Sent] = {}
 
     @classmethod
@@ -62,7 +60,8 @@ class TopKHandler(SummedHandler):
     def payload_bytes(
         cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = True
     ) -> int:
-        return super().payload_bytes(unit, method, wire, transport, gathered=True)
+        assert isinstance(method, TopK)
+        return transport.copies * method.elements(unit.lead.numel()) * element_size(_value_format(wire, unit))
 
     @property
     def gathers(self) -> bool:
@@ -96,3 +95,8 @@ class TopKHandler(SummedHandler):
             else:
                 self._method.rollback(unit.name)
         self._sent.clear()
+
+
+def _value_format(wire: WireFormat, unit: Unit) -> WireFormat:
+    """Return the format of the values: bf16 for a quantised one, since values of one magnitude need no scale."""
+    return wire_format("bf16", unit.lead.dtype) if wire.quantised else wire
