@@ -6,13 +6,27 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PACKAGING := setup.cfg setup.py pyproject.toml constraints.txt
 
-.PHONY: demo test lint types docs clean
+# Environments for the core tests: of the oldest versions that setup.cfg promises, with the first of these interpreters
+# that runs, and of the newest versions.
+OLDEST := .venv-oldest
+OLDEST_PYTHON ?= $(shell for each in python3.10 "$$(pyenv root 2>/dev/null)"/versions/3.10.*/bin/python python3.11 \
+	python3; do "$$each" -c "" 2>/dev/null && echo "$$each" && break; done)
+NEWEST := .venv-newest
+CORE_TESTS := $(addprefix tests/,adapm callbacks cli data exchange hooks lowrank methods model_sync planning runners \
+	test_jit.py test_reduction.py test_reduction_state.py)
+
+.PHONY: demo test test-oldest test-newest lint types docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/two_site_mnist.py
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Builds of torch without CUDA save gigabytes, where an index offers them:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-oldest
+test-oldest test-newest: test-%: .venv-%/ready
+	.venv-$*/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(CORE_TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -36,9 +50,20 @@ $(READY): $(PACKAGING)
 		--editable ".[adapm,catalyst,lightning,examples,test,docs]"
 	touch $@
 
+$(OLDEST)/ready: PYTHON = $(OLDEST_PYTHON)
+$(OLDEST)/ready: PINS := --constraint constraints-oldest.txt
+$(OLDEST)/ready: constraints-oldest.txt
+$(OLDEST)/ready $(NEWEST)/ready: setup.cfg setup.py pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check "pip<24.1" "setuptools>=64,<81" wheel
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PINS) --no-build-isolation \
+		--editable ".[adapm,catalyst,lightning,examples]" \
+		hypothesis "jsonargparse[signatures]" lightning pytest pytest-timeout pytest-xdist rich
+	touch $@
+
 # The documentation site, in docs/_build/html; -n: every reference has to lead somewhere, -W: warnings are errors.
 docs: $(READY)
 	$(BIN)/python -m sphinx -n -W --keep-going -q -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) build docs/_build dist *.egg-info logs
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build docs/_build dist *.egg-info logs

@@ -11,6 +11,8 @@ import support
 pytest.importorskip("catalyst")
 from dadplug.experiment import build_parser
 
+pytestmark = pytest.mark.slow
+
 SEED_FLAGS = [
     "rank",
     "num-nodes",

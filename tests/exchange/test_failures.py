@@ -8,6 +8,8 @@ import time
 import pytest
 import support
 
+pytestmark = pytest.mark.slow
+
 TRAIN = """
 model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
 reduction = dadplug.GradientReduction(model, mode=MODE, rank=2, timeout=TIMEOUT)

@@ -20,6 +20,8 @@ from torch import nn
 
 import dadplug
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 3.0  # seconds
 HANGS = 60.0  # seconds after which a site is said to hang; a busy machine is slow
 SIDE_BY_SIDE = 6

@@ -14,6 +14,8 @@ import pytest
 import support
 from data_files import write_mnist
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("catalyst")
 ROOT = Path(__file__).resolve().parents[2]
 MNIST = str(ROOT / "examples" / "two_site_mnist.py")

@@ -12,6 +12,8 @@ import pytest
 import support
 from loops import LOOPS, compare
 
+pytestmark = pytest.mark.slow
+
 
 def runs(name: str, modes: list[str], factor: float = 1.0) -> tuple[dict[str, list[str]], bool]:
     return compare.problems(name, modes, factor)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import dadplug
 
+pytestmark = pytest.mark.slow
+
 COUNTS = [3, 2]
 STEPS = 5
 RANK, DENSITY = 2, 0.25

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import support
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("catalyst")
 pytest.importorskip("pytorch_lightning")
 

@@ -22,6 +22,8 @@ from zoo_training import agreed_loss, notices, trains
 import dadplug
 from dadplug.methods import METHODS, method_names
 
+pytestmark = pytest.mark.slow
+
 FULL = os.environ.get("DADPLUG_ZOO") == "full"
 LONG = ("mlp", "conv1d", "words")
 SIZES = (2, 4) if FULL else (2,)

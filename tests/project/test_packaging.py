@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = [
     "adapm",
@@ -49,7 +51,7 @@ def python(code: str, cwd: Path, *paths: Path) -> str:
 def installed(tmp_path_factory) -> Path:
     """A copy of the repository, built as a wheel and installed into a folder."""
     source = tmp_path_factory.mktemp("source") / "dadplug-copy"
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "logs", "*.egg-info", "__pycache__", ".*_cache")
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "logs", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, source, ignore=ignored)
     target = tmp_path_factory.mktemp("installed")
     install = [

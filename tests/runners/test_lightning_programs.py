@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import support
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("pytorch_lightning")
 
 # What sites print to one pipe is written in one piece, or it mixes.
