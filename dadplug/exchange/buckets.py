@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import MismatchError
+from .objects import MAX_BYTES
 from .payload import FactorPayload
 from .transport import Gather, Transport
 from .wire import WireFormat
@@ -281,6 +283,7 @@ class FactorBucket:
         sites = range(len(self._senders))
         late = [[index for index in range(len(self.slots)) if extra[index][site]] for site in sites]
         sizes = [sum(sum(self.slots[index].sizes(extra[index][site])) for index in late[site]) for site in sites]
+        self._check_sizes(extra, sizes)
         gather = self._transport.gather(self._by_rank(sizes), self._wire.dtype)
 
         def cut(payload: Tensor, site: int) -> dict[tuple[int, int], FactorPayload]:
@@ -300,6 +303,15 @@ class FactorBucket:
             for (index, _), share in cut(payload, site).items():
                 shares[index, site] = self.slots[index].unpack(share).to(payload.device, self._dtype)
         return shares
+
+    def _check_sizes(self, extra: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+        """Check the sizes that the sites' step headers announce, before memory is allocated by them."""
+        for site, size in enumerate(sizes):
+            if min(counts[site] for counts in extra) < 0 or size * self._wire.itemsize > MAX_BYTES:
+                raise MismatchError(
+                    f"{self._transport.sites[self._senders[site]]} announces {size} more values than its payload had "
+                    f"room for: there may be 0 to {MAX_BYTES // self._wire.itemsize}. Do all sites run the same model?"
+                )
 
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:
         """Learn from the rows that every site had, by slot and site, and forgets the step."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 import zoo
 from torch import nn
 
 import dadplug
-from dadplug.exchange.buckets import FactorBucket
+from dadplug.exchange.buckets import FactorBucket, Slot
 from dadplug.exchange.factory import open_transport
 from dadplug.exchange.indices import IndexSlot
 from dadplug.exchange.payload import FactorPayload
@@ -351,3 +352,12 @@ def takes_several_inputs(mode: str) -> None:
 def test_models_of_several_inputs(sites):
     for mode in ("dsgd", "dad"):
         sites(2).run(takes_several_inputs, mode)
+
+
+@pytest.mark.parametrize("rows", [-1, 1 << 40])
+def test_a_second_round_is_not_allocated_by_what_a_site_announces(rows):
+    transport = open_transport(None, Traffic(), torch.device("cpu"), 60)
+    wire = WireFormat(torch.float32)
+    bucket = FactorBucket([Slot(2, 3, 0, 1, wire)], transport, torch.float32, wire)
+    with pytest.raises(dadplug.MismatchError, match=r"site 0 .* more values than its payload had room for"):
+        bucket.second_round([[rows]])
