@@ -227,7 +227,11 @@ class RankSchedule(_StepMonitor):
         self._range = (min_rank, max_rank)
 
     def rank_at(self, step: int) -> int | None:
-        """Return the rank for a step by the table or function; None before the table's first step."""
+        """Return the rank for a step by the table or function; None before the table's first step.
+
+        Args:
+            step: number of the step, from 0.
+        """
         if callable(self._table):
             return int(self._table(step))
         table = self._table or {}

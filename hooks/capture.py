@@ -238,7 +238,11 @@ class LayerCapture:
             layer.clear()
 
     def release(self, name: str) -> None:
-        """Stop capturing one layer."""
+        """Stop capturing one layer.
+
+        Args:
+            name: name of the layer, a key of `layers`.
+        """
         self.layers.pop(name).release()
 
     def detach(self) -> None:

@@ -61,7 +61,11 @@ class Elementwise:
 
     @staticmethod
     def of(node: Any) -> Elementwise | None:
-        """Return the function of a node of autograd's graph; None for unknown functions."""
+        """Return the function of a node of autograd's graph; None for unknown functions.
+
+        Args:
+            node: the node, a tensor's ``grad_fn``.
+        """
         name = node.name()
         if name in _SAME_ROWS:
             return IDENTITY

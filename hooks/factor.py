@@ -91,7 +91,11 @@ class Factor:
 
     @staticmethod
     def formed(gradient: Tensor) -> Factor:
-        """Return factors of a gradient that has been formed: the gradient as a matrix, and an identity matrix."""
+        """Return factors of a gradient that has been formed: the gradient as a matrix, and an identity matrix.
+
+        Args:
+            gradient: the gradient, in the shape of its weight.
+        """
         flat = gradient.reshape(gradient.shape[0], -1)
         out, width = flat.shape
         identity = torch.eye(min(out, width), dtype=gradient.dtype, device=gradient.device)
@@ -99,7 +103,11 @@ class Factor:
         return Factor(*pair, Flattened(tuple(gradient.shape)))
 
     def to(self, dtype: torch.dtype) -> Factor:
-        """Convert the floating-point tensors to a dtype; return the factor itself if none changes."""
+        """Convert the floating-point tensors to a dtype; return the factor itself if none changes.
+
+        Args:
+            dtype: a floating-point type.
+        """
         if self._has(dtype):
             return self
         activations = self.activations.to(dtype) if self.activations.is_floating_point() else self.activations

@@ -28,7 +28,11 @@ class Form:
     transposed: ClassVar[bool] = False
 
     def widths(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the widths of a row of deltas and of a row of activations, for the shape of the weight as a matrix."""
+        """Return the widths of a row of deltas and of a row of activations.
+
+        Args:
+            shape: shape of the weight as a matrix, (out, in).
+        """
         return shape
 
     @property
@@ -42,23 +46,48 @@ class Form:
         return 1
 
     def gradient(self, deltas: Tensor, activations: Tensor) -> Tensor:
-        """Form the weight's gradient, in the weight's shape."""
+        """Form the weight's gradient, in the weight's shape.
+
+        Args:
+            deltas: D of shape (rows, out).
+            activations: A of shape (rows, in).
+        """
         return deltas.T @ activations
 
     def add_to(self, gradient: Tensor, deltas: Tensor, activations: Tensor) -> Tensor:
-        """Add the gradient of further rows to a formed gradient, in place if possible; return the sum."""
+        """Add the gradient of further rows to a formed gradient, in place if possible; return the sum.
+
+        Args:
+            gradient: the formed gradient, which may be changed.
+            deltas: D of shape (rows, out).
+            activations: A of shape (rows, in).
+        """
         return gradient.addmm_(deltas.T, activations)
 
     def bias_gradient(self, deltas: Tensor) -> Tensor:
-        """Form the bias's gradient ``D^T 1``, of shape (out,)."""
+        """Form the bias's gradient ``D^T 1``, of shape (out,).
+
+        Args:
+            deltas: D of shape (rows, out).
+        """
         return deltas.sum(0)
 
     def unfold(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """Return matrices D and A such that ``D^T A`` is the gradient as a matrix of height ``weight.shape[0]``."""
+        """Return matrices D and A such that ``D^T A`` is the gradient as a matrix of height ``weight.shape[0]``.
+
+        Args:
+            deltas: D of shape (rows, out).
+            activations: A of shape (rows, in).
+        """
         return deltas, activations
 
     def merge(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """Return fewer rows with the same gradient, if there are such rows."""
+        """Return fewer rows with the same gradient, if there are such rows.
+
+        Args:
+            deltas: D of shape (rows, out).
+            activations: A of shape (rows, in).
+        """
         return deltas, activations
 
 

@@ -17,7 +17,13 @@ class Recorder(Protocol):
     """Function that receives a layer's factors in backward."""
 
     def __call__(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
-        """Receive activations (rows x in) and deltas (rows x out), which form the gradient in the given form."""
+        """Receive the factors of one call of the layer.
+
+        Args:
+            activations: A of shape (rows, in).
+            deltas: D of shape (rows, out).
+            form: how the two make the gradient.
+        """
 
 
 class LayerFamily(ABC):
@@ -54,11 +60,19 @@ class LayerFamily(ABC):
         """
 
     def known_form(self, module: nn.Module) -> Form | None:
-        """Return the form of the layer's factors, or None if it depends on the inputs."""
+        """Return the form of the layer's factors, or None if it depends on the inputs.
+
+        Args:
+            module: the layer.
+        """
         return None
 
     def refuses(self, module: nn.Module) -> str:
-        """Return the reason why a layer of this type has no factors; an empty string if it has factors."""
+        """Return the reason why a layer of this type has no factors; an empty string if it has factors.
+
+        Args:
+            module: the layer.
+        """
         return ""
 
 

@@ -82,6 +82,9 @@ class AdaDataLoader:
     def ids(self, batch: Any) -> Ids:
         """Return the ids that a batch will look up, by the name of the weight.
 
+        Args:
+            batch: a batch of the loader.
+
         Raises:
             IntentError: if they cannot be known before the forward pass.
         """

@@ -220,6 +220,37 @@ def test_every_argument_of_a_public_name_is_described(name):
     assert not raises or "Raises:" in text
 
 
+def members_of(page: Path) -> list[tuple[str, str]]:
+    """Return the methods that a page of the reference documents, with their classes."""
+    found = []
+    for path, options in re.findall(r"^\.\. autoclass:: (\S+)\n((?:   .*\n)*)", page.read_text(), re.M):
+        (listed,) = re.findall(r":members:([\w, \n]*)$", options.rstrip() + "\n", re.M) or [None]
+        if listed is not None:
+            left_out = re.findall(r":exclude-members: (.*)", options)
+            names = re.findall(r"\w+", listed) or [name for name in vars(resolve(path)) if not name.startswith("_")]
+            found += [(path, name) for name in names if name not in left_out]
+    return found
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_every_argument_of_a_documented_method_is_described(page):
+    pytest.importorskip("catalyst")
+    missing = []
+    for path, name in members_of(page):
+        member = getattr(resolve(path), name)
+        if not (inspect.isfunction(member) or inspect.ismethod(member)):
+            continue
+        text = inspect.getdoc(member) or ""
+        assert text, f"{path}.{name} has no description"
+        if "with the same arguments" not in text:
+            missing += [
+                f"{path}.{name}: {argument}"
+                for argument in arguments_of(member)
+                if not re.search(rf"^\s+\**{argument}: ", text, re.M)
+            ]
+    assert missing == []
+
+
 def dataclass_like(target: object) -> bool:
     """Return whether a class describes its fields as attributes, or has no arguments of its own."""
     return (
