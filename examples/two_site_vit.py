@@ -3,7 +3,7 @@
     python examples/two_site_vit.py                                 digits as images, both sites on this machine
     python examples/two_site_vit.py --trainer lightning
     python examples/two_site_vit.py --dataset dogsvscats --data-dir DIR/train.zip --compare
-    python examples/two_site_vit.py --size full …                   the seeds' sizes: 224 pixels, depth 12
+    python examples/two_site_vit.py --size full …                   224 pixels, depth 12
 
 On two machines, site 0 at 10.0.0.1:
 
@@ -24,7 +24,7 @@ from dadplug.models import build_for
 
 
 def build(data: DataPair, arguments: argparse.Namespace) -> tuple[nn.Module, DataPair]:
-    """Builds the ViT; the small one has, for digits, patches that fill their 28 pixels."""
+    """Build the ViT; for digits, the small one has an image size of 28 pixels and patches of 4."""
     if arguments.size == "full":
         return build_for(data, "vit")
     own = {"image_size": 28, "patch_size": 4} if data.train.shape[0] == 1 else {}
@@ -38,7 +38,7 @@ TASK = Task(
     lr=5e-4,
     defaults={"rank": 4},
     add_flags=lambda parser: parser.add_argument(
-        "--size", choices=("small", "full"), default="small", help="full: the seeds' sizes (default: small)"
+        "--size", choices=("small", "full"), default="small", help="full: 224 pixels, depth 12 (default: small)"
     ),
 )
 
