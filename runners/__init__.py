@@ -37,20 +37,32 @@ def __getattr__(name: str) -> Any:
 
 
 def _strategy(name: str) -> Any:
-    """Return the strategy for the package of Lightning in use, or a factory that chooses the package when called.
-
-    The package is not known yet if both are installed and the program has imported neither. If it has imported both,
-    the factory raises an error.
-    """
+    """Return the strategy for the package of Lightning in use, or a factory that chooses the package when called."""
     if len(packages_in_use()) == 1:
         return getattr(needs_lightning(name, __name__), name)
     base = getattr(importlib.import_module(f".{_STRATEGIES[name]}", __name__), f"{name}Base")
+    return _StrategyFactory(name, base)
 
-    def build(*args: Any, **kwargs: Any) -> Any:
-        return getattr(needs_lightning(name, __name__), name)(*args, **kwargs)
 
-    factory: Any = build
-    factory.__name__ = factory.__qualname__ = name
-    factory.__doc__ = base.__doc__
-    factory.__signature__ = inspect.signature(base)
-    return factory
+class _StrategyFactory:
+    """Factory of strategies for the package of Lightning that is in use when it is called.
+
+    It stands for the class as long as the package is not known: both are installed, and the program has imported
+    neither. If it has imported both, a call raises an error.
+
+    Args:
+        name: name of the strategy.
+        base: base class of the strategy for each package.
+    """
+
+    def __init__(self, name: str, base: type) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__doc__ = base.__doc__
+        self.__signature__ = inspect.signature(base)
+        self._base = base
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(needs_lightning(self.__name__, __name__), self.__name__)(*args, **kwargs)
+
+    def __instancecheck__(self, strategy: object) -> bool:
+        return isinstance(strategy, self._base)

@@ -205,6 +205,22 @@ def test_both_packages_at_once_need_a_choice():
     assert "say which one is meant" in only.errors
 
 
+LATER = """
+from dadplug import AdaPMStrategy, DADStrategy
+import lightning.pytorch as pl
+strategy = DADStrategy(rank=3)
+assert isinstance(strategy, DADStrategy) and not isinstance(strategy, AdaPMStrategy)
+print(type(pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False).strategy).__module__)
+"""
+
+
+def test_the_package_may_be_imported_after_the_strategy():
+    pytest.importorskip("lightning")
+    (only,) = support.run_programs([["-c", LATER]])
+    assert only.status == 0, only.errors
+    assert only.output.split() == ["dadplug.runners.lightning"]
+
+
 def test_wrong_names_list_the_right_ones():
     code = "import pytorch_lightning as pl, dadplug; dadplug.DADStrategy({})"
     commands = [["-c", code.format(wrong)] for wrong in ("'rnkdad'", "'dad', rnk=3")]
