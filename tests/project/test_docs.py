@@ -269,9 +269,10 @@ def arguments_of(target: object) -> list[str]:
     return [name for name, each in parameters.items() if name != "self" and each.kind not in passed_on]
 
 
-def test_the_version_is_that_of_the_changelog():
+def test_the_version_is_that_of_the_changelog_and_of_the_citation():
     versions = re.findall(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert versions[0] == dadplug.__version__
+    assert f"\nversion: {dadplug.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_site_builds_without_warnings(tmp_path):
