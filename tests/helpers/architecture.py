@@ -62,6 +62,16 @@ def _imported(tree: ast.AST, package: str, modules: Mapping[str, Path]) -> Itera
                     yield source
 
 
+def other_imports(path: Path, local: bool = True) -> set[str]:
+    """Return the modules outside the package that a file imports; without `local`, only those at the top level."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree)) if local else tree.body
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return found | {
+        node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level
+    }
+
+
 def cycles(graph: Graph) -> list[list[str]]:
     """Return the groups of modules that import each other, directly or through others."""
     reach = {module: _reachable(graph, module) for module in graph}

@@ -170,4 +170,5 @@ def blames_the_loss() -> None:
 
 
 def test_what_is_not_finite_at_a_weight_of_in_by_out_is_told_from_its_input(sites):
+    pytest.importorskip("transformers")
     sites(2).run(blames_the_loss)

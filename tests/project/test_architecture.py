@@ -100,6 +100,28 @@ def test_folders_import_what_is_below_them():
     assert numbers == UPWARD_IMPORTS, found
 
 
+TRAINERS = {"catalyst", "accelerate", "lightning", "pytorch_lightning"}
+
+
+def first_names(modules: set[str]) -> set[str]:
+    return {module.split(".")[0] for module in modules}
+
+
+def test_hooks_know_neither_trainers_nor_networks():
+    graph = architecture.import_graph(ROOT)
+    layers = {architecture.layer_of(target) for module in graph if ".hooks" in module for target in graph[module]}
+    assert layers <= {"hooks", "registry"}
+    for path in architecture.python_files(ROOT, ["hooks"]):
+        found = architecture.other_imports(path)
+        assert not first_names(found) & {*TRAINERS, architecture.PACKAGE}, path
+        assert "torch.distributed" not in path.read_text(), path
+
+
+def test_the_core_imports_trainers_only_when_they_run():
+    for path in architecture.python_files(ROOT, ["dadplug"]):
+        assert not first_names(architecture.other_imports(path, local=False)) & TRAINERS, path
+
+
 def test_files_are_short():
     assert set(architecture.long_files(ROOT, EVERYWHERE, limit=400)) == LONG_FILES
 
