@@ -1,4 +1,4 @@
-"""The errors that dadplug raises beside ValueError for wrong arguments."""
+"""Errors of dadplug, besides ValueError for wrong arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class SiteError(RuntimeError):
 
 
 class MismatchError(RuntimeError):
-    """The sites do not run the same thing: models, options or steps differ."""
+    """The sites do not run the same program: models, options, steps or message sizes differ."""
 
 
 class NonFiniteError(RuntimeError):

@@ -1,4 +1,4 @@
-"""numba's `njit` for kernels that a machine compiles once, whichever of its processes needs them first."""
+"""`njit` of numba for kernels that are compiled once on a machine, by the process that needs them first."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ except ImportError:  # Windows: processes that start together may compile the sa
     fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
-_PATIENCE = 60.0  # seconds in which another process can compile a kernel; after them this one compiles it, too
-_NAP = 0.02
+_LOCK_SECONDS = 60.0  # in which another process can compile a kernel; then this one compiles it, too
+_POLL_SECONDS = 0.02
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -66,7 +66,7 @@ def njit(**options: Any) -> Callable[[Kernel], Kernel]:
 
 
 class _SharedCache(FunctionCache):
-    """A kernel's files on disk, with a lock from the moment a process finds nothing there until it has compiled."""
+    """Cache of a kernel on disk, with a lock from a failed look-up until the kernel has been compiled."""
 
     _locked = False
 
@@ -83,7 +83,7 @@ class _SharedCache(FunctionCache):
         return (*super()._index_key(sig, codegen), _fingerprint(self._py_func))
 
     def _lock(self) -> None:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _LOCK_SECONDS
         while fcntl is not None and not self._locked:
             try:
                 fcntl.lockf(_lock_file(self.cache_path), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place)
@@ -91,25 +91,25 @@ class _SharedCache(FunctionCache):
             except (BlockingIOError, PermissionError):
                 if time.monotonic() > deadline:
                     return
-                time.sleep(_NAP)
+                time.sleep(_POLL_SECONDS)
             except OSError:  # a file system without locks
                 return
 
     def release(self) -> None:
-        """Let other processes look for the kernel on disk, or compile it."""
+        """Release the lock, for other processes to load the kernel from disk or compile it."""
         if self._locked:
             fcntl.lockf(_lock_file(self.cache_path), fcntl.LOCK_UN, 1, self._place)
             self._locked = False
 
     @functools.cached_property
     def _place(self) -> int:
-        """The byte of the lock file that stands for this kernel."""
+        """Offset in the lock file of the byte that is locked for this kernel."""
         return int.from_bytes(hashlib.sha256(self._impl.filename_base.encode()).digest()[:4], "little") >> 1
 
 
 @functools.cache
 def _lock_file(folder: str) -> int:
-    """Open the lock file of a folder, which stays open: closing it would give back the locks of all kernels."""
+    """Open the lock file of a folder; it stays open, since closing it would release the locks of all kernels."""
     os.makedirs(folder, exist_ok=True)
     return os.open(os.path.join(folder, "dadplug.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 

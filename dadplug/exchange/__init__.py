@@ -1,4 +1,4 @@
-"""What crosses the network between sites."""
+"""Exchange between sites: transports, payloads, wire formats and the traffic meter."""
 
 from .factory import open_transport
 from .membership import Sites

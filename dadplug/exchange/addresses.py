@@ -1,4 +1,4 @@
-"""Own addresses that other sites can reach: what sites listen on, and the interface that gloo is told of."""
+"""Addresses of this host that other sites can reach, and the network interface that gloo uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def choose_interface(host: str, port: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(host), port))  # sends nothing; finds the way
+        probe.connect((socket.gethostbyname(host), port))  # sends nothing; selects the route
         address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             if address_of(probe, name) == address:
@@ -44,9 +44,9 @@ def interface_in_use() -> str:
 
 @contextmanager
 def gloo_interface() -> Iterator[None]:
-    """Tell gloo the interface for groups that are made inside, unless the user has.
+    """Set gloo's interface for groups that are made inside, unless the user has set it; a context manager.
 
-    Left alone it takes the one that the machine's own name resolves to, often loopback, and the sites never meet.
+    By default gloo takes the interface that the host name resolves to, often loopback, and the sites cannot connect.
     """
     if _INTERFACE in os.environ or _chosen is None:
         yield
@@ -59,7 +59,7 @@ def gloo_interface() -> Iterator[None]:
 
 
 def own_addresses() -> list[str]:
-    """Return own addresses that others may reach, the likeliest first: those that gloo would take."""
+    """Return addresses of this host that others may reach, the most likely first: those that gloo would take."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface_in_use():
@@ -74,7 +74,7 @@ def own_addresses() -> list[str]:
 
 
 def listen() -> socket.socket | None:
-    """Open a socket on the address under which other sites are to find this one; None if there is none."""
+    """Open a listening socket on the address at which other sites reach this one; return None if there is none."""
     for address in own_addresses():
         listener = socket.socket(socket.AF_INET)
         try:

@@ -18,11 +18,11 @@ _SHRINK_AFTER = 16  # steps with fewer rows before a slot gives room back
 
 
 class Slot:
-    """Room for one layer's rows in a bucket.
+    """Space for one layer's rows in a bucket.
 
-    How many rows a site sends is its own affair and may change from step to step, while the sizes of messages have to
-    be known on both ends before they start. So each slot has a capacity for each site that all sites know, from what
-    the site sent before. Rows beyond it go in a second round; a short batch sends some padding.
+    The number of rows may differ between sites and steps, but both ends must know the size of a message before it
+    starts. So each slot has a capacity for each site, which all sites derive from the rows that the site has sent
+    before. Rows beyond the capacity are sent in a second round; fewer rows are padded.
 
     Args:
         out: width of the rows of `left`.
@@ -46,11 +46,18 @@ class Slot:
         self._fewer = [(0, 0)] * world_size  # steps with fewer rows in a row, and the most rows among them
 
     def sizes(self, rows: int) -> tuple[int, int, int]:
-        """Number of elements of the three parts for this many rows."""
+        """Return the number of elements of the three parts (left, right, bias) for this many rows."""
         return _aligned(rows * self.out), _aligned(rows * self.width), _aligned(self.bias)
 
     def learn(self, rows: Sequence[int]) -> bool:
-        """Take note of the rows that each site had; says whether a capacity changed."""
+        """Update the capacities.
+
+        Args:
+            rows: rows that each site had in a step.
+
+        Returns:
+            Whether a capacity has changed.
+        """
         changed = False
         for site, count in enumerate(rows):
             if count > self.capacity[site]:
@@ -65,7 +72,16 @@ class Slot:
         return changed
 
     def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
-        """Cut this slot's parts for so many rows out of a payload; returns them and where the next slot starts."""
+        """Return views of this slot's parts in a payload.
+
+        Args:
+            payload: a flat tensor.
+            start: index of the slot's first element.
+            rows: number of rows.
+
+        Returns:
+            The parts, and the index at which the next slot starts.
+        """
         left_size, right_size, bias_size = self.sizes(rows)
         left = payload[start : start + rows * self.out].view(rows, self.out)
         start += left_size
@@ -75,14 +91,14 @@ class Slot:
         return FactorPayload(left, right, bias), start + bias_size
 
     def pack(self, share: FactorPayload) -> FactorPayload:
-        """Encode a share. Elements that are only cast stay as they are: the copy into the payload casts them."""
+        """Encode rows. Elements that are only cast stay as they are: the copy into the payload casts them."""
         if not self.wire.quantised:
             return share
         encode, bias = self.wire.encode, share.bias
         return FactorPayload(encode(share.left), encode(share.right), None if bias is None else encode(bias[None])[0])
 
     def unpack(self, share: FactorPayload) -> FactorPayload:
-        """Decode a share that has been cut out of a payload."""
+        """Decode rows of a payload."""
         if not self.wire.quantised:
             return share
         decode, bias = self.wire.decode, share.bias
@@ -94,10 +110,10 @@ def _aligned(size: int) -> int:
 
 
 class FactorBucket:
-    """Slots of several layers that travel in one all-gather.
+    """Slots of several layers that are sent in one all-gather.
 
-    A payload begins with a head of integers: the samples that the site's gradients stand for, and the rows in each
-    slot. So what has arrived can be worked on while later buckets are still on their way.
+    A payload begins with a header of integers: the samples that the site's gradients stand for, and the rows in each
+    slot. So a payload can be decoded while later buckets are still in progress.
 
     Args:
         slots: the slots, in the order in which backward fills them.
@@ -131,10 +147,10 @@ class FactorBucket:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Make payloads of the slots' capacities.
+        """Make payloads of the slots' capacities, at the end of a step.
 
-        At the end of a step and not when they are first needed: sites that use other layers need buckets in another
-        order, and messages find one another by the order in which gathers were made.
+        Not when they are first needed: sites that use other layers need buckets in another order, but messages are
+        matched by the order in which gathers were made.
         """
         places = range(len(self._senders))
         sizes = [self._head + sum(sum(slot.sizes(slot.capacity[place])) for slot in self.slots) for place in places]
@@ -148,11 +164,11 @@ class FactorBucket:
         ]
 
     def post(self) -> None:
-        """Make ready to receive."""
+        """Prepare to receive."""
         self._gather.post()
 
     def _by_rank(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes of all sites' payloads from those of the senders'."""
+        """Return the payload sizes of all sites, by rank, from those of the senders."""
         found = dict(zip(self._senders, sizes, strict=True))
         return [found.get(rank, 0) for rank in range(self._transport.world_size)]
 
@@ -167,7 +183,7 @@ class FactorBucket:
         return shares
 
     def _views(self, payload: Tensor, site: int) -> tuple[Tensor, list[FactorPayload]]:
-        """Return views of a payload's head and slots, made once for a payload that lies in the same place every step.
+        """Return views of a payload's header and slots, made once for a payload at the same address in every step.
 
         Args:
             payload: the payload of a sender, by place.
@@ -179,11 +195,11 @@ class FactorBucket:
         return known[1:]
 
     def _integers(self, payload: Tensor) -> Tensor:
-        """The head of a payload: samples, then rows by slot."""
+        """Return the header of a payload: samples, then rows by slot."""
         return payload[: self._head].view(torch.uint8)[: 4 * (1 + len(self.slots))].view(torch.int32)
 
     def fill(self, index: int, share: FactorPayload) -> None:
-        """Put a layer's rows into its slot; what does not fit is kept for the second round."""
+        """Copy a layer's rows into its slot; keep rows beyond its capacity for the second round."""
         self.post()
         own = self._own[index]
         fit = min(share.rows, own.rows)
@@ -201,7 +217,7 @@ class FactorBucket:
             self.add_late(index, share.part(fit, with_bias=False))
 
     def clear(self, index: int) -> None:
-        """Leave a slot without rows."""
+        """Send no rows in a slot."""
         self.post()
         self._rows[index] = 0
         for part in self._own[index]:
@@ -209,7 +225,7 @@ class FactorBucket:
                 part.zero_()
 
     def add_late(self, index: int, share: FactorPayload) -> None:
-        """Keep rows for the second round, since the payload is full or on its way."""
+        """Keep rows for the second round, since the payload is full or has been sent."""
         if index in self._late:
             share = self._late[index].plus(share)
         if not share.rows:  # a bias gradient may come without rows; the second round goes by rows
@@ -241,11 +257,11 @@ class FactorBucket:
         self._gather.launch()
 
     def room(self, index: int) -> int:
-        """Return for how many rows this site has room in a slot."""
+        """Return this site's capacity of a slot, in rows."""
         return 0 if self.place is None else self.slots[index].capacity[self.place]
 
     def slot_bytes(self, index: int) -> int:
-        """Return how many bytes of this site's payload a slot takes."""
+        """Return the bytes of a slot in this site's payload."""
         return self._slot_bytes[index]
 
     def wait(self) -> None:
@@ -253,7 +269,7 @@ class FactorBucket:
         self._gather.wait()
 
     def receive(self) -> tuple[list[int], list[list[FactorPayload]]]:
-        """Wait for every site's payload, where that has not been done, and reads them.
+        """Wait for every site's payload, if that has not been done, and read them.
 
         Returns:
             The samples of each site, and by slot and site what was sent; valid until the next step's `post`.
@@ -270,7 +286,7 @@ class FactorBucket:
         return samples, shares
 
     def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], FactorPayload]:
-        """Exchange the rows that the payloads had no room for, or that came late.
+        """Exchange the rows beyond the slots' capacities, and those that arrived after the payload had been sent.
 
         Args:
             extra: by slot and site, number of such rows.
@@ -314,7 +330,11 @@ class FactorBucket:
                 )
 
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:
-        """Learn from the rows that every site had, by slot and site, and forgets the step."""
+        """Update the capacities, and end the step.
+
+        Args:
+            rows: rows of every site, by slot and site.
+        """
         changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
         self._late.clear()
         if any(changed):

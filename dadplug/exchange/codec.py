@@ -1,4 +1,4 @@
-"""Encoding of the objects that sites exchange at set-up and in checkpoints: plain data, tensors and registered classes.
+"""Codec of the objects that sites exchange at set-up and in checkpoints: plain data, tensors and registered classes.
 
 Decoding runs no code that the sender chooses, as pickle would: a message can only make the types listed here. It reads
 every size before it allocates anything, so that a message of n bytes takes memory of the order of n.
@@ -36,7 +36,7 @@ Class = TypeVar("Class", bound=type)
 
 
 class DamagedError(ValueError):
-    """A message is not what `encode` makes."""
+    """A message was not made by `encode`."""
 
 
 def register(cls: Class) -> Class:

@@ -1,4 +1,4 @@
-"""Deadlines for calls that have none: torch's store waits for ever for a server that is stopped."""
+"""Timeouts for calls that have none: torch's store waits forever for a server that is stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _given_up: list[threading.Thread] = []
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Run a call in a thread of its own, and give it up when the time is over; the thread may go on.
+    """Run a call in a thread of its own, and abandon it after the timeout; the thread may continue.
+
+    Args:
+        seconds: the timeout.
+        call: the call.
 
     Raises:
         TimeoutError: if it has not ended in time.
@@ -42,7 +46,7 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Give such threads a moment to end: one that comes back from torch while the interpreter ends aborts it."""
+    """Wait briefly for abandoned threads: one that returns from torch while the interpreter ends aborts it."""
     deadline = time.monotonic() + _AT_EXIT
     for thread in _given_up:
         thread.join(max(0.0, deadline - time.monotonic()))

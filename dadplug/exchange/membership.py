@@ -1,4 +1,4 @@
-"""The sites of a process group, and errors between them that name the site at fault."""
+"""Sites of a process group, and connection errors that name the site at fault."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..errors import SiteError
 from .objects import gather_objects
 from .status import Member, Report, Silence, Status, ask, status_server, tell
 
-_ASKING = 1.0  # seconds for answers to a status request
-_TELLING = 0.4  # seconds for receipts of a report
-_GRACE = 1.5  # seconds for reports of other sites to arrive where no site seems to be lost
+_STATUS_SECONDS = 1.0  # for answers to a status request
+_REPORT_SECONDS = 0.4  # for receipts of a report
+_GRACE_SECONDS = 1.5  # for reports of other sites to arrive if no site seems to be lost
 
 
 def own_name() -> str:
@@ -29,20 +29,20 @@ def own_name() -> str:
 
 
 def own_member() -> Member:
-    """Return this process as other sites have to know it; it answers status requests from now on."""
+    """Return this process as a member; it answers status requests from now on."""
     return status_server(own_name()).member
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether a transport's error says that nothing came in time."""
+    """Return whether a transport's error is a timeout."""
     return any(words in str(error).lower() for words in ("timed out", "timeout"))
 
 
 class Sites:
-    """The sites of a process group by name, with their reasons for leaving.
+    """Sites of a process group by name, with their exit reasons.
 
-    A connection that closes tells neither which site is at fault (another may have left because of it) nor why. So a
-    site that leaves reports its reason to all others, and a site that finds a connection closed, or waits in vain, asks
+    A closed connection shows neither which site is at fault (another may have exited because of it) nor why. So a site
+    that exits reports the reason to all others, and a site whose connection is closed, or whose wait times out, asks
     all others for their status.
 
     Args:
@@ -66,7 +66,7 @@ class Sites:
         return f"site {rank} ({self.members[rank].name})"
 
     def of(self, ranks: Sequence[int]) -> Sites:
-        """Return the sites of a part of the group.
+        """Return the sites of a subgroup.
 
         Args:
             ranks: their ranks in this group.
@@ -74,25 +74,25 @@ class Sites:
         return Sites(ranks.index(self.rank), [self.members[rank] for rank in ranks])
 
     def announce(self, reason: str) -> None:
-        """Report to all other sites why this one leaves."""
+        """Report this site's exit reason to all other sites."""
         announce(reason)
 
     def withdraw(self) -> None:
-        """Take a report back: this site begins something new."""
+        """Withdraw this site's report: it begins a new run."""
         if status_server().report is not None:
             _tell_all(status_server().make_report(None))
 
     def watch(self, transport: Any) -> None:
-        """Have a transport closed when the process ends: its threads abort an interpreter that ends before them."""
+        """Close a transport when the process ends: its threads abort an interpreter that ends before them."""
         self._transports.add(transport)
 
     def close_transports(self) -> None:
-        """Close what is still open."""
+        """Close the transports that are still open."""
         for transport in list(self._transports):
             transport.close()
 
     def found_lost(self) -> SiteError | None:
-        """Return an error if another site has reported that a site is lost; asks nobody."""
+        """Return an error if another site has reported that a site is lost; send nothing."""
         for report in self._reports().values():
             culprit = self._rank_of.get(report.lost, self.rank)
             if culprit != self.rank:
@@ -106,15 +106,15 @@ class Sites:
         return None
 
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
-        """Turn a transport's error into one that names the site that is lost, with its reason if it has given one.
+        """Convert a transport's error into one that names the site that is lost, with its exit reason if known.
 
         Args:
             error: what the transport raised.
             timeout: seconds after which a silent site counts as lost.
-            peer: the site on the other end of the connection, where it is known.
+            peer: rank of the site at the other end of the connection, if known.
         """
         in_time = not is_timeout(error)
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _GRACE_SECONDS
         while True:
             if (found := self._from_reports(peer)) is not None:
                 return found
@@ -137,23 +137,23 @@ class Sites:
         return {other: report for other, report in known.items() if report is not None and report.reason is not None}
 
     def _from_reports(self, peer: int | None) -> SiteError | None:
-        """Name a site that has given its reason, or that others have found lost."""
+        """Return an error that names a site with an exit reason, or one that others have reported lost."""
         reasons = {other: report.reason for other, report in self._reports().items() if report.reason}
         for other in sorted(reasons, key=lambda other: other != peer):
             return self._blame([other], reasons[other])
         return self.found_lost()
 
     def _ask(self) -> dict[int, Status | Silence]:
-        """Ask all other sites for their status; keeps the reports that come with it."""
+        """Ask all other sites for their status, and store the reports that come with it."""
         asked = {other: self.members[other] for other in self._others if self.members[other].port}
-        answers = dict.fromkeys(self._others, Silence.UNANSWERED) | ask(asked, _ASKING)
+        answers = dict.fromkeys(self._others, Silence.UNANSWERED) | ask(asked, _STATUS_SECONDS)
         for answer in answers.values():
             if isinstance(answer, Status) and answer.report is not None:
                 status_server().take_report(answer.report)
         return answers
 
     def _blame_missing(self, missing: dict[int, Silence], timeout: float, peer: int | None, in_time: bool) -> SiteError:
-        """Name the sites that do not answer: those that have ended first, then those that are silent."""
+        """Return an error that names the sites without an answer: ended ones first, then silent ones."""
         left = self._reports()  # because of others
         known = [other for other in missing if other in self._reached and other not in left]
         ended = [other for other in known if missing[other] is Silence.REFUSED]
@@ -166,7 +166,7 @@ class Sites:
         return self._blame(suspects, why) if in_time else self._blame(suspects, why, timeout)
 
     def _blame_alive(self, answers: dict[int, Status | Silence], timeout: float, peer: int | None) -> SiteError:
-        """Name the sites that are busy with something else, while this one has waited in vain."""
+        """Return an error that names the sites that execute something else while this one waited."""
         places = {other: answer.place for other, answer in answers.items() if isinstance(answer, Status)}
         idle = [other for other, answer in answers.items() if isinstance(answer, Status) and not answer.exchanging]
         suspects = [peer] if peer is not None and (peer in idle or not idle) else idle or self._others
@@ -175,7 +175,7 @@ class Sites:
         return self._blame(suspects, stuck, timeout)
 
     def _blame(self, suspects: Sequence[int], reason: str, timeout: float | None = None) -> SiteError:
-        """Make the error, and report to the others who is lost."""
+        """Make the error, and report the lost site to the others."""
         lost = self.members[suspects[0]].token if len(suspects) == 1 else b""
         if status_server().report is None:
             _tell_all(status_server().make_report("", lost), but=lost)
@@ -192,13 +192,13 @@ _of_default_group: tuple[object, Sites] | None = None
 
 
 def announce(reason: str, unless_announced: bool = False) -> None:
-    """Report to all sites that this process knows why it leaves.
+    """Report this process's exit reason to all sites that it knows.
 
     Args:
         reason: the reason.
-        unless_announced: keep what has been reported before.
+        unless_announced: keep a reason that has been reported before.
     """
-    # The error that a survivor raises says less than whom it has lost.
+    # A SiteError says less than the report of the lost site, which has been made before.
     keep = unless_announced or reason.startswith(SiteError.__name__)
     if _watched and not (keep and status_server().report is not None):
         _tell_all(status_server().make_report(reason))
@@ -208,11 +208,11 @@ def _tell_all(report: Report, but: bytes = b"") -> None:
     own = status_server().member.token
     members = {member.token: member for sites in list(_watched) for member in sites.members}
     others = [member for token, member in members.items() if token not in (own, but) and member.port]
-    tell(dict(enumerate(others)), report, _TELLING)
+    tell(dict(enumerate(others)), report, _REPORT_SECONDS)
 
 
 def _watch_exit(sites: Sites) -> None:
-    """Have this process report why it ends: an uncaught exception, or the end of its program."""
+    """Register the report at exit: an uncaught exception, or the end of the program."""
     if not _watched:
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
@@ -220,7 +220,7 @@ def _watch_exit(sites: Sites) -> None:
 
 
 def _at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # what has ended the program, if anything has
+    error = getattr(sys, "last_value", None)  # the uncaught exception, if any
     if error is not None:
         announce(describe(error))
     announce("its program ended, while others were still at work", unless_announced=True)
@@ -231,12 +231,12 @@ def _at_exit() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and text of an exception, as the last line of a traceback has them."""
+    """Return the type and text of an exception, as in the last line of a traceback."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def introduce_default(sites: Sites) -> None:
-    """Keep the sites of the default group, for `introduce`."""
+    """Store the sites of the default group, for `introduce`."""
     global _of_default_group
     _of_default_group = dist.group.WORLD, sites
 

@@ -1,4 +1,4 @@
-"""Objects of all processes of a group, gathered by tensors and the codec: torch's own way would run their pickles."""
+"""Gather of objects from all processes of a group, encoded by the codec: torch's own function runs pickles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 34  # of one process's object
 
 @codec.register
 class Refusal(NamedTuple):
-    """The place of an object that cannot be sent.
+    """Placeholder of an object that cannot be sent.
 
     Attributes:
         reason: the reason.

@@ -1,4 +1,4 @@
-"""A site's share of one layer's gradient, as it travels."""
+"""Payload of one layer: the rows of which a site's gradient is the product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class FactorPayload(NamedTuple):
-    """Rows whose product is a site's gradient of one weight, ``left.T @ right``.
+    """Rows whose product ``left.T @ right`` is a site's gradient of one weight.
 
     Attributes:
         left: of shape (k, out); dAD: the deltas.
@@ -27,24 +27,24 @@ class FactorPayload(NamedTuple):
         return self.left.shape[0]
 
     def part(self, start: int, end: int | None = None, *, with_bias: bool = True) -> FactorPayload:
-        """Return some of the rows; the payload itself where that is all of it."""
+        """Return some of the rows; the payload itself if that is all of it."""
         if start == 0 and end == self.left.shape[0] and with_bias:
             return self
         return FactorPayload(self.left[start:end], self.right[start:end], self.bias if with_bias else None)
 
     def without_rows(self) -> FactorPayload:
-        """Return the share of a gradient of zeros."""
+        """Return the payload of a gradient of zeros."""
         return FactorPayload(self.left[:0], self.right[:0], None if self.bias is None else torch.zeros_like(self.bias))
 
     def plus(self, other: FactorPayload) -> FactorPayload:
-        """Add another share of the same layer: rows stack, bias gradients add up."""
+        """Return the sum with another payload of the same layer: rows are stacked, bias gradients added."""
         bias = self.bias
         if other.bias is not None:
             bias = other.bias if bias is None else bias + other.bias
         return FactorPayload(torch.cat([self.left, other.left]), torch.cat([self.right, other.right]), bias)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FactorPayload:
-        """Move the payload to a device, and what is in floating point to a type."""
+        """Return the payload on a device, with floating-point tensors in a type."""
 
         def move(part: Tensor) -> Tensor:
             if part.dtype == dtype and part.device == device:
@@ -54,11 +54,11 @@ class FactorPayload(NamedTuple):
         return FactorPayload(move(self.left), move(self.right), None if self.bias is None else move(self.bias))
 
     def finite(self) -> bool:
-        """Return whether the share holds neither NaN nor Inf."""
+        """Return whether the payload holds neither NaN nor Inf."""
         return all(finite(part) for part in self if part is not None)
 
 
 def finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds neither NaN nor Inf; its sum tells in one pass, but may overflow by itself."""
+    """Return whether a tensor holds neither NaN nor Inf. A finite sum proves it in one pass; sums may overflow."""
     tensor = tensor._values() if tensor.is_sparse else tensor
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -1,8 +1,8 @@
-"""The roll call at the meeting point: every rank is claimed by one process, and site 0 says when all are there.
+"""Registration of the sites at the meeting point: each process claims its rank, and site 0 posts the list of members.
 
-A claim holds the address under which its process answers status requests. So a claim of a process that is gone can be
-told from one of a process that waits, and goes to the next one that asks for the rank. Site 0 lists the members once
-all claims are of processes that answer; that list is what the group is made of.
+A claim holds the address at which its process answers status requests. The claim of a process that has exited is
+therefore recognised, and passes to the next process that asks for the rank. Site 0 posts the list of members to the
+store once every rank is claimed by a process that answers; the group is made of that list.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .deadline import within
 from .membership import own_member
 from .status import Member, Silence, Status, ask
 
-_ASKING = 1.0  # seconds for answers to a status request
-_PAUSE = 0.02  # seconds between two looks at the store
-_NOTICE = 5.0  # seconds after which a site says for whom it waits
+_STATUS_SECONDS = 1.0  # for answers to a status request
+_POLL_SECONDS = 0.02  # between two reads of the store
+_NOTICE = 5.0  # seconds after which a site prints for which sites it waits
 _LINGER = 0.5  # seconds that site 0 keeps the store after a failure, for the others to read it
 _MEMBERS = "dadplug/members"
 
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class RollCall:
-    """One site's part in the roll call.
+    """Registration of one site.
 
     Args:
         store: the store at the meeting point.
@@ -38,7 +38,7 @@ class RollCall:
         num_nodes: number of sites.
         timeout: seconds to wait for all sites.
         deadline: end of that time, by `time.monotonic`.
-        host: what hosts the store, for messages.
+        host: description of the process that hosts the store, for messages.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class RollCall:
         self._own = own_member()
 
     def run(self) -> list[Member]:
-        """Wait until every site has come.
+        """Wait until every site has registered.
 
         Returns:
             The sites, by rank.
 
         Raises:
-            SiteError: if a site does not come in time, or another process has this rank.
+            SiteError: if a site does not register in time, or another process has this rank.
         """
         self._claim()
         members = self._lead() if self._rank == 0 else self._follow()
@@ -74,7 +74,7 @@ class RollCall:
         current = self._call(lambda: self._store.compare_set(key, "", own)).decode()
         while current != own:
             holder = _member(current)
-            if isinstance(ask({0: holder}, _ASKING)[0], Status):
+            if isinstance(ask({0: holder}, _STATUS_SECONDS)[0], Status):
                 raise SiteError(
                     f"another process already claims rank {self._rank} ({holder.name}): every site needs one of its own"
                 )
@@ -82,13 +82,13 @@ class RollCall:
             current = self._call(lambda: self._store.compare_set(key, before, own)).decode()  # noqa: B023
 
     def _lead(self) -> list[Member]:
-        """Wait for all claims, and list the members for the others."""
+        """Wait for all claims, and post the list of members; run by site 0."""
         notice = time.monotonic() + _NOTICE
         while True:
             claims = self._claims()
             answers = {}
             if len(claims) == self._num_nodes:
-                answers = ask({site: member for site, member in claims.items() if site != self._rank}, _ASKING)
+                answers = ask({site: member for site, member in claims.items() if site != self._rank}, _STATUS_SECONDS)
                 if not any(isinstance(answer, Silence) for answer in answers.values()):
                     members = [claims[site] for site in range(self._num_nodes)]
                     self._post(codec.encode(members))
@@ -99,19 +99,19 @@ class RollCall:
                 time.sleep(_LINGER)
                 raise SiteError(message)
             notice = self._notice(notice, claims)
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
 
     def _follow(self) -> list[Member]:
-        """Wait for the list of members, which site 0 makes."""
+        """Wait for the list of members that site 0 posts."""
         notice = time.monotonic() + _NOTICE
         while not self._call(lambda: self._store.check([_MEMBERS])):
             if time.monotonic() > self._deadline:
                 claims = self._claims()
                 others = {site: member for site, member in claims.items() if site != self._rank}
-                raise SiteError(self._failure(claims, ask(others, _ASKING)))
+                raise SiteError(self._failure(claims, ask(others, _STATUS_SECONDS)))
             if time.monotonic() > notice:
                 notice = self._notice(notice, self._claims())
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
         posted = codec.decode(bytes.fromhex(self._call(lambda: self._store.get(_MEMBERS)).decode()))
         if isinstance(posted, str):
             raise SiteError(posted)
@@ -151,7 +151,7 @@ class RollCall:
     def _call(self, call: Callable[[], Result]) -> Result:
         """Call the store, within the time that is left."""
         try:
-            return within(max(self._deadline - time.monotonic(), _ASKING), call)
+            return within(max(self._deadline - time.monotonic(), _STATUS_SECONDS), call)
         except TimeoutError as error:
             raise SiteError(
                 f"{self._host} has not answered for {self._timeout:g} s: its process is stopped, or its machine or "

@@ -1,8 +1,8 @@
-"""Status requests between processes: is a site alive, what does it do, and why did it leave.
+"""Status requests between processes: whether a site is alive, what it executes, and why it exits.
 
-Every process answers on a port of its own, in a thread that sleeps in between. So a site that waits in vain can tell a
-killed process (the connection is refused) from a stopped one (no answer) and from one that is busy with something
-else, without the help of site 0, which may be the one that is lost.
+Every process answers on a port of its own, in a thread that sleeps between requests. So a site whose wait times out can
+distinguish a killed process (connection refused), a suspended one (no answer) and one that executes something else,
+without the help of site 0, which may be the one that is lost.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from typing import Any, NamedTuple
 from . import codec
 from .addresses import listen
 
-_REQUEST = struct.Struct("<16scI")  # the token of the process that is asked, the kind, the length of what follows
+_REQUEST = struct.Struct("<16scI")  # token of the process that is asked, kind of request, bytes that follow
 _REPLY = struct.Struct("<I")
 _ASK, _TELL = b"?", b"!"
-_MOST = 1 << 14  # bytes of a request or a reply
-_LONGEST = 1000  # characters of a reason
-_PATIENCE = 2.0  # seconds that a caller has for its request
-_CALLERS = 256
+_MAX_BYTES = 1 << 14  # of a request or a reply
+_MAX_REASON = 1000  # characters of an exit reason
+_REQUEST_SECONDS = 2.0  # that a client has for its request
+_MAX_CLIENTS = 256
 _CLOSED = (errno.ECONNREFUSED, errno.ECONNRESET)
 _WAITING_IN = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("exchange", "adapm"))
 
 
 @codec.register
 class Member(NamedTuple):
-    """A process of a group, and where it answers status requests.
+    """Process of a group, and the address at which it answers status requests.
 
     Attributes:
         name: its name for messages.
         host: its address.
         port: its port; 0 where it cannot be asked.
-        token: what a request to it must begin with; known to the group only.
+        token: secret of the group with which requests to it must begin.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Member(NamedTuple):
 
 @codec.register
 class Report(NamedTuple):
-    """The reason why a process leaves.
+    """Exit report of a process.
 
     Attributes:
         sender: its token.
         number: number of the report; a later one replaces an earlier one.
-        reason: the reason; empty where it leaves because of another process, None where a report is taken back.
-        lost: token of the process that it has lost; empty if it does not know which.
+        reason: the exit reason; empty if it exits because of another process, None if a report is withdrawn.
+        lost: token of the process that it has lost; empty if unknown.
     """
 
     sender: bytes
@@ -72,12 +72,12 @@ class Report(NamedTuple):
 
 @codec.register
 class Status(NamedTuple):
-    """The state of a process.
+    """State of a process.
 
     Attributes:
         exchanging: whether its main thread takes part in an exchange.
         place: file, line and function that its main thread executes.
-        report: its report, if it is leaving.
+        report: its exit report, if it is exiting.
     """
 
     exchanging: bool
@@ -93,10 +93,10 @@ class Silence(Enum):
 
 
 class StatusServer:
-    """The part of this process that answers status requests.
+    """Server that answers status requests for this process.
 
     Attributes:
-        member: this process, as others have to know it.
+        member: this process, as the others know it.
         reports: by token, the reports of other processes.
         report: this process's own report.
     """
@@ -112,14 +112,14 @@ class StatusServer:
             threading.Thread(target=self._serve, args=(self._listener,), name="dadplug-status", daemon=True).start()
 
     def make_report(self, reason: str | None, lost: bytes = b"") -> Report:
-        """Set this process's own report; None for the reason takes it back."""
+        """Set this process's own report, and return it; None as the reason withdraws it."""
         self._number += 1
-        report = Report(self.member.token, self._number, reason and reason[:_LONGEST], lost)
+        report = Report(self.member.token, self._number, reason and reason[:_MAX_REASON], lost)
         self.report = None if reason is None else report
         return report
 
     def take_report(self, report: Report) -> None:
-        """Keep another process's report, unless it is older than what is known."""
+        """Store another process's report, unless it is older than the stored one."""
         before = self.reports.get(report.sender)
         if before is None or before.number < report.number:
             self.reports[report.sender] = report
@@ -133,40 +133,40 @@ class StatusServer:
         listener.setblocking(False)
         selector = selectors.DefaultSelector()
         selector.register(listener, selectors.EVENT_READ)
-        callers: dict[socket.socket, tuple[float, bytearray]] = {}
+        clients: dict[socket.socket, tuple[float, bytearray]] = {}
         while True:
-            ready = selector.select(0.5 if callers else None)
+            ready = selector.select(0.5 if clients else None)
             for key, _ in ready:
                 if key.fileobj is listener:
                     with suppress(OSError):
-                        caller, _ = listener.accept()
-                        caller.setblocking(False)
-                        selector.register(caller, selectors.EVENT_READ)
-                        callers[caller] = time.monotonic() + _PATIENCE, bytearray()
+                        client, _ = listener.accept()
+                        client.setblocking(False)
+                        selector.register(client, selectors.EVENT_READ)
+                        clients[client] = time.monotonic() + _REQUEST_SECONDS, bytearray()
                     continue
                 answered: Any = key.fileobj
-                if self._read(answered, callers[answered][1]):
-                    callers[answered] = 0.0, bytearray()
-            late = [each for each, (deadline, _) in callers.items() if deadline < time.monotonic()]
-            for caller in late or list(callers)[: max(0, len(callers) - _CALLERS)]:
-                selector.unregister(caller)
-                caller.close()
-                del callers[caller]
+                if self._read(answered, clients[answered][1]):
+                    clients[answered] = 0.0, bytearray()
+            late = [each for each, (deadline, _) in clients.items() if deadline < time.monotonic()]
+            for client in late or list(clients)[: max(0, len(clients) - _MAX_CLIENTS)]:
+                selector.unregister(client)
+                client.close()
+                del clients[client]
 
-    def _read(self, caller: socket.socket, request: bytearray) -> bool:
-        """Read from a caller, and answer once the request is complete; return whether that is over."""
+    def _read(self, client: socket.socket, request: bytearray) -> bool:
+        """Read from a client, and answer once the request is complete; return whether that is over."""
         try:
-            received = caller.recv(_MOST)
+            received = client.recv(_MAX_BYTES)
             request += received
             if len(request) < _REQUEST.size:
                 return not received
             token, kind, length = _REQUEST.unpack_from(request)
-            if not secrets.compare_digest(token, self.member.token) or length > _MOST:
+            if not secrets.compare_digest(token, self.member.token) or length > _MAX_BYTES:
                 return True
             if len(request) < _REQUEST.size + length:
                 return not received
             reply = self._reply(kind, bytes(request[_REQUEST.size : _REQUEST.size + length]))
-            caller.send(_REPLY.pack(len(reply)) + reply)
+            client.send(_REPLY.pack(len(reply)) + reply)
         except BlockingIOError:
             return False
         except (OSError, ValueError):
@@ -181,7 +181,7 @@ class StatusServer:
 
 
 def _occupation() -> tuple[bool, str]:
-    """Look at what the main thread does."""
+    """Return whether the main thread takes part in an exchange, and the line that it executes."""
     frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
     while frame is not None:
@@ -210,27 +210,27 @@ def tell(members: Mapping[int, Member], report: Report, seconds: float) -> None:
 def _send(requests: Mapping[int, tuple[Member, bytes, bytes]], seconds: float) -> dict[int, Status | Silence]:
     deadline = time.monotonic() + seconds
     answers: dict[int, Status | Silence] = dict.fromkeys(requests, Silence.UNANSWERED)
-    calls: dict[int, _Call] = {}
+    pending: dict[int, _Request] = {}
     with selectors.DefaultSelector() as selector:
         for rank, (member, kind, content) in requests.items():
             with suppress(OSError):
-                calls[rank] = call = _Call(member, _REQUEST.pack(member.token, kind, len(content)) + content)
-                selector.register(call.socket, selectors.EVENT_WRITE, rank)
+                pending[rank] = request = _Request(member, _REQUEST.pack(member.token, kind, len(content)) + content)
+                selector.register(request.socket, selectors.EVENT_WRITE, rank)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, events in selector.select(left):
-                answer = calls[key.data].go_on(events)
+                answer = pending[key.data].advance(events)
                 if answer is not None:
                     answers[key.data] = answer
                     selector.unregister(key.fileobj)
                 elif events & selectors.EVENT_WRITE:
                     selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
-    for call in calls.values():
-        call.socket.close()
+    for request in pending.values():
+        request.socket.close()
     return answers
 
 
-class _Call:
-    """A request that is under way."""
+class _Request:
+    """Request in progress."""
 
     def __init__(self, member: Member, request: bytes) -> None:
         self.socket = socket.socket(socket.AF_INET)
@@ -239,7 +239,7 @@ class _Call:
         self._reply = bytearray()
         self._error = self.socket.connect_ex((member.host, member.port))
 
-    def go_on(self, events: int) -> Status | Silence | None:
+    def advance(self, events: int) -> Status | Silence | None:
         """Send or receive; return the answer once there is one."""
         try:
             if events & selectors.EVENT_WRITE:
@@ -248,7 +248,7 @@ class _Call:
                     return Silence.REFUSED if error in _CLOSED else Silence.UNANSWERED
                 self.socket.send(self._request)
                 return None
-            received = self.socket.recv(_MOST)
+            received = self.socket.recv(_MAX_BYTES)
             self._reply += received
             if not received:  # another process has the port now, and does not know the token
                 return Silence.REFUSED
@@ -257,14 +257,14 @@ class _Call:
             return None
         except (ConnectionError, ValueError):
             return Silence.REFUSED
-        except OSError:  # no way there
+        except OSError:  # no route
             return Silence.UNANSWERED
 
     def _answer(self) -> Status | None:
         if len(self._reply) < _REPLY.size:
             return None
         (length,) = _REPLY.unpack_from(self._reply)
-        if length > _MOST:
+        if length > _MAX_BYTES:
             raise ValueError(f"a reply of {length} bytes")
         if len(self._reply) < _REPLY.size + length:
             return None
@@ -286,7 +286,7 @@ def status_server(name: str = "") -> StatusServer:
 
 
 def _close_in_child() -> None:
-    """Let a forked child, such as a loader's worker, let go: else a site that dies would seem to live on in it."""
+    """Close the port in a forked child, such as a loader's worker: it would hide the end of its parent."""
     global _server
     if _server is not None:
         _server.close()

@@ -1,4 +1,4 @@
-"""Counts what a site hands to the transport, and how long it waits for the others."""
+"""Meter of the bytes that a site sends and the time that it waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass
 class LayerTraffic:
-    """One unit's part in a step: a weight with its bias, or a parameter.
+    """Traffic of one unit in a step: a weight with its bias, or a parameter.
 
     Attributes:
         bytes: payload bytes handed to the transport, in its first round.
@@ -26,7 +26,7 @@ class LayerTraffic:
     wait_seconds: float = 0.0
 
     def add(self, kind: str, seconds: float) -> None:
-        """Count time of a kind: ``"encode"``, ``"decode"`` or ``"wait"``."""
+        """Add time in seconds of a kind: ``"encode"``, ``"decode"`` or ``"wait"``."""
         if kind == "encode":
             self.encode_seconds += seconds
         elif kind == "decode":
@@ -36,7 +36,7 @@ class LayerTraffic:
 
 
 class Traffic:
-    """The meter of one site's traffic. Prints as a table of the last step, a line a unit.
+    """Meter of one site's traffic. Prints as a table of the last step with a line for each unit.
 
     Attributes:
         bytes_sent: payload bytes that this site handed to the transport in the last step, to all other sites together;
@@ -68,7 +68,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than all-reducing every gradient the last step sent; 1.0 before any were."""
+        """Bytes of an all-reduce of every gradient, divided by those sent in the last step; 1.0 before the first."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
     @property
@@ -77,7 +77,7 @@ class Traffic:
         return sum(layer.encode_seconds + layer.decode_seconds for layer in self.layers.values())
 
     def of(self, name: str) -> LayerTraffic:
-        """Return a unit's part in the running step, to be added to."""
+        """Return a unit's record of the present step, to be added to."""
         layer = self._layers.get(name)
         if layer is None:
             layer = self._layers[name] = LayerTraffic()
@@ -96,7 +96,7 @@ class Traffic:
         return f" and {self.bytes_inside:,} inside the node" if self.bytes_inside else ""
 
     def add(self, nbytes: int, inside: bool = False) -> None:
-        """Count bytes handed to the transport.
+        """Add bytes handed to the transport.
 
         Args:
             nbytes: number of bytes.
@@ -111,7 +111,7 @@ class Traffic:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as time spent waiting for other sites."""
+        """Add the time inside to the time spent waiting for other sites; a context manager."""
         start = time.perf_counter()
         try:
             yield
@@ -119,7 +119,7 @@ class Traffic:
             self._wait += time.perf_counter() - start
 
     def end_step(self) -> None:
-        """Close a step: what was counted since the last close is the last step's."""
+        """End a step: what was counted since the last end is that of the last step."""
         self.bytes_sent, self._bytes = self._bytes, 0
         self.bytes_inside, self._inside = self._inside, 0
         self.wait_seconds, self._wait = self._wait, 0.0
@@ -130,7 +130,7 @@ class Traffic:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Keep what is counted inside out of the steps."""
+        """Leave what is counted inside out of the steps; a context manager."""
         before = self._bytes, self._inside, self._wait
         try:
             yield
@@ -138,7 +138,7 @@ class Traffic:
             self._bytes, self._inside, self._wait = before
 
     def start(self) -> None:
-        """Leave what the set-up sent out of the first step's count."""
+        """Begin the first step: leave out what the set-up has sent."""
         self._bytes, self._inside, self._wait = 0, 0, 0.0
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ _COLD_PASSES = 2  # further passes of a cold start
 
 @dataclass(frozen=True)
 class Search:
-    """How to look for a basis.
+    """Parameters of the search for a basis.
 
     Attributes:
         iterations: passes asked for.
@@ -41,20 +41,20 @@ class Search:
     seed: int
 
     def draw(self, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """Draw a random block."""
+        """Return a random block."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(*shape, generator=generator, dtype=like.dtype).to(like.device)
 
 
 def columns_for(k: int) -> int:
-    """How many columns an iteration carries for k: more converge faster, and fours fill a vector of the CPU."""
+    """Return the columns of an iteration for k: more converge faster; multiples of 4 fill the CPU's vectors."""
     return -(-(k + _FURTHER) // 4) * 4
 
 
 class Operator:
-    """A gradient ``G = D^T A`` as an operator on blocks of k rows, by its factors or by itself.
+    """Gradient ``G = D^T A`` as an operator on blocks of k rows, by its factors or as a matrix.
 
-    Results lie in scratch; the next product of the same kind overwrites them.
+    Results are in scratch buffers; the next product of the same kind overwrites them.
 
     Args:
         deltas: D of shape (N, out).
@@ -78,12 +78,12 @@ class Operator:
 
     @property
     def most(self) -> int:
-        """The rank that G can have."""
+        """Largest rank that G can have."""
         largest: int = min(*self.deltas.shape, self.activations.shape[1])
         return largest
 
     def form(self) -> None:
-        """Form G, for products by itself from now on."""
+        """Form G, and use it for later products."""
         self.formed = torch.mm(self.deltas.T, self.activations, out=scratch.take("formed", self.shape, self.deltas))
 
     def apply_transposed(self, rows: Tensor) -> Tensor:
@@ -103,17 +103,17 @@ class Operator:
         return torch.mm(torch.mm(rows, self.activations.T, out=inner), self.deltas, out=result)
 
     def sketch(self, search: Search, into: Tensor) -> None:
-        """Fill a block with random rows from the span of G's columns, or one that holds it."""
+        """Fill a block with random rows from the span of G's columns, or from a space that contains it."""
         if self.formed is not None:
             torch.mm(search.draw((into.shape[0], self.shape[1]), into), self.formed.T, out=into)
         else:
             torch.mm(search.draw((into.shape[0], self.deltas.shape[0]), into), self.deltas, out=into)
 
     def rescale(self) -> float:
-        """Scale the factors so that their products stay within what their type can hold.
+        """Scale the factors so that their products neither overflow nor underflow.
 
         Returns:
-            What G has been divided by; 0.0 where it is zero.
+            The number that G has been divided by; 0.0 if G is zero.
 
         Raises:
             FloatingPointError: if the factors hold NaN or Inf.
@@ -124,7 +124,7 @@ class Operator:
 
 
 class Formed(Operator):
-    """A gradient that is there as such.
+    """Gradient that is given as a matrix.
 
     Args:
         gradient: G of shape (out, in).
@@ -149,7 +149,7 @@ def _unit_scale(factor: Tensor) -> tuple[Tensor, float]:
 
 
 def direct(operator: Operator, k: int, search: Search) -> Tensor:
-    """A basis of all of G's columns, where k is as much as the rank that it can have."""
+    """Return a basis of all of G's columns, for a k that is not less than the rank that G can have."""
     out, width = operator.shape
     basis = scratch.take("left", (k, out), operator.deltas)
     if k == out:
@@ -164,9 +164,9 @@ def direct(operator: Operator, k: int, search: Search) -> Tensor:
 
 
 def gram(operator: Operator, k: int, search: Search) -> Tensor:
-    """The optimum, from the N x N Gram matrices of the factors; see `kernels.gram_vectors`.
+    """Return the optimal basis, from the N x N Gram matrices of the factors; see `kernels.gram_vectors`.
 
-    Costs N^2 (out + in) for the Gram matrices; the rest is small while N is.
+    Costs N^2 (out + in) for the Gram matrices; the rest is small for small N.
     """
     deltas, activations = operator.deltas, operator.activations
     rows, dtype = deltas.shape[0], deltas.dtype
@@ -175,7 +175,7 @@ def gram(operator: Operator, k: int, search: Search) -> Tensor:
     torch.mm(deltas, deltas.T, out=of_deltas)
     torch.mm(activations, activations.T, out=of_activations)
     smallest = kernels_for(deltas).gram_vectors(of_deltas, of_activations, _JITTER[dtype], found)
-    if smallest != smallest:  # the squares of what is finite may not be: `compress` looks into it
+    if smallest != smallest:  # squares of finite values may overflow: `compress` handles it
         found.fill_(smallest)
     basis = torch.mm(found, deltas, out=scratch.take("left", (k, operator.shape[0]), deltas))
     if smallest < _SQUARED[dtype]:  # the squares have lost digits of the last; a pass on the factors brings them back
@@ -185,10 +185,10 @@ def gram(operator: Operator, k: int, search: Search) -> Tensor:
 
 
 def iteration(operator: Operator, k: int, search: Search) -> Tensor:
-    """Block power iteration: a basis is multiplied by ``G G^T`` and made orthonormal again, pass by pass.
+    """Return a basis by block power iteration: multiply by ``G G^T`` and orthonormalise, pass by pass.
 
-    Costs N c (out + in) a product with G, of which a pass has two, for c columns. A start from the right takes its
-    first product with G as the first pass; a cold start takes two passes more.
+    Costs N c (out + in) for a product with G and c columns; a pass has two. A start from the right counts its first
+    product with G as the first pass; a cold start takes two more passes.
     """
     like, out = operator.deltas, operator.shape[0]
     passes, columns, known = search.iterations, k, 0
@@ -213,17 +213,17 @@ def iteration(operator: Operator, k: int, search: Search) -> Tensor:
 
 
 def formed(operator: Operator, k: int, search: Search) -> Tensor:
-    """Block power iteration on G itself."""
+    """Return a basis by block power iteration on G itself."""
     if operator.formed is None:
         operator.form()
     return iteration(operator, k, search)
 
 
 def deflation(operator: Operator, k: int, search: Search) -> Tensor:
-    """The published algorithm's vectors (rank-dAD, section 4): one at a time, what was found taken off the next.
+    """Return the vectors of the published algorithm (rank-dAD, section 4), one at a time by deflation.
 
-    A vector is multiplied by ``G G^T`` until it moves by less than the tolerance, `iterations` times at most. Here as
-    a reference; its vectors are made orthonormal like all others, which the published sum leaves out.
+    A vector is multiplied by ``G G^T`` until it changes by less than the tolerance, `iterations` times at most. This is
+    a reference; unlike in the published sum, its vectors are orthonormalised.
     """
     like = operator.deltas
     found = like.new_zeros(k, operator.shape[0])

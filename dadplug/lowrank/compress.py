@@ -28,7 +28,7 @@ class Carry(NamedTuple):
 
 
 class Compressed:
-    """The factors of ``left @ right.T``, the best approximation found of ``deltas.T @ activations``.
+    """Factors of ``left @ right.T``, the best approximation found of ``deltas.T @ activations``.
 
     Unpacks into ``left, right``.
 

@@ -1,4 +1,4 @@
-"""Predicts what each algorithm costs; ``benchmarks/lowrank.py --calibrate`` measures the rates."""
+"""Cost model of the algorithms; ``benchmarks/lowrank.py --calibrate`` measures the rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPTIMAL = 1.2  # the optimum may cost this much more than an approximation
 
 
 def predict(rows: int, out: int, width: int, k: int, iterations: int) -> dict[str, float]:
-    """Predict the microseconds of each algorithm, the projection that follows left out.
+    """Predict the time of each algorithm in microseconds, without the projection that follows.
 
     Args:
         rows: rows N of the factors.
@@ -32,7 +32,7 @@ def predict(rows: int, out: int, width: int, k: int, iterations: int) -> dict[st
 
 
 def choose(rows: int, out: int, width: int, k: int, iterations: int) -> str:
-    """Choose an algorithm; G itself is formed only where there are more rows than its smaller side has."""
+    """Choose an algorithm; G itself is formed only if there are more rows than its smaller side has."""
     costs = predict(rows, out, width, k, iterations)
     if costs["gram"] <= OPTIMAL * min(costs["iteration"], costs["formed"]):
         return "gram"

@@ -1,4 +1,4 @@
-"""Which kernels run: numba on the CPU; torch on CUDA tensors and where numba cannot run."""
+"""Choice of the kernels: numba on the CPU; torch for CUDA tensors and where numba cannot run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ONCE = 0.5  # and for which one turn is
 
 
 class Kernels(Protocol):
-    """The kernels on blocks of rows that `compress` is made of."""
+    """Kernels on blocks of rows that `compress` uses."""
 
     def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Make rows orthonormal; returns the block that holds them, the given one or scratch, and their number.
+        """Orthonormalise rows; return the block that holds them, the given one or scratch, and their number.
 
         Rows that depend on others become zero and move to the end; with NaN or Inf among them all are returned.
         """
@@ -43,14 +43,14 @@ class Kernels(Protocol):
         """See `packing.dequantise`."""
 
     def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
-        """Find as many elements of largest size as the results hold; see `packing.top_k`."""
+        """Find the elements of largest magnitude, as many as the results hold; see `packing.top_k`."""
 
     def product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
         """See `packing_kernels.product`."""
 
 
 class NumbaKernels:
-    """Hands the memory of contiguous CPU tensors to numba, without a copy; large products go to BLAS."""
+    """Kernels by numba, on the memory of contiguous CPU tensors without a copy; large products by BLAS."""
 
     def __init__(self) -> None:
         from . import kernels, packing_kernels
@@ -59,7 +59,7 @@ class NumbaKernels:
         self._packing = packing_kernels
 
     def try_out(self) -> None:
-        """Run the smallest kernel; raises if numba cannot run here."""
+        """Run the smallest kernel, to raise an error if numba cannot run here."""
         self._kernels.unit_rows(torch.ones(1, 1).numpy())
 
     def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
@@ -113,7 +113,7 @@ def kernels_for(tensor: Tensor) -> Kernels:
 
 @functools.cache
 def cpu_kernels() -> Kernels:
-    """Load the CPU's kernels; each compiles when it is first called on a machine, and is kept on disk."""
+    """Load the kernels of the CPU; each is compiled at its first call on a machine, and cached on disk."""
     try:
         kernels = NumbaKernels()
         kernels.try_out()
@@ -124,7 +124,7 @@ def cpu_kernels() -> Kernels:
 
 
 def warmup() -> None:
-    """Compile the CPU kernels, or loads them from disk, now rather than when each is first needed."""
+    """Compile the CPU kernels, or load them from disk, before they are first needed."""
     kernels = cpu_kernels()
     for dtype in (torch.float32, torch.float64):
         block = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 1e-3]], dtype=dtype)  # by Cholesky, then Gram-Schmidt

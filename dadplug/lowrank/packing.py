@@ -1,7 +1,7 @@
-"""What travels, and back: int8 rows with a scale each, the largest elements of a gradient, sums of products.
+"""Operations on payloads: int8 rows with a scale each, largest elements of a gradient, sums of products.
 
-On the CPU by numba, on the tensors' own memory with the GIL released; on CUDA tensors and where numba cannot run by
-torch, with equal results.
+On the CPU by numba, on the tensors' own memory with the GIL released; on CUDA tensors, and where numba cannot run, by
+torch with equal results.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _BLOCK = 1 << 17  # numbers of a result that stay in the cache between two produ
 
 
 def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
-    """Round each row to whole multiples, -127 to 127, of a scale of its own.
+    """Round each row to whole multiples, -127 to 127, of its scale.
 
-    The error of an element is at most half the scale, a 254th of the row's largest element. A row with NaN or Inf
-    comes back as NaN.
+    The error of an element is at most half the scale, a 254th of the row's largest magnitude. The values of a row with
+    NaN or Inf become NaN.
 
     Args:
         rows: of shape (k, width), float32.
@@ -44,7 +44,7 @@ def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k elements of largest size; of equal ones the first count. NaN counts as largest.
+    """Find the k elements of largest magnitude; the first of equal ones count, and NaN counts as largest.
 
     Args:
         values: of shape (n,).
@@ -65,13 +65,13 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def orthonormalise(rows: Tensor) -> Tensor:
-    """Make rows orthonormal, in place or not; those that depend on others become zero.
+    """Orthonormalise rows; rows that depend on others become zero. The argument may be overwritten.
 
     Args:
         rows: of shape (k, width), k at most width, contiguous.
 
     Returns:
-        The orthonormal rows, in memory that nothing else has.
+        The orthonormal rows, in new memory.
     """
     exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
     result, _ = kernels_for(exact).orthonormalise(exact)
@@ -108,9 +108,9 @@ def sum_of_products(lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: 
 
 
 def sum_one_by_one(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
-    """Compute ``sum over s of lefts[s].T @ rights[s]``, one product after the other added in place.
+    """Compute ``sum over s of lefts[s].T @ rights[s]`` by adding one product after the other in place.
 
-    Large results are made a block at a time, so that all products of a block find it in the cache.
+    Large results are computed in blocks that stay in the cache.
 
     Args:
         lefts: a block of rows a site, of shape (k_s, out).

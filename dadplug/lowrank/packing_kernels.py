@@ -1,4 +1,4 @@
-"""numba kernels between gradients and what travels: int8 rows, the largest elements, sums of products."""
+"""numba kernels for payloads: quantised rows, largest elements, sums of products."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dequantise(quantised: NDArray[np.int8], scales: NDArray[np.float32], rows: N
 
 @njit(nogil=True)
 def top_k(values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArray[np.float32]) -> None:
-    """Find the elements of largest size, in the order of their indices; of equal ones the first count.
+    """Find the elements of largest magnitude, in the order of their indices; the first of equal ones count.
 
     By their bits: the size of a number is a whole number of 31 bits that orders like it. A histogram of the upper
     bits finds the range in which the smallest of them lies, a second one of the lower bits the number itself.

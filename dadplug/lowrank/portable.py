@@ -1,4 +1,4 @@
-"""The kernels in torch alone: for CUDA tensors, and where numba cannot run; see `kernels` and `dispatch.Kernels`."""
+"""Kernels in torch: for CUDA tensors, and where numba cannot run; see `kernels` and `dispatch.Kernels`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
 
 
 def top_k(values: Tensor, indices: Tensor, found: Tensor) -> None:
-    """Find the elements of largest size; see `packing.top_k`."""
+    """Find the elements of largest magnitude; see `packing.top_k`."""
     whole, mask = (torch.int64, 2**63 - 1) if values.dtype == torch.float64 else (torch.int32, 2**31 - 1)
     exact = values if values.dtype in (torch.float32, torch.float64) else values.float()
     order = torch.argsort(exact.view(whole) & mask, descending=True, stable=True)

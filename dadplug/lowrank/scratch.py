@@ -1,4 +1,4 @@
-"""Memory that calls share: one thread's intermediate results, which are never handed out as results."""
+"""Buffers for the intermediate results of a thread, shared by its calls and never returned to callers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import threading
 import torch
 from torch import Tensor
 
-_VIEWS = 4096  # as many shapes are remembered
+_VIEWS = 4096  # shapes that are cached
 
 
 class Scratch(threading.local):
-    """Buffers by name, each thread its own; they grow to the largest that was asked for, and stay."""
+    """Buffers by name, separate for each thread; they grow to the largest requested size, and are kept."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._views: dict[tuple[object, ...], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Lend a buffer; its contents are undefined, and its last borrower has lost it.
+        """Return a buffer with undefined contents; the tensor of the last call with this name is overwritten.
 
         Args:
             name: name of the buffer.
@@ -44,7 +44,7 @@ class Scratch(threading.local):
         return buffer[:size].view(shape)
 
     def clear(self) -> None:
-        """Give this thread's buffers back."""
+        """Free this thread's buffers."""
         self._buffers.clear()
         self._views.clear()
 

@@ -1,4 +1,4 @@
-"""Rows of a table by number: gather, sum duplicates, add in place, and the sparse optimizers' steps in place.
+"""Operations on rows of a table by number: gather, sum of duplicates, addition and optimizer steps in place.
 
 The parameter manager and the gradients of embeddings are made of these. On the CPU, numba works on the tensors' own
 memory with the GIL released; CUDA tensors, half precision and machines without numba take torch, with equal results.
@@ -19,7 +19,7 @@ from . import sparse_portable
 
 
 class RowKernels(Protocol):
-    """The kernels that this module dispatches to; `sparse_kernels` describes them."""
+    """Kernels that this module dispatches to; `sparse_kernels` describes them."""
 
     def first_outside(self, rows: Tensor, count: int) -> int: ...
 
@@ -54,7 +54,7 @@ class RowKernels(Protocol):
 
 
 class _NumbaRows:
-    """Hands the memory of contiguous CPU tensors to numba, without a copy."""
+    """Kernels by numba, on the memory of contiguous CPU tensors without a copy."""
 
     def __init__(self) -> None:
         from . import sparse_kernels
@@ -79,7 +79,7 @@ class _NumbaRows:
 
 @functools.cache
 def cpu_row_kernels() -> RowKernels:
-    """Load the CPU's kernels; each compiles when it is first called on a machine, and is kept on disk."""
+    """Load the kernels of the CPU; each is compiled at its first call on a machine, and cached on disk."""
     try:
         return _NumbaRows()
     except Exception as error:
@@ -131,7 +131,7 @@ def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_duplicates(keys: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """Add up the deltas of equal keys, in the order in which they come.
+    """Sum the deltas of equal keys, in their order.
 
     Args:
         keys: int64, of shape (n,).
@@ -287,7 +287,7 @@ def _check(table: Tensor, rows: Tensor) -> RowKernels:
     if rows.device != table.device:
         raise ValueError(f"rows are on {rows.device}, the table on {table.device}: both must be on one device")
     kernels = _kernels_for(table)
-    # On CUDA torch asserts the range itself; a look from here would wait for the device.
+    # On CUDA torch asserts the range itself; a check here would wait for the device.
     if not table.is_cuda and (first := kernels.first_outside(rows, table.shape[0])) >= 0:
         raise IndexError(f"row {int(rows[first])} (position {first}) lies outside of the table's {table.shape[0]} rows")
     return kernels
@@ -315,7 +315,7 @@ def _check_state(name: str, state: Tensor, weights: Tensor, shape: torch.Size) -
 def _check_step(
     weights: Tensor, rows: Tensor, gradients: Tensor, lr: float, eps: float
 ) -> tuple[RowKernels, Tensor, Tensor]:
-    """Check what all optimizers share, and adds up the gradients of equal rows."""
+    """Check the arguments that all optimizers share, and sum the gradients of equal rows."""
     if lr < 0 or eps < 0:
         raise ValueError(f"lr and eps must be at least 0, got {lr} and {eps}")
     kernels = _check(weights, rows)

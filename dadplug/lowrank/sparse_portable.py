@@ -1,4 +1,4 @@
-"""The kernels on rows in torch alone: for CUDA tensors, half precision, and where numba cannot run."""
+"""Kernels on rows in torch: for CUDA tensors, half precision, and where numba cannot run."""
 
 from __future__ import annotations
 

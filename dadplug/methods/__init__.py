@@ -1,4 +1,4 @@
-"""The methods of gradient agreement, one a file."""
+"""Methods of gradient agreement, each in a file of its own."""
 
 from . import auto, dad, dsgd, edad, powersgd, rankdad, topk  # noqa: F401  (each registers itself)
 from .base import (

@@ -1,4 +1,4 @@
-"""auto: for each layer the exact path that is predicted to take the least time, factors (dAD) or the all-reduce."""
+"""auto: the exact path of each layer with the least predicted time, factors (dAD) or the all-reduce."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from .dad import DAD
 
 @register_method("auto")
 class Auto(DAD):
-    """Sends what `DAD` sends, or all-reduces; `dadplug.planning.first_step` chooses by the link and by the rows."""
+    """`DAD`, or an all-reduce, as `dadplug.planning.first_step` chooses by the link and the rows."""
 
     traits = Traits(exact=True, chooses_path=True)

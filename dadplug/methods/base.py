@@ -1,4 +1,4 @@
-"""What a method of gradient agreement is: how a layer's factors are encoded, and how the gathered ones are decoded."""
+"""Base of the methods of gradient agreement: encoding of a layer's factors, and decoding of the gathered ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .loss_scale import LossScales
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a layer's gradient was compressed at this site.
+    """Quality of the compression of a layer's gradient at this site.
 
     Attributes:
         effective_rank: number of components sent.
@@ -87,7 +87,7 @@ class MethodOptions(Protocol):
 
 
 class Method(ABC):
-    """A method of gradient agreement; a new one is a subclass in a file of its own, and `register_method`.
+    """Method of gradient agreement. A new one is a subclass in a file of its own, registered by `register_method`.
 
     Args:
         options: the options of the reduction.
@@ -132,13 +132,13 @@ class Method(ABC):
 
     @abstractmethod
     def rows_sent(self, rows: int, out: int, width: int) -> int:
-        """Predict how many rows a layer with this many rows of input sends."""
+        """Predict the number of rows that a layer with this many rows of input sends."""
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
-        """Turn a layer's factors into what is sent.
+        """Encode a layer's factors as a payload.
 
-        What it keeps for the next step counts once `commit` has been called. A further call in the same step, for rows
-        that came late, continues from the one before.
+        State for the next step is stored by `commit`. A further call in the same step, for rows that arrived late,
+        continues from the one before.
 
         Args:
             name: the name of the weight.
@@ -157,11 +157,11 @@ class Method(ABC):
         """Restore the state of a weight as it was before the step, to the bit; also before it is encoded again."""
 
     def quality(self) -> dict[str, Quality]:
-        """Return, by name of the weight, how well the last step's gradients were compressed."""
+        """Return the quality of the last step's compression, by name of the weight."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the method carries from step to step."""
+        """Return the state that the method keeps between steps."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  (most methods carry nothing)
@@ -176,9 +176,9 @@ def decode(
     site_by_site: bool = False,
     form: Form = LINEAR,
 ) -> tuple[Tensor, Tensor | None]:
-    """Form the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s`` for fully connected ones.
+    """Compute the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s`` for fully connected ones.
 
-    Every site computes it from the same numbers in the same order, so that all get the same bits.
+    Every site computes it from the same values in the same order, so that all get the same bits.
 
     Args:
         shares: what each site sent, by rank.

@@ -9,7 +9,7 @@ from .base import Method, Traits, register_method
 
 @register_method("dad")
 class DAD(Method):
-    """Sends N (m + n) numbers a layer, fewer than dSGD's m n where N < m n / (m + n)."""
+    """Gather of N (m + n) values a layer, fewer than dSGD's m n if N < m n / (m + n)."""
 
     traits = Traits(exact=True)
 

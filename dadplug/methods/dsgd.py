@@ -7,7 +7,7 @@ from .base import Method, Traits, register_method
 
 @register_method("dsgd")
 class DSGD(Method):
-    """Sends m n numbers a layer, in buckets that are summed while backward goes on."""
+    """All-reduce of m n values a layer, in buckets that are summed during the backward pass."""
 
     traits = Traits(exact=True, takes_factors=False)
 

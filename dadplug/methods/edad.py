@@ -11,6 +11,6 @@ from .dad import DAD
 
 @register_method("edad")
 class EDAD(DAD):
-    """Sends N n numbers a layer in a chain, and N (m + n) for the last one and for layers outside of chains."""
+    """Gather of N n values a layer in a chain, and of N (m + n) for the last one and for layers outside of chains."""
 
     traits = Traits(exact=True, recomputes_deltas=True)

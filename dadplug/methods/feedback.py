@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class ErrorFeedback:
-    """Error memory: what has not been sent yet of each weight's gradients, without the loss scale.
+    """Error memory: the part of each weight's gradients that has not been sent yet, without the loss scale.
 
-    A step may prepare the next memory beside the present one: `stage` gives room for it, `commit` puts it in place,
-    `rollback` drops it.
+    A step may prepare the next memory beside the present one: `stage` returns a buffer for it, `commit` makes it the
+    present one, `rollback` drops it.
 
     Args:
         enabled: whether anything is kept at all.
@@ -29,7 +29,7 @@ class ErrorFeedback:
         self._reference = 0
 
     def refer(self, reference: int) -> None:
-        """Set how many samples' sum of gradients a number here is one of; what is kept is scaled to it."""
+        """Set the number of samples whose mean gradient the memory is in units of, and rescale the memory to it."""
         if self._reference not in (0, reference):
             for error in self._errors.values():
                 error.mul_(self._reference / reference)
@@ -53,7 +53,7 @@ class ErrorFeedback:
         return error
 
     def stage(self, name: str, like: Tensor) -> Tensor:
-        """Return room for the next memory of a weight, of the shape of `like`, to be filled by the caller."""
+        """Return a buffer for the next memory of a weight, of the shape of `like`, to be filled by the caller."""
         staged = self._staged.get(name)
         if staged is None:
             staged = self._spare.pop(name, None)
@@ -82,7 +82,7 @@ class ErrorFeedback:
             self._spare[name] = staged
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all that is left."""
+        """Return a copy of the memory."""
         return {"reference": self._reference, "errors": {name: error.clone() for name, error in self._errors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The loss scale of gradients, found without being told: `torch.amp.GradScaler` is observed while it is needed.
+"""Loss scale of gradients, observed at `torch.amp.GradScaler` without a call by the program.
 
 Error memory and rounding memory are kept in units of the unscaled gradient, since a scaler may change its scale
 between two steps. The scale of a gradient is that of the backward pass in which it arrives.
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LossScale:
-    """A loss scale, and the scaler that it comes from.
+    """Loss scale, and the scaler that it comes from.
 
     Args:
         value: the scale.
@@ -31,13 +31,13 @@ class LossScale:
         self._scaler = None if scaler is None else weakref.ref(scaler)
 
     def now(self) -> float:
-        """Return the scale that the scaler has by now, or the last known one where the scaler is gone."""
+        """Return the present scale of the scaler, or the last known one if the scaler has been deleted."""
         scaler = None if self._scaler is None else self._scaler()
         return self.value if scaler is None else scaler.get_scale()
 
 
 class _Backward:
-    """A backward pass of a scaled loss."""
+    """Backward pass of a scaled loss."""
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
@@ -71,7 +71,7 @@ class LossScales:
 
     @contextmanager
     def stated(self, value: float) -> Iterator[None]:
-        """Take this scale for all gradients that arrive inside, whatever scaler there is."""
+        """Use this scale for all gradients that arrive inside, instead of a scaler's; a context manager."""
         before, self._stated = self._stated, LossScale(value)
         try:
             yield
@@ -86,13 +86,13 @@ _scale: Callable[[GradScaler, Any], Any] | None = None  # the method of torch, w
 
 
 def running() -> LossScale:
-    """Return the loss scale of the backward pass that is running; one nested in it, as for a checkpoint, has its."""
+    """Return the loss scale of the running backward pass; a nested one, as for a checkpoint, has the outer scale."""
     found = _running.get(torch._C._current_graph_task_id()) or next(reversed(list(_running.values())), None)
     return _UNSCALED if found is None else found.scale
 
 
 def watch() -> None:
-    """Observe all scalers of the process until `unwatch` is called as often."""
+    """Observe all scalers of the process, until `unwatch` has been called as often."""
     global _watchers, _scale
     _watchers += 1
     if _scale is None:

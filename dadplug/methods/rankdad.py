@@ -1,7 +1,7 @@
 """rank-dAD: sites exchange low-rank factors of their gradients, ``G ~ sum over sites of w_s L_s R_s^T``.
 
 Source: arXiv:2102.09631, section 4. Published with deflation, one vector at a time; here block power iteration with
-orthonormalisation, which projects the gradient and so never does worse than sending nothing.
+orthonormalisation, a projection of the gradient whose error is never larger than that of sending nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost ab
 
 
 class _State(NamedTuple):
-    """What is kept of a layer from step to step.
+    """State of a layer that is kept between steps.
 
     Attributes:
         carry: directions to start from.
-        lost: rows whose product is what rounding to int8 took away, without the loss scale.
+        lost: rows whose product is the rounding error of int8, without the loss scale.
         calls: number of compressions.
         quality: quality of the last one.
     """
@@ -40,9 +40,9 @@ class _State(NamedTuple):
 
 @register_method("rankdad")
 class RankDAD(Method):
-    """Sends r (m + n) numbers a layer, whatever its rows, and a bias gradient as it is.
+    """Gather of r (m + n) values a layer for any number of rows, and of uncompressed bias gradients.
 
-    A layer so small that its gradient has no more numbers than that is all-reduced.
+    A layer whose gradient is not larger than that is all-reduced.
     """
 
     traits = Traits(exact=False, sends_bias=True, detects_nonfinite=True, keeps_state=True)
@@ -100,7 +100,7 @@ class RankDAD(Method):
         return FactorPayload(left, right, factor.bias_gradient() if with_bias else None)
 
     def _with_errors(self, name: str, factor: Factor, loss_scale: float) -> Tensor:
-        """Form the gradient without its loss scale, and add the error memory, in the room for the next memory."""
+        """Compute the gradient without its loss scale plus the error memory, in the buffer of the next memory."""
         like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
         error, whole = self.errors.find(name, like), self.errors.stage(name, like)
         beta = 0.0 if error is None else 1.0
