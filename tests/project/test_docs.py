@@ -96,6 +96,18 @@ def test_links_lead_somewhere(page):
                 assert anchor in headings(linked), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page):
+    folders = "dadplug|hooks|runners|callbacks|tests|benchmarks|examples|docs"
+    named = re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*[\w/])", page.read_text())
+    left = {
+        "docs/two-machines.md",
+        "docs/methods/name.md",
+        "docs/_build/html",
+    }  # a former name, one to write, an output
+    assert [path for path in named if not (ROOT / path).exists() and path not in left] == []
+
+
 def test_every_option_and_every_mode_has_its_place():
     pages = "".join(page.read_text() for page in (DOCS / "methods").iterdir())
     assert [name for name in Options.names() if f"| `{name}` |" not in pages and name != "mode"] == []
