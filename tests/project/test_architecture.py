@@ -24,6 +24,7 @@ LAYERS = (
     "hooks",
     "lowrank",
     "exchange",
+    "hub",
     "methods",
     "options",
     "units",

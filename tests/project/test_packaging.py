@@ -20,6 +20,7 @@ PARTS = [
     "data",
     "exchange",
     "hooks",
+    "hub",
     "lowrank",
     "methods",
     "model_sync",

@@ -1,0 +1,1 @@
+"""The hub that sites of different institutions dial: kits, local policies, encrypted connections."""

@@ -1,0 +1,400 @@
+"""Membership of the hub: which sites take part in a step, and when it closes.
+
+A state machine without input or output. Events come in as method calls with the time in seconds; every method returns
+the actions that follow, to be carried out in their order. Nothing here depends on sockets, clocks or threads, so that
+random histories can test it.
+
+**Slots.** A site's rank is its slot in the roster, for good. An absent site is an idle one: the world size stays.
+
+**Steps.** A step is one round of exchanges that ends with each participant's END: a training step, or a collective at
+set-up. Only one step is open, number `step + 1`. It closes once all participants have ended it and at least `min_sites`
+have. Closing fixes its contributors, once: every site applies the frames of exactly these, so that replicas stay equal.
+A participant that goes before, or is skipped, counts as a site with 0 samples; nothing is sent again by others. Sums
+that the hub has computed from its summands are computed again, under the next number of attempt.
+
+**Order.** The hub has to send all sites the same sequence of frames and announcements, and to replay both. A site that
+learns of a drop has therefore seen exactly the frames of the lost site that all others have seen.
+
+**Joining.** A site dials in with its position, the last step that it has closed. If the hub has kept the frames since,
+they are replayed; that includes the site's own, so a restarted process can use them. Otherwise a member sends its
+state. Parameters do not change while a step is open, hence any member can send the state of the last closed step until
+the open one closes; if it goes meanwhile, another one does. Sites become participants when a step closes; while there
+are too few, in the open step, which could not close otherwise. Others wait for the state to arrive also with
+late="skip": a joiner that never caught up would join for ever.
+
+**Nobody waits for ever.** A site is lost if its connection closes, if nothing arrives for `site_timeout` (a stopped
+process, a dead link), or if others wait and it does not get on for `progress_timeout` though it is alive (a process
+that hangs, but whose thread still sends pings). The third limit is longer, since validation takes its time. With fewer
+than `min_sites`, or if no site holds the last closed step, training pauses and `Pause` says for whom it waits.
+
+**Restarts.** A hub that knows its last closed step (the argument `closed`, from a log that is written before a step is
+announced as closed) goes on with the sites that hold it. Without a log it waits for all sites of the roster, since an
+absent one may have closed the most steps, and the highest closed step wins. The same happens where all sites are here
+and none holds the last step. Every such start is a new life, with a number never used before: steps with equal numbers
+in different lives are different steps, so a site that comes later from an older life is sent the state. A site that
+`Start` lists as a holder, but that has loaded another state meanwhile, has to dial again.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from .actions import (
+    Accept,
+    Action,
+    Close,
+    Drop,
+    Join,
+    Pause,
+    Position,
+    Redo,
+    Refuse,
+    Replay,
+    Resume,
+    Rules,
+    SendState,
+    Skip,
+    Start,
+)
+from .sites import Phase, Sites
+
+_MEDIAN_OF, _MEDIAN_NEEDS = 32, 5  # steps
+
+
+class Membership:
+    """State machine of the hub's members.
+
+    Args:
+        roster: names of the sites; a site's place is its slot.
+        rules: the rules.
+        life: random number, different for every process of the hub.
+        now: the time, in seconds.
+        closed: the last closed step, from the hub's log; None where it is unknown.
+
+    Attributes:
+        life: number of the life.
+        step: the last closed step.
+        started: whether training has started.
+        attempt: number of the open step's attempt.
+
+    Raises:
+        ValueError: if the rules do not fit the roster.
+    """
+
+    def __init__(
+        self, roster: Sequence[str], rules: Rules, life: int, now: float, closed: Position | None = None
+    ) -> None:
+        if rules.min_sites > len(roster):
+            raise ValueError(f"min_sites={rules.min_sites}, but the roster has {len(roster)} sites")
+        self._sites = Sites(roster)
+        self._rules = rules
+        self.life, self.step = closed or Position(life, 0)
+        self.started = closed is not None
+        self.attempt = 0
+        self._base = Position(self.life, self.step)  # that this life started from
+        self._oldest = self.step + 1  # step whose frames are kept
+        self._created = self._step_start = self._first_end = now
+        self._regular = True  # the open step's participants have not changed
+        self._durations: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._pause: Pause | None = None
+        self._actions: list[Action] = []
+
+    @property
+    def open_step(self) -> int:
+        """Number of the step that closes next."""
+        return self.step + 1
+
+    @property
+    def participants(self) -> list[int]:
+        """Slots of the sites that take part in the open step."""
+        return self._sites.in_phase(Phase.MEMBER, Phase.JOINING)
+
+    def phase(self, slot: int) -> Phase:
+        """Return a site's state."""
+        return self._sites[slot].phase
+
+    def accepts(self, slot: int, step: int) -> bool:
+        """Return whether a site's frame for a step counts; otherwise it is to be discarded."""
+        return self.started and step == self.open_step and self._sites[slot].phase is Phase.MEMBER
+
+    # Events.
+
+    def dial(self, name: str, instance: int, position: Position, now: float) -> list[Action]:
+        """Take a site that dials in; its name has been verified.
+
+        Args:
+            name: its name.
+            instance: random number of its process; the same when the process dials again.
+            position: the last step it has closed; `FRESH` if it begins.
+            now: the time, in seconds.
+        """
+        slot = self._sites.slot(name)
+        if slot is None:
+            return [Refuse(name, f"site {name!r} is not in the hub's roster", False)]
+        site = self._sites[slot]
+        if site.phase is not Phase.ABSENT and site.instance != instance:
+            reason = f"another process is connected as site {name!r}; should it be dead, try again"
+            return [Refuse(name, f"{reason} in {self._rules.site_timeout:g} s", True)]
+        if position.step < 0 or (self.started and position.life == self.life and position.step > self.step):
+            reason = f"site {name!r} claims to have closed step {position.step}, the hub is at step {self.step}"
+            return [Refuse(name, reason, False)]
+        if site.phase is not Phase.ABSENT:
+            self._drop(slot, "its process has dialled again")
+        site.phase, site.instance, site.position = Phase.WAITING, instance, position
+        site.heard = site.progressed = now
+        site.session += 1
+        self._accept(slot)
+        return self._advance(now)
+
+    def heard(self, slot: int, now: float, progress: bool = False) -> None:
+        """Take note that bytes have arrived from a site.
+
+        Args:
+            slot: the site.
+            now: the time, in seconds.
+            progress: whether they belong to a step or a state, rather than a ping.
+        """
+        site = self._sites[slot]
+        site.heard = now
+        if progress:
+            site.progressed = now
+
+    def end(self, slot: int, step: int, now: float) -> list[Action]:
+        """Take a site's END of a step."""
+        site = self._sites[slot]
+        if site.phase is Phase.ABSENT:
+            return []
+        self.heard(slot, now, progress=True)
+        if site.phase is not Phase.MEMBER or not site.ended < step <= self.open_step:
+            self._drop(slot, f"it has ended step {step}, which it does not take part in")
+        else:
+            if step == self.open_step and not self._sites.ended(self.open_step):
+                self._first_end = now
+            site.ended = step
+        return self._advance(now)
+
+    def joined(self, slot: int, position: Position, now: float) -> list[Action]:
+        """Take a joiner's report that it has a state.
+
+        Args:
+            slot: the site.
+            position: position of the state.
+            now: the time, in seconds.
+        """
+        site = self._sites[slot]
+        if site.phase is Phase.ABSENT:
+            return []
+        self.heard(slot, now, progress=True)
+        if position != (self.life, self.step) or site.phase is Phase.WAITING:
+            self._drop(slot, f"it holds step {position.step} of another history, not step {self.step}")
+        elif site.phase is Phase.JOINING:
+            site.phase, site.donor, site.needs_state = Phase.MEMBER, None, False
+            self._step_start = now  # it was not late before
+        return self._advance(now)
+
+    def close(self, slot: int, reason: str, now: float) -> list[Action]:
+        """Take the end of a site's connection."""
+        if self._sites[slot].phase is not Phase.ABSENT:
+            self._drop(slot, reason)
+        return self._advance(now)
+
+    def forget(self, step: int) -> None:
+        """Take note that the frames of a step, and of those before, are no longer kept."""
+        self._oldest = max(self._oldest, min(step, self.step) + 1)
+
+    def tick(self, now: float) -> list[Action]:
+        """Let time pass; to be called at `deadline`, at the latest."""
+        for slot, site in enumerate(self._sites):
+            if site.phase is not Phase.ABSENT and now >= site.heard + self._rules.site_timeout:
+                self._drop(slot, f"silent for {self._rules.site_timeout:g} s")
+            elif (until := self._progress_deadline(slot)) is not None and now >= until:
+                what = "not received its state" if site.phase is Phase.JOINING else f"not ended step {self.open_step}"
+                self._drop(slot, f"alive, but has {what} for {self._rules.progress_timeout:g} s")
+        return self._advance(now)
+
+    def deadline(self) -> float | None:
+        """Return the time at which `tick` has to be called; None if nothing depends on time."""
+        times = [s.heard + self._rules.site_timeout for s in self._sites if s.phase is not Phase.ABSENT]
+        times += [until for slot in self.participants if (until := self._progress_deadline(slot)) is not None]
+        if self._may_skip():
+            times.append(self._skip_time())
+        if not self.started and self._rules.start_timeout is not None and self._enough(self._sites.connected()):
+            times.append(self._created + self._rules.start_timeout)
+        return min(times, default=None)
+
+    def _enough(self, slots: Sequence[int]) -> bool:
+        return len(slots) >= self._rules.min_sites
+
+    def _accept(self, slot: int) -> None:
+        """Accept a site, and have the frames replayed that it lacks."""
+        site = self._sites[slot]
+        if not self.started:
+            self._actions.append(Accept(slot, None, False, site.session))
+            return
+        life, step = (self.life, self._base.step) if site.position == self._base else site.position
+        follows = life == self.life and step + 1 >= self._oldest and (step > 0 or self.step == 0)
+        site.needs_state = not follows
+        self._actions.append(Accept(slot, Position(self.life, self.step), site.needs_state, site.session))
+        if follows:
+            site.position = Position(life, step)
+            self._actions.append(Replay(slot, step + 1))
+
+    def _drop(self, slot: int, reason: str) -> None:
+        site = self._sites[slot]
+        took_part = slot in self.participants
+        site.phase, site.donor = Phase.ABSENT, None
+        for other in self._sites:
+            if other.donor == slot:
+                other.donor = None
+        self._actions.append(Drop(slot, self.open_step, reason))
+        if took_part:
+            self._redo(self.participants)
+
+    def _redo(self, participants: Sequence[int]) -> None:
+        """Take note that the open step's participants have changed."""
+        self._regular = False
+        self.attempt += 1
+        if participants:
+            self._actions.append(Redo(self.open_step, self.attempt, tuple(participants)))
+
+    def _join(self, slot: int, now: float) -> None:
+        """Make a waiting site a participant of the open step."""
+        site = self._sites[slot]
+        site.phase = Phase.JOINING if site.needs_state else Phase.MEMBER
+        site.ended, site.progressed = self.step, now
+        self._actions.append(Join(slot, self.open_step, site.session))
+        self._regular = False
+
+    # What follows from an event.
+
+    def _advance(self, now: float) -> list[Action]:
+        """Start, admit, close and pause as far as possible, and return the actions."""
+        if not self.started:
+            self._try_start(now)
+        if self.started:
+            self._restart_if_lost(now)
+            self._admit_if_paused(now)
+            self._assign_donors(now)
+            if self._try_close(now):
+                self._assign_donors(now)
+        self._announce_pause()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _try_start(self, now: float) -> None:
+        connected, limit = self._sites.connected(), self._rules.start_timeout
+        in_time = limit is None or now < self._created + limit
+        if len(connected) == len(self._sites) or (not in_time and self._enough(connected)):
+            self._start(now)
+
+    def _restart_if_lost(self, now: float) -> None:
+        """Start again from an older step, if all sites are here and none has the last closed one."""
+        needy = [site for site in self._sites if site.phase is not Phase.ABSENT and site.needs_state]
+        if len(needy) == len(self._sites):
+            self.life += 1
+            self._start(now)
+
+    def _start(self, now: float) -> None:
+        """Start from the highest position of the connected sites."""
+        connected = self._sites.connected()
+        counts = Counter(self._sites[slot].position for slot in connected)
+        winner = max(counts, key=lambda position: (position.step, counts[position], position.life))
+        self.started, self.step, self._base = True, winner.step, winner
+        self._oldest, self.attempt, self._step_start = self.step + 1, 0, now
+        holders = [slot for slot in connected if self._sites[slot].position == winner]
+        self._actions.append(Start(Position(self.life, self.step), tuple(holders)))
+        for slot in connected:
+            self._sites[slot].needs_state, self._sites[slot].donor = slot not in holders, None
+            self._join(slot, now)
+            self._actions.append(Replay(slot, self.open_step))
+        self._regular = True
+
+    def _admit_if_paused(self, now: float) -> None:
+        """Make all waiting sites participants of the open step, if it cannot close without them."""
+        waiting = self._sites.in_phase(Phase.WAITING)
+        if not waiting or (self._enough(self.participants) and self._sites.in_phase(Phase.MEMBER)):
+            return
+        self._admit(waiting, now)
+        self._redo(self.participants)
+
+    def _admit(self, slots: Sequence[int], now: float) -> None:
+        for slot in slots:
+            self._join(slot, now)
+            if self._sites[slot].needs_state:
+                self._actions.append(Replay(slot, self.open_step))
+
+    def _assign_donors(self, now: float) -> None:
+        """Ask a member for its state for each joiner without a donor, the one that was asked least often."""
+        members = self._sites.in_phase(Phase.MEMBER)
+        for slot in self._sites.in_phase(Phase.JOINING) if members else ():
+            joiner = self._sites[slot]
+            if joiner.donor is None:
+                joiner.donor = min(members, key=lambda member: self._sites[member].donations)
+                joiner.progressed = now
+                self._sites[joiner.donor].donations += 1
+                self._actions.append(SendState(joiner.donor, slot, self.step))
+
+    def _try_close(self, now: float) -> bool:
+        """Close the open step if its contributors are known."""
+        ended, members = self._sites.ended(self.open_step), self._sites.in_phase(Phase.MEMBER)
+        if self._sites.in_phase(Phase.JOINING) or not ended or not self._enough(ended):
+            return False
+        missing = [slot for slot in members if slot not in ended]
+        if missing:
+            if not self._may_skip() or now < self._skip_time():
+                return False
+            self._actions += [Skip(slot, self.open_step) for slot in missing]
+            self._redo(ended)
+        self._actions.append(Close(self.open_step, tuple(ended), self.attempt))
+        if self._regular:
+            self._durations.append(now - self._step_start)
+        self.step, self.attempt = self.open_step, 0
+        self._step_start, self._regular = now, True
+        self._oldest = max(self._oldest, self.open_step - self._rules.kept_steps)
+        for slot in missing:
+            if self.step - self._sites[slot].ended >= self._rules.max_lag:
+                self._drop(slot, f"late in {self._rules.max_lag} steps in succession")
+        self._admit(self._sites.in_phase(Phase.WAITING), now)
+        return True
+
+    def _may_skip(self) -> bool:
+        """Return whether the open step can close without its late members once they are late."""
+        known = len(self._durations) >= _MEDIAN_NEEDS
+        return (
+            self._rules.late == "skip"
+            and known
+            and self._enough(self._sites.ended(self.open_step))
+            and not self._sites.in_phase(Phase.JOINING)
+        )
+
+    def _skip_time(self) -> float:
+        return self._step_start + self._rules.patience * statistics.median(self._durations)
+
+    def _progress_deadline(self, slot: int) -> float | None:
+        """Return when a participant is lost though it is alive; None while nobody waits for it."""
+        site = self._sites[slot]
+        if site.phase is Phase.JOINING and site.donor is not None:
+            return max(site.progressed, self._sites[site.donor].progressed) + self._rules.progress_timeout
+        if site.phase is Phase.MEMBER and site.ended < self.open_step and self._sites.ended(self.open_step):
+            return max(site.progressed, self._first_end) + self._rules.progress_timeout
+        return None
+
+    def _announce_pause(self) -> None:
+        absent = tuple(self._sites.in_phase(Phase.ABSENT))
+        count, participants = len(self._sites.connected()), self.participants
+        pause: Pause | None = None
+        if not self.started:
+            pause = Pause(
+                absent, f"{count} of {len(self._sites)} sites are here: waiting for {self._sites.names(absent)}"
+            )
+        elif not self._enough(participants):
+            need = f"{self._rules.min_sites} sites are needed and {len(participants)} are here"
+            pause = Pause(absent, f"{need}: waiting for {self._sites.names(absent)}")
+        elif not self._sites.in_phase(Phase.MEMBER):
+            pause = Pause(absent, f"no site here holds step {self.step}: waiting for {self._sites.names(absent)}")
+        if pause == self._pause:
+            return
+        self._pause = pause
+        self._actions.append(Resume(self.open_step) if pause is None else pause)

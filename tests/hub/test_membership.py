@@ -1,0 +1,302 @@
+"""Each rule of the hub's membership, on short histories written by hand."""
+
+from __future__ import annotations
+
+import pytest
+from membership_hub import LIFE, close_steps, dial, hub, joining, kinds
+
+from dadplug.hub.actions import (
+    FRESH,
+    Accept,
+    Close,
+    Drop,
+    Join,
+    Pause,
+    Position,
+    Redo,
+    Refuse,
+    Replay,
+    Resume,
+    Rules,
+    SendState,
+    Start,
+)
+from dadplug.hub.membership import Membership
+from dadplug.hub.sites import Phase
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"min_sites": 0}, "at least one site"),
+        ({"min_sites": 1, "late": "never"}, "choose 'wait' or 'skip'"),
+        ({"min_sites": 1, "patience": 1.0}, "patience=1.0"),
+        ({"min_sites": 1, "site_timeout": 0.0}, "site_timeout=0.0"),
+        ({"min_sites": 1, "start_timeout": -1.0}, "start_timeout=-1.0"),
+    ],
+)
+def test_rules_out_of_range_are_refused(rules, message):
+    with pytest.raises(ValueError, match=message):
+        Rules(**rules)
+
+
+def test_rules_have_to_fit_the_roster():
+    with pytest.raises(ValueError, match="min_sites=3, but the roster has 2 sites"):
+        Membership(["a", "b"], Rules(3), LIFE, 0.0)
+    with pytest.raises(ValueError, match="used twice"):
+        Membership(["a", "a"], Rules(1), LIFE, 0.0)
+
+
+# The start.
+
+
+def test_training_starts_once_all_sites_are_here():
+    membership = hub(2, start=False)
+    first = dial(membership, 1)
+    assert first == [Accept(1, None, False, 1), Pause((0,), "1 of 2 sites are here: waiting for a")]
+    second = dial(membership, 0)
+    assert kinds(second, Start) == [Start(Position(LIFE, 0), (0, 1))]
+    assert kinds(second, Join) == [Join(0, 1, 1), Join(1, 1, 1)]
+    assert kinds(second, Resume) == [Resume(1)]
+    assert not kinds(second, SendState)
+    assert membership.participants == [0, 1]
+
+
+def test_training_starts_without_a_missing_site_after_the_start_timeout():
+    membership = hub(3, start=False, min_sites=2, start_timeout=8.0)
+    dial(membership, 0, now=1.0)
+    assert not membership.started
+    dial(membership, 1, now=2.0)
+    assert membership.deadline() == 8.0
+    assert not kinds(membership.tick(7.9), Start)
+    assert kinds(membership.tick(8.0), Start) == [Start(Position(LIFE, 0), (0, 1))]
+
+
+def test_the_highest_closed_step_wins_where_the_hub_has_no_log():
+    membership = hub(3, start=False)
+    dial(membership, 0, Position(5, 9))
+    dial(membership, 1, Position(5, 10))
+    actions = dial(membership, 2, FRESH)
+    assert kinds(actions, Start) == [Start(Position(LIFE, 10), (1,))]
+    assert kinds(actions, SendState) == [SendState(1, 0, 10), SendState(1, 2, 10)]
+
+
+def test_equal_steps_of_different_lives_are_different_steps():
+    membership = hub(3, start=False)
+    dial(membership, 0, Position(5, 9))
+    dial(membership, 1, Position(6, 9))
+    actions = dial(membership, 2, Position(5, 9))
+    assert kinds(actions, Start)[0].holders == (0, 2)
+    assert kinds(actions, SendState) == [SendState(0, 1, 9)]
+
+
+def test_with_a_log_a_site_behind_waits_for_one_that_holds_the_last_step():
+    membership = hub(2, closed=Position(LIFE, 10), start=False)
+    actions = dial(membership, 0, Position(LIFE, 9))
+    assert kinds(actions, Pause) == [Pause((1,), "no site here holds step 10: waiting for b")]
+    assert not kinds(actions, Start)
+    actions = dial(membership, 1, Position(LIFE, 10))
+    assert kinds(actions, SendState) == [SendState(1, 0, 10)]
+    assert kinds(actions, Resume) == [Resume(11)]
+
+
+def test_if_no_site_of_the_roster_holds_the_last_step_an_older_one_begins_a_new_life():
+    membership = hub(2)
+    close_steps(membership, 3)
+    membership.close(0, "killed", 0.0)
+    membership.close(1, "killed", 0.0)
+    assert not kinds(dial(membership, 0, FRESH, instance=10), Start)
+    actions = dial(membership, 1, Position(1, 2), instance=11)
+    assert kinds(actions, Start) == [Start(Position(LIFE + 1, 2), (1,))]
+    assert kinds(actions, SendState) == [SendState(1, 0, 2)]
+
+
+# Dialling in.
+
+
+def test_a_site_that_is_not_in_the_roster_is_refused():
+    assert hub(2).dial("z", 0, FRESH, 0.0) == [Refuse("z", "site 'z' is not in the hub's roster", False)]
+
+
+def test_a_name_is_refused_while_another_process_uses_it():
+    membership = hub(2)
+    (refusal,) = dial(membership, 1, instance=99)
+    assert isinstance(refusal, Refuse)
+    assert refusal.retry
+    assert "another process is connected as site 'b'" in refusal.reason
+    assert membership.participants == [0, 1]
+
+
+def test_a_process_may_dial_again_before_its_old_connection_is_found_closed():
+    membership = hub(2)
+    close_steps(membership, 1)
+    actions = dial(membership, 1, Position(LIFE, 1))
+    assert actions[0] == Drop(1, 2, "its process has dialled again")
+    assert kinds(actions, Accept) == [Accept(1, Position(LIFE, 1), False, 2)]
+    assert membership.phase(1) is Phase.WAITING
+
+
+def test_a_claim_of_a_step_that_the_hub_has_not_closed_is_refused():
+    membership = hub(2)
+    membership.close(1, "gone", 0.0)
+    (refusal,) = dial(membership, 1, Position(LIFE, 5))
+    assert "claims to have closed step 5, the hub is at step 0" in refusal.reason
+
+
+# Steps.
+
+
+def test_a_step_closes_once_all_have_ended_it():
+    membership = hub(3)
+    assert membership.end(2, 1, 0.0) == []
+    assert membership.end(0, 1, 0.0) == []
+    assert membership.end(1, 1, 0.0) == [Close(1, (0, 1, 2), 0)]
+    assert membership.open_step == 2
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_an_end_of_a_wrong_step_drops_the_site(step):
+    membership = hub(2)
+    close_steps(membership, 1)
+    assert kinds(membership.end(0, step, 0.0), Drop) == [
+        Drop(0, 2, f"it has ended step {step}, which it does not take part in")
+    ]
+
+
+def test_frames_count_for_the_open_step_of_a_member_only():
+    membership = hub(2)
+    close_steps(membership, 1)
+    assert [membership.accepts(0, step) for step in (1, 2, 3)] == [False, True, False]
+    membership.close(1, "gone", 0.0)
+    dial(membership, 1, FRESH)
+    assert not membership.accepts(1, 2)
+
+
+def test_survivors_close_the_step_of_a_lost_site_and_its_sums_are_redone():
+    membership = hub(3)
+    membership.end(0, 1, 0.0)
+    membership.end(1, 1, 0.0)
+    assert membership.close(2, "connection reset", 0.0) == [
+        Drop(2, 1, "connection reset"),
+        Redo(1, 1, (0, 1)),
+        Close(1, (0, 1), 1),
+    ]
+
+
+def test_a_lost_site_does_not_contribute_even_if_it_has_ended_the_step():
+    membership = hub(3)
+    membership.end(2, 1, 0.0)
+    membership.close(2, "gone", 0.0)
+    membership.end(0, 1, 0.0)
+    assert kinds(membership.end(1, 1, 0.0), Close) == [Close(1, (0, 1), 1)]
+
+
+def test_attempts_are_counted_anew_in_each_step():
+    membership = hub(3)
+    membership.close(2, "gone", 0.0)
+    close_steps(membership, 1)
+    membership.end(0, 2, 0.0)
+    assert membership.end(1, 2, 0.0) == [Close(2, (0, 1), 0)]
+
+
+# Returning and joining.
+
+
+def test_a_short_outage_is_replayed_and_the_site_takes_part_from_the_next_boundary():
+    membership = hub(3)
+    close_steps(membership, 2)
+    membership.close(2, "gone", 0.0)
+    close_steps(membership, 2)
+    assert dial(membership, 2, Position(LIFE, 2)) == [Accept(2, Position(LIFE, 4), False, 2), Replay(2, 3)]
+    assert membership.participants == [0, 1]
+    membership.end(0, 5, 0.0)
+    assert membership.end(1, 5, 0.0) == [Close(5, (0, 1), 0), Join(2, 6, 2)]
+    assert membership.participants == [0, 1, 2]
+
+
+@pytest.mark.parametrize("why", ["kept", "forgotten"])
+def test_after_a_long_outage_a_member_sends_its_state_at_the_boundary(why):
+    membership = hub(3, kept_steps=4 if why == "kept" else 100)
+    membership.close(2, "gone", 0.0)
+    close_steps(membership, 5)
+    if why == "forgotten":
+        membership.forget(1)
+    assert dial(membership, 2, Position(LIFE, 0)) == [Accept(2, Position(LIFE, 5), True, 2)]
+    membership.end(0, 6, 0.0)
+    assert membership.end(1, 6, 0.0) == [
+        Close(6, (0, 1), 0),
+        Join(2, 7, 2),
+        Replay(2, 7),
+        SendState(0, 2, 6),
+    ]
+    assert membership.phase(2) is Phase.JOINING
+
+
+def test_a_restarted_process_gets_the_state_even_if_all_frames_are_kept():
+    membership = hub(2)
+    close_steps(membership, 2)
+    membership.close(1, "killed", 0.0)
+    assert dial(membership, 1, FRESH, instance=50)[0] == Accept(1, Position(LIFE, 2), True, 2)
+
+
+def test_the_step_waits_for_a_joiner_to_have_its_state_and_to_end():
+    membership = joining()
+    membership.end(0, 3, 0.0)
+    assert membership.end(1, 3, 0.0) == []
+    assert membership.joined(2, Position(LIFE, 2), 0.0) == []
+    assert membership.end(2, 3, 0.0) == [Close(3, (0, 1, 2), 0)]
+
+
+def test_another_member_sends_the_state_if_its_sender_is_lost():
+    membership = joining()
+    assert kinds(membership.close(0, "gone", 0.0), SendState) == [SendState(1, 2, 2)]
+
+
+def test_a_joiner_that_is_lost_holds_nobody_up():
+    membership = joining()
+    membership.end(0, 3, 0.0)
+    membership.end(1, 3, 0.0)
+    assert kinds(membership.close(2, "gone", 0.0), Close) == [Close(3, (0, 1), 1)]
+
+
+def test_if_all_holders_are_lost_the_joiners_wait_for_one():
+    membership = joining()
+    membership.close(0, "gone", 0.0)
+    assert kinds(membership.close(1, "gone", 0.0), Pause) == [
+        Pause((0, 1), "no site here holds step 2: waiting for a, b")
+    ]
+    actions = dial(membership, 1, Position(LIFE, 2))
+    assert kinds(actions, SendState) == [SendState(1, 2, 2)]
+    assert kinds(actions, Resume) == [Resume(3)]
+
+
+def test_a_state_of_another_history_drops_the_joiner():
+    membership = joining()
+    (drop,) = kinds(membership.joined(2, Position(LIFE - 1, 2), 0.0), Drop)
+    assert drop.slot == 2
+
+
+# Too few sites.
+
+
+def test_below_min_sites_training_pauses_until_a_site_returns_into_the_open_step():
+    membership = hub(2, min_sites=2)
+    close_steps(membership, 3)
+    membership.end(0, 4, 0.0)
+    actions = membership.close(1, "gone", 0.0)
+    assert kinds(actions, Pause) == [Pause((1,), "2 sites are needed and 1 are here: waiting for b")]
+    assert not kinds(actions, Close)
+    actions = dial(membership, 1, Position(LIFE, 3), now=1.0)
+    assert kinds(actions, Join, Redo, Resume) == [Join(1, 4, 2), Redo(4, 2, (0, 1)), Resume(4)]
+    assert kinds(membership.end(1, 4, 1.0), Close) == [Close(4, (0, 1), 2)]
+
+
+def test_a_pause_lasts_as_long_as_sites_are_missing():
+    membership = hub(3, min_sites=3)
+    membership.close(1, "gone", 0.0)
+    (pause,) = kinds(membership.close(2, "gone", 0.0), Pause)
+    assert pause.waiting_for == (1, 2)
+    actions = dial(membership, 1, Position(LIFE, 0))
+    assert kinds(actions, Pause)[0].waiting_for == (2,)
+    assert not kinds(actions, Resume)
+    assert kinds(dial(membership, 2, Position(LIFE, 0)), Resume)

@@ -1,0 +1,388 @@
+"""Random histories of the membership: sites, their links and the hub itself fail, at any moment and in any order.
+
+Each simulated site keeps a digest of the frames that it has applied, as a stand-in for its parameters. Messages wait in
+queues in both directions until a rule delivers them, and are lost with their connection. DADPLUG_HISTORIES sets the
+number of histories.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dadplug.hub import actions
+from dadplug.hub.actions import FRESH, Position, Rules
+from dadplug.hub.membership import Membership
+from dadplug.hub.sites import Phase
+
+HISTORIES = int(os.environ.get("DADPLUG_HISTORIES", "250"))
+SITE_TIMEOUT, PROGRESS_TIMEOUT = 5.0, 20.0
+SLOTS = st.integers(0, 3)
+
+
+class SimulatedSite:
+    """A site; what it sends to the hub goes into `up`, what it has been sent waits in `down`."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.instance = slot
+        self.position, self.digest = FRESH, 0
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        self.connected = self.frozen = self.hangs = False
+        self.up: deque[tuple] = deque()
+        self.down: deque[object] = deque()
+        self.awaits_state = self.takes_part = self.has_ended = False
+        self.frames: dict[int, dict[int, object]] = {}
+
+    def receive(self) -> None:
+        message = self.down.popleft()
+        if isinstance(message, tuple):
+            kind, *fields = message
+            {"frame": self.on_frame, "state": self.on_state}[kind](*fields)
+        else:
+            getattr(self, f"on_{type(message).__name__.lower()}")(message)
+
+    def on_frame(self, step: int, slot: int, content: object) -> None:
+        self.frames.setdefault(step, {})[slot] = content
+
+    def on_state(self, position: Position, digest: int) -> None:
+        if self.awaits_state:
+            self.position, self.digest, self.awaits_state = position, digest, False
+            self.up.append(("joined", position))
+
+    def on_accept(self, message: actions.Accept) -> None:
+        if message.position is not None and not message.needs_state:
+            self.position = Position(message.position.life, self.position.step)
+        self.dialled = self.position
+        self.awaits_state, self.session = message.needs_state, message.session
+
+    def on_start(self, message: actions.Start) -> None:
+        self.frames, self.takes_part, self.has_ended = {}, False, False
+        self.awaits_state = self.slot not in message.holders
+        if not self.awaits_state:
+            if self.position != self.dialled:
+                self.up.append(("lost",))
+            self.position = message.position
+
+    def on_join(self, message: actions.Join) -> None:
+        self.frames.setdefault(message.step, {}).pop(message.slot, None)
+        if (message.slot, message.session) == (self.slot, self.session):
+            self.takes_part, self.has_ended = True, False
+
+    def on_drop(self, message: actions.Drop) -> None:
+        self.frames.setdefault(message.step, {}).pop(message.slot, None)
+
+    def on_sendstate(self, message: actions.SendState) -> None:
+        assert not self.awaits_state
+        assert self.position.step == message.step
+        self.up.append(("state", message.joiner, self.position, self.digest))
+
+    def on_close(self, message: actions.Close) -> None:
+        assert not self.awaits_state, "a step has closed while a state was under way"
+        assert message.step == self.position.step + 1
+        frames = self.frames.pop(message.step, {})
+        self.digest = hash((self.digest, message.step, *((slot, frames[slot]) for slot in message.contributors)))
+        self.position = Position(self.position.life, message.step)
+        self.has_ended = False
+
+    def on_other(self, message: object) -> None:
+        pass
+
+    on_skip = on_redo = on_pause = on_resume = on_other
+
+    def work(self, serial: int) -> None:
+        """Send the frames of the open step, as this site sees it."""
+        if self.takes_part and not self.awaits_state and not self.has_ended and not self.hangs:
+            step = self.position.step + 1
+            self.frames.setdefault(step, {})[self.slot] = serial
+            self.up += [("frame", step, serial), ("end", step)]
+            self.has_ended = True
+
+
+class Histories(RuleBasedStateMachine):
+    @initialize(
+        count=st.integers(2, 4),
+        min_sites=st.integers(1, 4),
+        late=st.sampled_from(["wait", "skip"]),
+        kept=st.integers(1, 4),
+        start_timeout=st.sampled_from([None, 8.0]),
+    )
+    def begin(self, count, min_sites, late, kept, start_timeout):
+        self.rules_ = Rules(
+            min(min_sites, count), late, 2.0, SITE_TIMEOUT, PROGRESS_TIMEOUT, start_timeout, kept, max_lag=3
+        )
+        self.sites = [SimulatedSite(slot) for slot in range(count)]
+        self.now = 0.0
+        self.serial = self.lives = 0
+        self.instances = 100
+        self.closed: dict[Position, tuple[int, ...]] = {}  # over all lives
+        self.digests = {FRESH: 0}
+        self.start_hub(None)
+
+    def start_hub(self, closed: Position | None) -> None:
+        self.lives += 1
+        names = [f"s{site.slot}" for site in self.sites]
+        self.hub = Membership(names, self.rules_, 1000 * self.lives, self.now, closed)
+        self.log: dict[int, list[object]] = {}
+        self.subscribed: set[int] = set()
+        self.routes: dict[int, int] = {}  # joiner: donor
+        self.ended: dict[int, float] = {}  # END of the open step: when
+        self.paused = False
+        self.waits = {}
+
+    # The hub's process around the state machine.
+
+    def carry_out(self, todo: list[actions.Action]) -> None:
+        for action in todo:
+            getattr(self, f"do_{type(action).__name__.lower()}")(action)
+
+    def announce(self, action: object) -> None:
+        self.log.setdefault(self.hub_open, []).append(action)
+        for slot in self.subscribed:
+            self.sites[slot].down.append(action)
+
+    @property
+    def hub_open(self) -> int:
+        return self.opened
+
+    def do_accept(self, action):
+        site = self.sites[action.slot]
+        site.connected = True
+        if action.position is not None and not action.needs_state:
+            site.dialled_position = Position(action.position.life, site.dialled_position.step)
+        site.down.append(action)
+        self.opened = self.hub.open_step if self.hub.started else 0
+
+    def do_refuse(self, action):
+        raise AssertionError(action)
+
+    def do_start(self, action):
+        self.log, self.subscribed, self.routes, self.ended = {}, set(), {}, {}
+        self.opened = action.position.step + 1
+        held = {self.sites[slot].dialled_position for slot in action.holders}
+        assert len(held) == 1
+        self.digests[action.position] = self.digests[held.pop()]
+        for site in self.sites:
+            if site.connected:
+                site.down.append(action)
+
+    def do_join(self, action):
+        assert action.step == self.opened
+        self.ended.pop(action.slot, None)
+        self.announce(action)
+        if action.slot not in self.subscribed:
+            self.sites[action.slot].down.append(action)
+
+    def do_replay(self, action):
+        assert action.slot not in self.subscribed
+        for step in range(action.first, self.opened + 1):
+            assert step == self.opened or step in self.log, "frames are no longer kept"
+            self.sites[action.slot].down.extend(self.log.get(step, []))
+        self.subscribed.add(action.slot)
+
+    def do_sendstate(self, action):
+        assert self.hub.phase(action.donor) is Phase.MEMBER
+        self.routes[action.joiner] = action.donor
+        self.sites[action.donor].down.append(action)
+
+    def do_drop(self, action):
+        self.subscribed.discard(action.slot)
+        self.ended.pop(action.slot, None)
+        self.routes = {j: d for j, d in self.routes.items() if action.slot not in (j, d)}
+        self.sites[action.slot].disconnect()
+        self.announce(action)
+
+    def do_skip(self, action):
+        assert self.rules_.late == "skip"
+        assert action.slot not in self.ended
+        self.announce(action)
+
+    def do_redo(self, action):
+        self.attempt = action.attempt
+        assert action.step == self.opened
+        assert all(self.sites[slot].connected for slot in action.participants)
+
+    def do_close(self, action):
+        position = Position(self.hub.life, action.step)
+        assert position not in self.closed, "a step has two sets of contributors"
+        assert len(action.contributors) >= self.rules_.min_sites
+        assert set(action.contributors) == set(self.ended), "the contributors are not those that have ended the step"
+        assert action.step == self.opened
+        self.closed[position] = action.contributors
+        frames: dict[int, object] = {}
+        for item in self.log.get(action.step, []):
+            if isinstance(item, tuple):
+                frames[item[2]] = item[3]
+        content = ((slot, frames[slot]) for slot in action.contributors)
+        before = self.digests[Position(self.hub.life, action.step - 1)]
+        self.digests[position] = hash((before, action.step, *content))
+        self.announce(action)
+        self.opened += 1
+        self.ended = {}
+        self.log = {step: items for step, items in self.log.items() if step > action.step - self.rules_.kept_steps}
+
+    def do_pause(self, action):
+        assert action.waiting_for, "a pause that waits for nobody"
+        self.paused = True
+
+    def do_resume(self, action):
+        assert self.paused
+        self.paused = False
+
+    # What happens.
+
+    @rule(slot=SLOTS)
+    def dial(self, slot):
+        site = self.sites[slot % len(self.sites)]
+        if not site.connected:
+            site.dialled_position = site.position
+            self.carry_out(self.hub.dial(f"s{site.slot}", site.instance, site.position, self.now))
+
+    @rule(slot=SLOTS)
+    def dial_again_before_the_hub_notices(self, slot):
+        site = self.sites[slot % len(self.sites)]
+        if site.connected:
+            site.dialled_position = site.position
+            self.carry_out(self.hub.dial(f"s{site.slot}", site.instance, site.position, self.now))
+
+    @rule(slot=SLOTS, count=st.integers(1, 8))
+    def work(self, slot, count):
+        """A few sites work and their messages arrive, in turns."""
+        for turn in range(count):
+            site = self.sites[(slot + turn) % len(self.sites)]
+            self.serial += 1
+            site.work(self.serial)
+            self.deliver_down(site.slot, 9)
+            self.deliver_up(site.slot, 9)
+
+    @rule(slot=SLOTS, count=st.integers(1, 3))
+    def deliver_up(self, slot, count):
+        site = self.sites[slot % len(self.sites)]
+        for _ in range(count):
+            if not site.up or site.frozen:
+                return
+            kind, *fields = site.up.popleft()
+            self.hub.heard(site.slot, self.now, progress=True)
+            getattr(self, f"take_{kind}")(site, *fields)
+
+    def take_frame(self, site, step, content):
+        if self.hub.accepts(site.slot, step):
+            item = ("frame", step, site.slot, content)
+            self.log.setdefault(step, []).append(item)
+            for slot in self.subscribed - {site.slot}:
+                self.sites[slot].down.append(item)
+
+    def take_end(self, site, step):
+        if self.hub.accepts(site.slot, step):
+            self.ended[site.slot] = self.now
+        self.carry_out(self.hub.end(site.slot, step, self.now))
+
+    def take_state(self, site, joiner, position, digest):
+        if self.routes.get(joiner) == site.slot:
+            self.sites[joiner].down.append(("state", position, digest))
+
+    def take_joined(self, site, position):
+        self.carry_out(self.hub.joined(site.slot, position, self.now))
+
+    def take_lost(self, site):
+        self.carry_out(self.hub.close(site.slot, "it holds another state", self.now))
+
+    @rule(slot=SLOTS, count=st.integers(1, 5))
+    def deliver_down(self, slot, count):
+        site = self.sites[slot % len(self.sites)]
+        for _ in range(count):
+            if site.down and not site.frozen:
+                site.receive()
+
+    @rule(slot=SLOTS, dies=st.booleans())
+    def disconnect(self, slot, dies):
+        """A connection closes, in half of the cases since the process has been killed."""
+        site = self.sites[slot % len(self.sites)]
+        if site.connected:
+            self.carry_out(self.hub.close(site.slot, "connection closed", self.now))
+        if dies:
+            self.instances += 1
+            site.instance, site.position, site.digest = self.instances, FRESH, 0
+
+    @rule(slot=SLOTS)
+    def freeze(self, slot):
+        self.sites[slot % len(self.sites)].frozen = True
+
+    @rule(slot=SLOTS)
+    def hang(self, slot):
+        self.sites[slot % len(self.sites)].hangs = True
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 30.0]))
+    def let_time_pass(self, seconds):
+        until = self.now + seconds
+        while self.now < until:
+            deadline = self.hub.deadline()
+            self.now = max(self.now, min(until, self.now + 1.0, deadline if deadline is not None else until))
+            for site in self.sites:
+                if site.connected and not site.frozen:
+                    self.hub.heard(site.slot, self.now)
+            self.carry_out(self.hub.tick(self.now))
+            following = self.hub.deadline()
+            assert following is None or following > self.now, "time would stand still"
+
+    @precondition(lambda self: self.hub.started)
+    @rule(has_log=st.booleans())
+    def restart_the_hub(self, has_log):
+        closed = Position(self.hub.life, self.hub.step) if has_log else None
+        for site in self.sites:
+            site.disconnect()
+        self.start_hub(closed)
+
+    # What always holds.
+
+    @invariant()
+    def replicas_are_equal(self):
+        for site in self.sites:
+            assert site.digest == self.digests[site.position], f"replica {site.slot} differs at {site.position}"
+
+    @invariant()
+    def nobody_waits_for_ever(self):
+        for slot, since in self.ended.items():
+            longest = 2 * (PROGRESS_TIMEOUT + SITE_TIMEOUT)
+            assert self.paused or self.now - since <= longest + 30.0, f"site {slot} waits"
+
+    def teardown(self):
+        """Once all are well, all become members, and steps close with all of them."""
+        for site in self.sites:
+            site.frozen = site.hangs = False
+        for _ in range(20):
+            self.settle()
+            last = self.closed.get(Position(self.hub.life, self.hub.step), ())
+            if len(last) == len(self.sites):
+                break
+        assert len(last) == len(self.sites)
+        step = self.hub.step
+        self.settle()
+        self.settle()
+        assert self.hub.step >= step + 2
+        self.replicas_are_equal()
+
+    def settle(self):
+        for site in self.sites:
+            self.dial(site.slot)
+        for site in self.sites * 2:
+            self.deliver_down(site.slot, 1000)
+            self.serial += 1
+            site.work(self.serial)
+            self.deliver_up(site.slot, 1000)
+        self.now += 0.01
+
+
+Histories.TestCase.settings = settings(
+    max_examples=HISTORIES,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestHistories = Histories.TestCase
