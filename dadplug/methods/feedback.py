@@ -14,7 +14,7 @@ from torch import Tensor
 class ErrorFeedback:
     """Error memory: the part of each weight's gradients that has not been sent yet, without the loss scale.
 
-    A step may prepare the next memory beside the present one: `stage` returns a buffer for it, `commit` makes it the
+    A step may prepare the next memory beside the present one: `prepare` returns a buffer for it, `commit` makes it the
     present one, `rollback` drops it.
 
     Args:
@@ -52,7 +52,7 @@ class ErrorFeedback:
             error = kept[name] = error.to(like.device)
         return error
 
-    def stage(self, name: str, like: Tensor) -> Tensor:
+    def prepare(self, name: str, like: Tensor) -> Tensor:
         """Return a buffer for the next memory of a weight, of the shape of `like`, to be filled by the caller."""
         staged = self._staged.get(name)
         if staged is None:

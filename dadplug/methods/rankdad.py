@@ -102,7 +102,7 @@ class RankDAD(Method):
     def _with_errors(self, name: str, factor: Factor, loss_scale: float) -> Tensor:
         """Compute the gradient without its loss scale plus the error memory, in the buffer of the next memory."""
         like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
-        error, whole = self.errors.find(name, like), self.errors.stage(name, like)
+        error, whole = self.errors.find(name, like), self.errors.prepare(name, like)
         beta = 0.0 if error is None else 1.0
         before = whole if error is None else error
         return torch.addmm(before, factor.deltas.T, factor.activations, beta=beta, alpha=1 / loss_scale, out=whole)

@@ -70,7 +70,7 @@ class TopKHandler(SummedHandler):
     def _put(self, unit: Unit, weight: float) -> bool:
         slot, gradient = self._slots[unit.name], gradient_matrix(unit) if weight else None
         errors, loss_scale = self._method.errors, self._method.loss_scales.of(unit.name)
-        error, whole = errors.find(unit.name, unit.lead), errors.stage(unit.name, unit.lead).view(-1)
+        error, whole = errors.find(unit.name, unit.lead), errors.prepare(unit.name, unit.lead).view(-1)
         flat_gradient = None if gradient is None else gradient.reshape(-1)
         accumulate(flat_gradient, weight, None if error is None else error.view(-1), loss_scale, whole)
         indices, values = self._bucket.fill(slot, *encode(whole, self._counts[slot], loss_scale))

@@ -76,9 +76,7 @@ REPLACED = {
     "settle": "apply_sync_reply",
     "flight": "in_flight",
 }
-REPLACED_BUT_LEFT = {
-    "stage",
-}
+REPLACED_BUT_LEFT: set[str] = set()
 
 FIRST_WORDS = {"What", "Who", "Where", "How", "Tells", "Says", "Notes", "Makes", "Gives"}
 # Folders, as in LAYERS, with docstrings that begin with one of these words.
