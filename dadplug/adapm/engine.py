@@ -59,7 +59,7 @@ class Engine(Access, TableEngine):
 
     def __init__(self, rank: int, sites: int, technique: str, send: Callable[[int, Message], None]) -> None:
         super().__init__(rank, sites, send)
-        self.technique = TECHNIQUES[technique]
+        self.technique = TECHNIQUES[technique].value  # numba takes longer to find the type of an enumeration
         self.round = 0
         self.timing = ActionTiming()
         self._intents: list[tuple[int, int, int, int, Keys]] = []  # heap: start, order, end, table, keys
