@@ -47,7 +47,7 @@ $(READY): $(PACKAGING)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "pip<24.1" "setuptools>=64,<81" wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
-		--editable ".[adapm,catalyst,lightning,examples,test,docs]"
+		--editable ".[adapm,catalyst,lightning,hub,examples,test,docs]"
 	touch $@
 
 $(OLDEST)/ready: PYTHON = $(OLDEST_PYTHON)

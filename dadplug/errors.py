@@ -13,3 +13,15 @@ class MismatchError(RuntimeError):
 
 class NonFiniteError(RuntimeError):
     """A gradient holds NaN or Inf; the message names step, site and layer, and no parameter has been touched."""
+
+
+class KitError(ValueError):
+    """A project file or a kit is incomplete, damaged or contradictory; the message names the file."""
+
+
+class PolicyError(KitError):
+    """An option is not allowed by the local policy of the site's kit."""
+
+
+class RefusedError(SiteError):
+    """A connection between hub and site was refused; the message is the reason, and dialing again does not help."""

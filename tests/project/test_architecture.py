@@ -40,6 +40,7 @@ LAYERS = (
     "callbacks",
     "experiment",
     "dadplug",
+    "__main__",
 )
 
 # Exceptions that are left. "importing folder -> imported folder": number of imports.

@@ -1,0 +1,130 @@
+"""Kits: the folders by which the hub and the sites of a project know each other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from ..errors import KitError
+from . import policy
+from .certificates import (
+    Certificate,
+    certificate_from_pem,
+    certified_name,
+    current_time,
+    dates,
+    is_issued_by,
+    key_from_pem,
+    read_revocation_list,
+)
+from .files import CA, CERTIFICATE, KEY, NEXT_KEY, REVOKED, read_file
+from .policy import Policy
+from .project import HUB, Roster
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A kit that has been read and checked.
+
+    Attributes:
+        folder: the folder.
+        name: name of the site, or `HUB`.
+        roster: members of the project.
+        authority: certificate of the project's authority.
+        certificate: certificate of this hub or site.
+        key_file: path of its key.
+        revoked: serial numbers that are no longer accepted.
+        policy: local policy; a hub's kit has that which allows everything.
+    """
+
+    folder: Path
+    name: str
+    roster: Roster
+    authority: Certificate
+    certificate: Certificate
+    key_file: Path
+    revoked: frozenset[int]
+    policy: Policy
+
+    @property
+    def slot(self) -> int:
+        """Slot of this site, which is its rank.
+
+        Raises:
+            KitError: in a hub's kit.
+        """
+        return self.roster.slot(self.name)
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether this is the hub's kit."""
+        return self.name == HUB
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Kit:
+        """Read a kit and check that its parts belong together. Dates are checked by `check_dates`.
+
+        Args:
+            folder: path of the kit.
+
+        Raises:
+            KitError: if a file is missing, damaged or contradicts another, or others can read the key.
+            ImportError: if cryptography is not installed.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise KitError(f"{folder} is not a folder: a kit is one, made by `python -m dadplug provision`")
+        authority = certificate_from_pem(read_file(folder / CA), str(folder / CA))
+        path = folder / CERTIFICATE
+        certificate = certificate_from_pem(read_file(path), str(path))
+        if not is_issued_by(certificate, authority):
+            raise KitError(f"{path} is not signed by the authority of this kit")
+        roster, name = Roster.load(folder), certified_name(certificate)
+        if name != HUB:
+            roster.slot(name)
+        revoked, _ = read_revocation_list(read_file(folder / REVOKED), authority, str(folder / REVOKED))
+        allowed = Policy() if name == HUB else Policy.load(folder / policy.FILE)
+        return cls(
+            folder, name, roster, authority, certificate, find_key(folder, certificate), frozenset(revoked), allowed
+        )
+
+    def check_dates(self, now: datetime | None = None) -> None:
+        """Check that the certificates are valid by this machine's clock, and not revoked as far as the kit knows.
+
+        Args:
+            now: time to check for; None for the present.
+
+        Raises:
+            KitError: if they are not.
+        """
+        now = now or current_time()
+        for certificate in (self.certificate, self.authority):
+            if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
+                kind = "certificate" if certificate is self.certificate else "certificate authority"
+                raise KitError(
+                    f"the {kind} of {self.folder} is valid from {dates([certificate])}; this machine's clock says "
+                    f"{now:%Y-%m-%d %H:%M} UTC"
+                )
+        if self.certificate.serial_number in self.revoked:
+            raise KitError(f"the certificate of {self.folder} has been revoked")
+
+
+def find_key(folder: Path, certificate: Certificate) -> Path:
+    """Return the path of the key in a kit that fits its certificate.
+
+    Raises:
+        KitError: if there is none, or other users can read it.
+    """
+    paths = [folder / name for name in (KEY, NEXT_KEY) if (folder / name).exists()]
+    if not paths:
+        raise KitError(f"{folder / KEY} is missing: copy the certificate to where `request` made the key")
+    for path in paths:
+        if key_from_pem(read_file(path), str(path)).public_key() == certificate.public_key():
+            break
+    else:
+        raise KitError(f"{paths[0]} is not the key of {folder / CERTIFICATE}")
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise KitError(f"{path} can be read by other users: chmod 600 {path}")
+    return path

@@ -1,0 +1,229 @@
+"""Projects: their name, hub and sites, as written in project.toml and as every kit holds them."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import KitError
+from .files import check_keys, read_file, read_toml
+from .policy import Policy
+
+FILE = "roster.json"
+HUB = "hub"
+AUTHORITY = "authority"
+_FORMAT = 1
+_ENTRIES = ("name", "hub", "sites", "hub_names", "days", "authority_days", "own_keys", "policy")
+_LONGEST = 48  # of a common name in a certificate: 64, with a word after it
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The members of a project. All kits of a project hold the same one, but for sites that were added later.
+
+    Attributes:
+        project: name of the project.
+        hub: address that sites dial, as HOST:PORT.
+        hub_names: host names and addresses in the hub's certificate; the host of `hub` is the first.
+        sites: names of the sites. A site's position is its slot, which is its rank, for good.
+    """
+
+    project: str
+    hub: str
+    hub_names: tuple[str, ...]
+    sites: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_name(self.project, "project")
+        split_address(self.hub)
+        for name in self.hub_names:
+            _check_host(name)
+        _check_sites(self.sites)
+
+    def slot(self, site: str) -> int:
+        """Return the slot of a site, from 0.
+
+        Raises:
+            KitError: if the site is not part of the project.
+        """
+        if site not in self.sites:
+            raise KitError(f"{self.project} has no site {site!r}; its sites are {', '.join(self.sites)}")
+        return self.sites.index(site)
+
+    def address(self) -> tuple[str, int]:
+        """Return host and port of the hub."""
+        return split_address(self.hub)
+
+    def to_json(self) -> bytes:
+        """Return the content of a kit's roster file."""
+        members = asdict(self) | {"sites": [{"name": name, "slot": slot} for slot, name in enumerate(self.sites)]}
+        return (json.dumps({"format": _FORMAT} | members, indent=2) + "\n").encode()
+
+    @classmethod
+    def load(cls, folder: Path) -> Roster:
+        """Read the roster of a kit.
+
+        Raises:
+            KitError: if the file is missing or damaged.
+        """
+        path = folder / FILE
+        try:
+            found = json.loads(read_file(path))
+            if found["format"] != _FORMAT:
+                raise KitError(f"{path} has format {found['format']!r}; this version of dadplug reads {_FORMAT}")
+            sites = sorted(found["sites"], key=lambda site: int(site["slot"]))
+            if [site["slot"] for site in sites] != list(range(len(sites))):
+                raise KitError(f"{path}: slots must be 0 to {len(sites) - 1}, each once")
+            names = tuple(str(site["name"]) for site in sites)
+            return cls(str(found["project"]), str(found["hub"]), tuple(map(str, found["hub_names"])), names)
+        except KitError as error:
+            raise error if str(path) in str(error) else KitError(f"{path}: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise KitError(f"{path} is not a roster: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Project:
+    """Contents of a project file.
+
+    Attributes:
+        roster: project, hub and sites.
+        days: validity of the certificates of hub and sites.
+        authority_days: validity of the certificate authority.
+        own_keys: sites that make their key themselves (`request` and `sign`), and `hub` if the hub does.
+        policies: local policies by site; other sites allow everything.
+    """
+
+    roster: Roster
+    days: int = 365
+    authority_days: int = 3650
+    own_keys: tuple[str, ...] = ()
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Project:
+        """Read a project file.
+
+        Raises:
+            KitError: if the file is missing or an entry is missing, unknown or invalid.
+        """
+        table = read_toml(path)
+        try:
+            return cls.parse(table)
+        except KitError as error:
+            raise KitError(f"{path}: {error}") from error
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any]) -> Project:
+        """Build a project from the entries of a project file.
+
+        Raises:
+            KitError: if an entry is missing, unknown or invalid.
+        """
+        check_keys(table, _ENTRIES, "the project")
+        name, hub = _entry(table, "name", str), _entry(table, "hub", str)
+        names = dict.fromkeys([split_address(hub)[0], *map(canonical, _texts(table, "hub_names", ()))])
+        roster = Roster(name, hub, tuple(names), _texts(table, "sites", None))
+        own_keys = _texts(table, "own_keys", ())
+        policies = _entry(table, "policy", dict, {})
+        for each in own_keys:
+            if each != HUB:
+                roster.slot(each)
+        for site in policies:
+            roster.slot(site)
+        parsed = {site: Policy.parse(entries, f"policy.{site}") for site, entries in policies.items()}
+        days, authority_days = _days(table, "days", cls.days), _days(table, "authority_days", cls.authority_days)
+        return cls(roster, days, authority_days, own_keys, parsed)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT; an IPv6 address is in brackets.
+
+    Raises:
+        KitError: if it is not of this form.
+    """
+    found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):(\d{1,5})", address)
+    if not found or not 0 < int(found[2]) < 65536:
+        raise KitError(f"hub must be HOST:PORT, such as hub.example.org:8470 or [2001:db8::1]:8470, got {address!r}")
+    host = canonical(found[1].strip("[]"))
+    _check_host(host)
+    return host, int(found[2])
+
+
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a text denotes, or None for a host name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def check_name(name: str, kind: str) -> None:
+    """Check the name of a project or a site, which becomes part of certificates and the name of a folder.
+
+    Raises:
+        KitError: if it is empty, too long, or has other characters than letters, digits, ``.``, ``_`` and ``-``.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or len(name) > _LONGEST:
+        raise KitError(
+            f"the name of a {kind} must begin with a letter or digit and have up to {_LONGEST} letters (a-z), digits, "
+            f"'.', '_' or '-', got {name!r}"
+        )
+
+
+def _check_sites(sites: Sequence[str]) -> None:
+    if not sites:
+        raise KitError("sites must name at least one site")
+    seen: dict[str, str] = {}  # folders with names that differ by case are one folder on some systems
+    for site in sites:
+        check_name(site, "site")
+        if site.lower() in (HUB, AUTHORITY):
+            raise KitError(f"a site cannot be called {site!r}: that is the name of another folder of kits")
+        if site.lower() in seen:
+            raise KitError(f"sites {seen[site.lower()]!r} and {site!r} must differ by more than upper and lower case")
+        seen[site.lower()] = site
+
+
+def _check_host(host: str) -> None:
+    if ip_address(host):
+        return
+    labels = host.split(".")
+    valid = all(re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", label) for label in labels)
+    if not valid or len(host) > 253 or labels[-1].isdigit():
+        raise KitError(f"{host!r} is neither a host name nor an IP address")
+
+
+def canonical(host: str) -> str:
+    """Return a host name or address in the form in which certificates hold it."""
+    found = ip_address(host)
+    return str(found) if found else host.lower()
+
+
+def _entry(table: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    value = table.get(name, default)
+    if value is None:
+        raise KitError(f"{name} is missing")
+    if not isinstance(value, kind):
+        raise KitError(f"{name} must be a {'table' if kind is dict else 'text'}, got {value!r}")
+    return value
+
+
+def _texts(table: Mapping[str, Any], name: str, default: tuple[str, ...] | None) -> tuple[str, ...]:
+    value = table.get(name, default)
+    if value is None:
+        raise KitError(f"{name} is missing")
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise KitError(f'{name} must be a list of texts, such as ["a", "b"], got {value!r}')
+    return tuple(value)
+
+
+def _days(table: Mapping[str, Any], name: str, default: int) -> int:
+    value = table.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 36500:
+        raise KitError(f"{name} must be a whole number of days from 1 to 36500, got {value!r}")
+    return value

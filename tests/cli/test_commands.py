@@ -1,0 +1,123 @@
+"""The commands of `python -m dadplug`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dadplug.cli.commands import COMMANDS, main
+from dadplug.hub.kits import Kit
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = 'name = "study"\nhub = "hub.example.org:8470"\nsites = ["a", "b"]\nown_keys = ["b"]\n'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "project.toml").write_text(PROJECT)
+    return tmp_path
+
+
+def run(line: str, capsys) -> str:
+    """Run a command that succeeds, and return what it prints."""
+    assert main(line.split()) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_kits_from_provisioning_to_revocation(folder, capsys):
+    printed = run("provision project.toml --out kits", capsys)
+    assert "kits/a: the kit of slot 0; holds a secret key" in printed
+    assert "b: makes its key itself" in printed
+    printed = run("request b --project study --kit own", capsys)
+    number = printed.strip().rpartition(" ")[2]
+    assert len(number.split(":")) == 16
+    printed = run("sign b own/request.pem --days 10", capsys)
+    assert f"fingerprint of the key: {number}" in printed
+    for path in (folder / "kits" / "b").iterdir():
+        (folder / "own" / path.name).write_bytes(path.read_bytes())
+    assert Kit.load("own").slot == 1
+    first = Kit.load("kits/a").certificate.serial_number
+    assert "kits/a/certificate.pem: renewed" in run("renew a --days 20", capsys)
+    second = Kit.load("kits/a").certificate.serial_number
+    assert second != first
+    assert f"revoked the certificate {first:x} of a" in run(f"revoke a --serial {first:x}", capsys)
+    assert Kit.load("kits/hub").revoked == {first}
+    assert f"{second:x}" in run("revoke a", capsys)
+    assert "were revoked already" in run("revoke a", capsys)
+    assert "holds a secret key" in run("renew a --new-key", capsys)
+    assert Kit.load("kits/a").certificate.serial_number not in Kit.load("kits/hub").revoked
+    run("renew hub --hub-name 10.0.0.5", capsys)
+    assert Kit.load("kits/hub").roster.hub_names == ("hub.example.org", "10.0.0.5")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("provision nothing.toml", "nothing.toml: No such file"),
+        ("renew a", "the authority's folder is needed"),
+        ("sign b nothing.pem", "nothing.pem: No such file"),
+        ("request ../b --project study", "the name of a site must begin"),
+    ],
+)
+def test_an_error_is_one_line(folder, capsys, line, reason):
+    assert main(line.split()) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert reason in errors
+    assert errors.count("\n") == 1
+
+
+def test_every_command_has_help(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            main([name, "--help"])
+        assert end.value.code == 0
+        assert "show this help message" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMMANDS)
+    with pytest.raises(SystemExit) as end:
+        main(["unknown"])
+    assert end.value.code == 2
+
+
+def python(code: str) -> str:
+    program = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert program.returncode == 0, program.stderr
+    return program.stdout
+
+
+def test_making_kits_does_not_load_torch(folder):
+    code = f"""
+import sys
+from dadplug.cli.commands import main
+assert main(["provision", {str(folder / "project.toml")!r}, "--out", {str(folder / "kits")!r}]) == 0
+print({{"torch", "numpy"}} & set(sys.modules))
+"""
+    assert python(code).endswith("set()\n")
+
+
+def test_without_cryptography_the_extra_is_named(folder):
+    code = f"""
+import sys
+sys.modules["cryptography"] = None
+import dadplug.hub
+from dadplug.cli.commands import main
+sys.stderr = sys.stdout
+assert main(["provision", {str(folder / "project.toml")!r}]) == 1
+"""
+    assert "error: kits need the package cryptography, which is not installed: pip install 'dadplug[hub]'" in python(
+        code
+    )
+
+
+def test_the_module_is_a_program():
+    command = [sys.executable, "-m", "dadplug", "provision"]
+    program = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert program.returncode == 2
+    assert "usage: python -m dadplug provision" in program.stderr

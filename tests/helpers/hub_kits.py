@@ -1,0 +1,74 @@
+"""Kits in temporary folders, and connections between a hub and a site over loopback."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dadplug.hub import Project, provision, tls
+from dadplug.hub.kits import Kit
+
+TIMEOUT = 2.0
+PUBLIC = {"ca.pem", "certificate.pem", "revoked.pem", "roster.json"}
+PROJECT = {"name": "study", "hub": "hub.example.org:8470", "hub_names": ["127.0.0.1"], "sites": ["a", "b"]}
+
+
+def make(out: Path, now: Any = None, **entries: Any) -> Path:
+    """Make kits in a folder and return it."""
+    provision.provision(Project.parse(PROJECT | entries), out, now)
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files below a folder, hidden ones included."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def attempt(function: Callable[[], Any]) -> Any:
+    """Return what a function returns or raises."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def meet(hub: Kit, client: Callable[[tuple[str, int]], Any], timeout: float = TIMEOUT) -> tuple[Any, Any]:
+    """Connect a client to a hub in a thread, and return what each of them gets or raises.
+
+    Args:
+        hub: the hub's kit.
+        client: function of the hub's address.
+        timeout: seconds for the hub's part.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(TIMEOUT)
+        results: list[Any] = []
+
+        def serve() -> Any:
+            connection, _ = server.accept()
+            return tls.accept(connection, tls.hub_context(hub), hub, timeout)
+
+        thread = threading.Thread(target=lambda: results.append(attempt(serve)))
+        thread.start()
+        answer = attempt(lambda: client(server.getsockname()))
+        thread.join(3 * TIMEOUT)
+    assert results, "the hub has not come to an end"
+    return results[0], answer
+
+
+def dial(kit: Kit) -> Callable[[tuple[str, int]], ssl.SSLSocket]:
+    """Return a client that dials with a site's kit."""
+    return lambda address: tls.dial(kit, TIMEOUT, address)
+
+
+def connects(kits: Path, name: str = "a") -> bool:
+    """Return whether the hub accepts a site, both with the kits of a folder."""
+    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / name)))
+    if isinstance(site, Exception):
+        return False
+    with hub[0], site:
+        return hub[1] == name

@@ -1,0 +1,316 @@
+"""Kits on the disk: their files, requests and signatures, renewal, revocation."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import hub_kits
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from hub_kits import PUBLIC, connects, contents, dial, meet
+
+from dadplug.errors import KitError
+from dadplug.hub import Policy, provision
+from dadplug.hub.authority import Authority
+from dadplug.hub.certificates import current_time, fingerprint, make_request, new_key, to_pem
+from dadplug.hub.files import write_file
+from dadplug.hub.kits import Kit
+
+
+@pytest.fixture
+def kits(tmp_path):
+    return hub_kits.make(tmp_path / "kits")
+
+
+def test_the_files_of_kits(kits):
+    assert {path.name for path in kits.iterdir()} == {"authority", "hub", "a", "b"}
+    assert {path.name for path in (kits / "hub").iterdir()} == PUBLIC | {"key.pem"}
+    for site in ("a", "b"):
+        assert {path.name for path in (kits / site).iterdir()} == PUBLIC | {"key.pem", "policy.toml"}
+    keys = {path.parent.name: path.read_bytes() for path in kits.rglob("key.pem")}
+    assert set(keys) == {"authority", "hub", "a", "b"}
+    assert len(set(keys.values())) == 4
+    for path in kits.rglob("*"):
+        private = path.read_bytes().find(b"PRIVATE") >= 0 if path.is_file() else False
+        assert private == (path.name == "key.pem")
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_file_modes_do_not_depend_on_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        kits = hub_kits.make(tmp_path / "kits")
+    finally:
+        os.umask(before)
+    for path in kits.rglob("*"):
+        expected = 0o700 if path.is_dir() else 0o600 if path.name == "key.pem" else 0o644
+        assert path.stat().st_mode & 0o777 == expected, path
+
+
+def test_a_kit_holds_its_name_slot_and_the_hubs_address(kits):
+    hub, a, b = (Kit.load(kits / name) for name in ("hub", "a", "b"))
+    assert (hub.is_hub, a.is_hub) == (True, False)
+    assert (a.name, a.slot, b.name, b.slot) == ("a", 0, "b", 1)
+    assert b.roster.address() == ("hub.example.org", 8470)
+    assert hub.roster == a.roster == b.roster
+    with pytest.raises(KitError, match="has no site 'hub'"):
+        hub.slot
+    a.check_dates()
+
+
+def test_certificates_have_the_extensions_that_strict_verifiers_require(kits):
+    authority, hub, site = Authority.load(kits / "authority"), Kit.load(kits / "hub"), Kit.load(kits / "a")
+    ca = authority.certificate.extensions
+    identifier = ca.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    basic = ca.get_extension_for_class(x509.BasicConstraints)
+    assert (basic.critical, basic.value.ca, basic.value.path_length) == (True, True, 0)
+    usage = ca.get_extension_for_class(x509.KeyUsage).value
+    assert (usage.key_cert_sign, usage.crl_sign, usage.digital_signature) == (True, True, False)
+    for kit, purpose in ((hub, "serverAuth"), (site, "clientAuth")):
+        own = kit.certificate.extensions
+        basic = own.get_extension_for_class(x509.BasicConstraints)
+        assert (basic.critical, basic.value.ca) == (True, False)
+        usage = own.get_extension_for_class(x509.KeyUsage).value
+        assert (usage.key_cert_sign, usage.crl_sign, usage.digital_signature) == (False, False, True)
+        assert [each._name for each in own.get_extension_for_class(x509.ExtendedKeyUsage).value] == [purpose]
+        issuer = own.get_extension_for_class(x509.AuthorityKeyIdentifier).value
+        assert issuer.key_identifier == identifier.digest
+        assert own.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest != identifier.digest
+    names = hub.certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["hub.example.org"]
+    assert [str(each) for each in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+
+
+def test_dates_are_those_of_the_project(tmp_path):
+    now = current_time()
+    kits = hub_kits.make(tmp_path / "kits", now, days=30, authority_days=20)
+    kit = Kit.load(kits / "a")
+    assert kit.authority.not_valid_after_utc == now + timedelta(days=20)
+    assert kit.certificate.not_valid_after_utc == now + timedelta(days=20)  # cut off at the authority's
+    assert now - timedelta(days=1) < kit.certificate.not_valid_before_utc < now
+    kit.check_dates(now)
+    for other in (now - timedelta(days=1), now + timedelta(days=21)):
+        with pytest.raises(KitError, match=r"is valid from .* this machine's clock says"):
+            kit.check_dates(other)
+    with pytest.raises(KitError, match="expired"):
+        provision.renew(kits, "a", now=now + timedelta(days=21))
+
+
+# Provisioning again.
+
+
+def test_existing_kits_are_not_overwritten(kits):
+    before = contents(kits)
+    with pytest.raises(KitError, match="`renew` makes new ones"):
+        hub_kits.make(kits)
+    for wrong, reason in (
+        ({"name": "other"}, "is the authority of study"),
+        ({"hub": "elsewhere.org:1"}, "use `renew hub --hub-name elsewhere.org`"),
+        ({"hub": "127.0.0.1:9", "hub_names": []}, "is the authority of study"),
+        ({"sites": ["b", "a"]}, "slots are permanent"),
+        ({"sites": ["a"]}, "slots are permanent"),
+    ):
+        with pytest.raises(KitError, match=reason):
+            hub_kits.make(kits, **wrong)
+    assert contents(kits) == before
+
+
+def test_a_site_is_added_without_touching_other_sites(kits):
+    before = contents(kits)
+    hub_kits.make(kits, sites=["a", "b", "c"], policy={"c": {"modes": ["dsgd"]}})
+    after = contents(kits)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"authority/roster.json", "hub/roster.json"}
+    assert Kit.load(kits / "c").slot == 2
+    assert Kit.load(kits / "c").policy == Policy(("dsgd",))
+    assert connects(kits, "c")
+    assert connects(kits, "a")
+
+
+def test_an_existing_folder_that_is_no_kit_is_left_alone(tmp_path):
+    (tmp_path / "kits" / "b").mkdir(parents=True)
+    (tmp_path / "kits" / "b" / "thesis.txt").write_text("precious")
+    with pytest.raises(KitError, match="exists, but"):
+        hub_kits.make(tmp_path / "kits")
+    assert contents(tmp_path / "kits" / "b") == {"thesis.txt": b"precious"}
+
+
+# Requests and signatures.
+
+
+@pytest.fixture
+def requested(tmp_path):
+    """Kits of a project whose site b makes its key itself, and the request of b."""
+    kits = hub_kits.make(tmp_path / "kits", own_keys=["b"], policy={"b": {"share_inputs": False}})
+    path, number = provision.request(tmp_path / "own", "b", "study")
+    return kits, path, number
+
+
+def install(kit, folder) -> None:
+    """Copy a signed kit into the folder of its key, as a site does."""
+    for path in kit.iterdir():
+        write_file(folder / path.name, path.read_bytes())
+
+
+def test_a_site_gets_a_kit_without_giving_its_key_away(requested):
+    kits, path, number = requested
+    assert not (kits / "b").exists()
+    assert {each.name for each in path.parent.iterdir()} == {"key.pem", "request.pem"}
+    assert (path.parent / "key.pem").stat().st_mode & 0o777 == 0o600
+    assert b"PRIVATE" not in path.read_bytes()
+    folder, confirmed = provision.sign(kits, "b", path.read_bytes())
+    assert confirmed == number
+    assert not any(b"PRIVATE" in each for each in contents(folder).values())
+    with pytest.raises(KitError, match=r"key.pem is missing"):
+        Kit.load(folder)
+    install(folder, path.parent)
+    kit = Kit.load(path.parent)
+    assert fingerprint(kit.certificate.public_key()) == number
+    assert kit.policy == Policy(None, share_inputs=False)
+    hub, site = meet(Kit.load(kits / "hub"), dial(kit))
+    with hub[0], site:
+        assert hub[1] == "b"
+
+
+def test_a_request_is_for_its_name_and_project_and_proves_the_key(requested, tmp_path):
+    kits, path, _ = requested
+    pem = path.read_bytes()
+    stranger = make_request("b", "study", ec.generate_private_key(ec.SECP192R1()))
+    swapped = x509.load_pem_x509_csr(pem).public_bytes(Encoding.DER)
+    key = x509.load_pem_x509_csr(pem).public_key().public_numbers().x.to_bytes(32, "big")
+    other = new_key().public_key().public_numbers()
+    forged = swapped.replace(key, other.x.to_bytes(32, "big"))
+    y = x509.load_pem_x509_csr(pem).public_key().public_numbers().y.to_bytes(32, "big")
+    forged = x509.load_der_x509_csr(forged.replace(y, other.y.to_bytes(32, "big")))
+    for name, wrong, reason in (
+        ("a", pem, "the request is for 'b', not for 'a'"),
+        ("c", pem, "has no site 'c'"),
+        ("b", pem.replace(b"M", b"N"), "not a signing request"),
+        ("b", b"", "not a signing request"),
+        ("b", to_pem(make_request("b", "other", new_key())), "not for the project study"),
+        ("b", to_pem(stranger), "must be on the curve P-256"),
+        ("b", to_pem(forged), "not signed by the key that it is for"),
+    ):
+        with pytest.raises(KitError, match=reason):
+            provision.sign(kits, name, wrong)
+    assert not (kits / "b").exists()
+    assert Authority.load(kits / "authority").issued("b") == []
+
+
+def test_a_second_request_for_a_name_is_not_signed_unasked(requested, tmp_path):
+    kits, path, _ = requested
+    provision.sign(kits, "b", path.read_bytes())
+    before = contents(kits)
+    with pytest.raises(KitError, match="b has a valid certificate already"):
+        provision.sign(kits, "b", to_pem(make_request("b", "study", new_key())))
+    with pytest.raises(KitError, match="holds another key"):
+        provision.sign(kits, "a", to_pem(make_request("a", "study", new_key())), again=True)
+    assert contents(kits) == before
+
+
+def test_a_site_renews_with_a_key_of_its_own(requested):
+    kits, path, number = requested
+    own = path.parent
+    install(provision.sign(kits, "b", path.read_bytes())[0], own)
+    _, second = provision.request(own, "b", "study")
+    assert second != number
+    assert Kit.load(own).key_file.name == "key.pem"  # the old one works until the new certificate is there
+    with pytest.raises(KitError, match="waits for its certificate"):
+        provision.request(own, "b", "study")
+    folder, _ = provision.sign(kits, "b", path.read_bytes(), again=True)
+    write_file(own / "certificate.pem", (folder / "certificate.pem").read_bytes())
+    assert Kit.load(own).key_file.name == "key.next.pem"
+    assert fingerprint(Kit.load(own).certificate.public_key()) == second
+    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(own)))
+    with hub[0], site:
+        assert hub[1] == "b"
+    provision.request(own, "b", "study")  # puts the second key into the place of the first
+    assert Kit.load(own).key_file.name == "key.pem"
+
+
+def test_requests_do_not_overwrite_keys(tmp_path):
+    path, _ = provision.request(tmp_path / "own", "b", "study")
+    before = contents(path.parent)
+    with pytest.raises(KitError, match="holds no certificate"):
+        provision.request(tmp_path / "own", "b", "study")
+    assert contents(path.parent) == before
+
+
+# Renewal and revocation.
+
+
+@pytest.mark.parametrize("with_key", [False, True])
+@pytest.mark.parametrize("name", ["a", "hub"])
+def test_renewal_leaves_all_other_files_as_they_are(kits, name, with_key):
+    (kits / "a" / "policy.toml").write_text('modes = ["rankdad"]\n')
+    before, old = contents(kits), Kit.load(kits / name)
+    provision.renew(kits, name, days=700, with_key=with_key)
+    after, new = contents(kits), Kit.load(kits / name)
+    changed = {each for each in before if before[each] != after[each]}
+    assert changed == {f"{name}/certificate.pem"} | ({f"{name}/key.pem"} if with_key else set())
+    assert set(after) - set(before) == {f"authority/{new.certificate.serial_number:040x}.issued.pem"}
+    assert new.certificate.not_valid_after_utc > old.certificate.not_valid_after_utc
+    assert (new.certificate.public_key() == old.certificate.public_key()) != with_key
+    assert (kits / name / "key.pem").stat().st_mode & 0o777 == 0o600
+    assert connects(kits)
+
+
+def test_a_kit_that_was_sent_away_is_renewed_without_its_key_and_with_its_policy(tmp_path):
+    kits = hub_kits.make(tmp_path / "kits", policy={"a": {"modes": ["rankdad"]}})
+    (kits / "a").rename(tmp_path / "a")
+    provision.renew(kits, "a")
+    assert not (kits / "a" / "key.pem").exists()
+    write_file(tmp_path / "a" / "certificate.pem", (kits / "a" / "certificate.pem").read_bytes())
+    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(tmp_path / "a")))
+    with hub[0], site:
+        assert hub[1] == "a"
+    with pytest.raises(KitError, match="was not made here"):
+        provision.renew(kits, "a", with_key=True)
+    (kits / "a").rename(tmp_path / "without-key")
+    provision.renew(kits, "a", with_key=True)
+    assert Kit.load(kits / "a").policy == Policy(("rankdad",))
+
+
+def test_renewal_of_what_does_not_exist_is_an_error(kits, tmp_path):
+    with pytest.raises(KitError, match="has no site 'c'"):
+        provision.renew(kits, "c")
+    with pytest.raises(KitError, match="host names are those of the hub"):
+        provision.renew(kits, "a", hub_names=("a.example.org",))
+    with pytest.raises(KitError, match="the authority's folder is needed"):
+        provision.renew(tmp_path, "a")
+    others = hub_kits.make(tmp_path / "others")
+    (kits / "a").rename(tmp_path / "a")
+    (others / "a").rename(kits / "a")
+    for with_key in (False, True):
+        with pytest.raises(KitError, match="is not a kit of the authority"):
+            provision.renew(kits, "a", with_key=with_key)
+
+
+def test_revocation_is_by_serial_number_and_lasts(kits):
+    first = Kit.load(kits / "a").certificate.serial_number
+    provision.renew(kits, "a")
+    second = Kit.load(kits / "a").certificate.serial_number
+    assert provision.revoke(kits, "a", first) == [first]
+    assert Kit.load(kits / "hub").revoked == {first}
+    assert connects(kits)  # with the second
+    assert provision.revoke(kits, "a") == [second]
+    assert provision.revoke(kits, "a") == []
+    assert Kit.load(kits / "hub").revoked == {first, second}
+    assert not connects(kits)
+    with pytest.raises(KitError, match="is revoked: renew it with a new key"):
+        provision.renew(kits, "a")
+    with pytest.raises(KitError, match="no such certificate"):
+        provision.revoke(kits, "b", first)
+    (kits / "a" / "revoked.pem").write_bytes((kits / "hub" / "revoked.pem").read_bytes())
+    with pytest.raises(KitError, match="has been revoked"):
+        Kit.load(kits / "a").check_dates()
+
+
+def test_a_revocation_list_must_be_the_authoritys(kits, tmp_path):
+    others = hub_kits.make(tmp_path / "others")
+    (kits / "hub" / "revoked.pem").write_bytes((others / "hub" / "revoked.pem").read_bytes())
+    with pytest.raises(KitError, match=r"revoked.pem is not signed by the authority of this kit"):
+        Kit.load(kits / "hub")
