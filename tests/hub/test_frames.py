@@ -1,0 +1,247 @@
+"""Frames arrive whole however the stream is cut, and bytes of strangers raise nothing but a FrameError."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dadplug.exchange import codec
+from dadplug.hub import actions
+from dadplug.hub.actions import FRESH, Position
+from dadplug.hub.frames import (
+    PIECE_BYTES,
+    Expected,
+    Frame,
+    FrameError,
+    FrameReader,
+    Head,
+    Hello,
+    Joined,
+    Kind,
+    Leave,
+    frames,
+    pack_control,
+    read_control,
+)
+
+MESSAGES = [
+    actions.Accept(1, None, False, 1),
+    actions.Accept(1, Position(1 << 62, 5), True, 3),
+    actions.Refuse("site b", "in use", True),
+    actions.Start(Position(7, 0), (0, 1)),
+    actions.Join(2, 6, 1),
+    actions.SendState(0, 2, 5),
+    actions.Replay(2, 6),
+    actions.Drop(1, 6, "silent for 10 s"),
+    actions.Skip(1, 6),
+    actions.Redo(6, 1, (0, 2)),
+    actions.Close(6, (0, 2), 1),
+    actions.Pause((1,), "waiting for b"),
+    actions.Resume(6),
+    Hello(1, 12345, FRESH, "training"),
+    Joined(Position(7, 5)),
+    Leave(""),
+]
+HEADS = st.builds(
+    Head,
+    st.sampled_from([Kind.PAYLOAD, Kind.SUMMAND, Kind.SUM, Kind.STATE, Kind.MESSAGE]),
+    st.integers(0, 3),
+    st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 32) - 1),
+    st.integers(0, (1 << 63)),
+    st.integers(1, 40),
+    st.integers(0, (1 << 16) - 1),
+)
+
+
+def accept(head: Head) -> None:
+    """Accept every head."""
+
+
+def attempt(function, *arguments):
+    """Return the result, or None where it is a FrameError with a reason."""
+    reasons = []
+    try:
+        return function(*arguments)
+    except FrameError as error:
+        reasons.append(str(error))
+    assert all(reasons)
+    return None
+
+
+def read(reader: FrameReader, *parts: bytes) -> list[Frame]:
+    return [frame for part in parts for frame in reader.feed(part)]
+
+
+def packed(head: Head, content: bytes) -> bytes:
+    return b"".join(part for pair in frames(head, memoryview(content)) for part in pair)
+
+
+@given(st.lists(HEADS, max_size=6), st.lists(st.integers(0, 400), max_size=8), st.integers(0, 99))
+@settings(deadline=None)
+def test_any_split_of_the_stream_gives_the_same_frames(heads, cuts, seed):
+    bodies = [random.Random(seed + number).randbytes(head.length) for number, head in enumerate(heads)]
+    stream = b"".join(head.pack() + body for head, body in zip(heads, bodies, strict=True))
+    stream += Head(Kind.END, 1, step=3).pack()
+    ends = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    parts = [stream[start:end] for start, end in itertools.pairwise(ends)]
+    expected = [*map(Frame, heads, bodies), Frame(Head(Kind.END, 1, step=3), b"")]
+    assert read(FrameReader(accept), *parts) == expected
+    assert read(FrameReader(accept), *(bytes([byte]) for byte in stream)) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 5])
+def test_a_message_is_cut_into_pieces_and_put_together_again(size):
+    content = random.Random(size).randbytes(size)
+    head = Head(Kind.PAYLOAD, 2, step=9, exchange=4)
+    expected = Expected(3)
+    expected.add(head, size)
+    received = read(FrameReader(expected.check), packed(head, content))
+    assert b"".join(frame.body for frame in received) == content
+    assert len(received) == -(-size // PIECE_BYTES)
+    with pytest.raises(FrameError, match="PAYLOAD frame of slot 2, step 9, exchange 4 is not expected"):
+        expected.check(head._replace(length=1))
+
+
+@given(st.binary(max_size=300))
+@example(b"\xd9\xda\x02" + b"\xff" * 29)
+@example(pickle.dumps({"a": 1}) * 10)
+@example(b"GET / HTTP/1.1\r\nHost: hub.example\r\n\r\n")
+@example(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40))
+def test_any_bytes_give_frames_or_an_error_that_says_why(content):
+    for check in (accept, Expected(3).check):
+        attempt(read, FrameReader(check), content)
+
+
+@given(HEADS, st.integers(0, 31), st.integers(1, 255))
+def test_a_damaged_head_gives_frames_or_an_error(head, place, mask):
+    content = bytearray(head.pack() + bytes(head.length))
+    content[place] ^= mask
+    received = attempt(read, FrameReader(accept), bytes(content))
+    assert all(frame.head != head for frame in received or ())
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (b"\0" * 32, "not the beginning of a frame"),
+        (Head(Kind.PAYLOAD, 0, length=PIECE_BYTES + 1).pack(), "a frame of 65537 bytes: there may be 65536"),
+        (Head(Kind.PAYLOAD, 0, length=(1 << 32) - 1).pack(), "a frame of 4294967295 bytes"),
+        (Head(Kind.PAYLOAD, 0).pack(), "a PAYLOAD frame of 0 bytes"),
+        (Head(Kind.END, 0, length=1).pack(), "an? END frame of 1 bytes"),
+        (Head(Kind.CONTROL, 0, offset=5, length=1).pack(), "a CONTROL frame has only one piece"),
+        (Head(Kind.PAYLOAD, 0, length=1).pack().replace(b"\x02", b"\x09", 1), "unknown kind of frame: 9"),
+        (Head(Kind.PAYLOAD, 3, length=1).pack(), "a frame of slot 3: there are 3 sites"),
+        (Head(Kind.PAYLOAD, 1, 5, 3, 0, 1).pack(), "slot 1, step 5, exchange 3 is not expected"),
+        (Head(Kind.PAYLOAD, 1, 5, 2, 0, 101).pack(), "goes to byte 101 of a message of 100"),
+        (Head(Kind.PAYLOAD, 1, 5, 2, 7, 10).pack(), "begins at byte 7, and byte 0 comes next"),
+        (Head(Kind.SUM, 1, 5, 2, 0, 10, 1).pack(), "a SUM frame of slot 1, step 5, exchange 2 is not expected"),
+    ],
+)
+def test_a_head_is_refused_before_there_is_room_for_its_body(head, message):
+    expected = Expected(3)
+    expected.add(Head(Kind.PAYLOAD, 1, 5, 2), 100)
+    reader = FrameReader(expected.check)
+    with pytest.raises(FrameError, match=message):
+        read(reader, head)
+    with pytest.raises(FrameError, match=message):
+        read(reader, Head(Kind.END, 0).pack())  # it stays refused
+
+
+def test_pieces_come_in_order_without_gaps_and_repetitions():
+    expected = Expected(2)
+    head = Head(Kind.SUM, 0, 5, 2, tag=1)
+    expected.add(head, 30)
+    expected.check(head._replace(offset=0, length=10))
+    for offset in (0, 5, 11, 20):
+        with pytest.raises(FrameError, match=f"begins at byte {offset}, and byte 10 comes next"):
+            expected.check(head._replace(offset=offset, length=10))
+    expected.check(head._replace(offset=10, length=20))
+
+
+def test_a_void_message_is_not_expected_until_it_is_added_again():
+    expected = Expected(2)
+    lost, other = Head(Kind.PAYLOAD, 1, 5, 2), Head(Kind.PAYLOAD, 0, 5, 2)
+    for head in (lost, other):
+        expected.add(head, 30)
+        expected.check(head._replace(length=10))
+    expected.void(1, 5)
+    expected.check(other._replace(offset=10, length=20))
+    with pytest.raises(FrameError, match="not expected"):
+        expected.check(lost._replace(offset=10, length=20))
+    expected.add(lost, 30)
+    expected.check(lost._replace(length=30))
+
+
+def test_a_reader_holds_one_frame_at_most():
+    content = packed(Head(Kind.PAYLOAD, 0), bytes(100 * PIECE_BYTES))
+    reader = FrameReader(accept)
+    tracemalloc.start()
+    for start in range(0, len(content), 10_000):
+        for _ in reader.feed(memoryview(content)[start : start + 10_000]):
+            pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 6 * PIECE_BYTES
+
+
+# Control messages.
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_control_messages_come_through(message):
+    (frame,) = read(FrameReader(Expected(3).check), pack_control(message, 2))
+    received = read_control(frame.body, 3)
+    assert received == message
+    assert type(received) is type(message)
+
+
+@given(st.binary(max_size=200), st.booleans())
+@settings(deadline=None)
+def test_any_body_gives_a_control_message_or_an_error(content, with_head):
+    message = attempt(read_control, codec.encode(None)[:8] + content if with_head else content, 3)
+    assert type(message) in {type(None), *(type(each) for each in MESSAGES)}
+
+
+@given(st.sampled_from(MESSAGES), st.integers(0, 300), st.integers(1, 255))
+@settings(deadline=None)
+def test_a_damaged_control_message_is_an_error_or_in_range(message, place, mask):
+    body = bytearray(codec.encode(message))
+    body[place % len(body)] ^= mask
+    received = attempt(read_control, bytes(body), 3)
+    assert all(slot in range(3) for slot in getattr(received, "contributors", ()))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"slot": 1}, "an object of type dict is no control message"),
+        (Position(1, 2), "an object of type Position is no control message"),
+        (actions.Close(6, (0, 3), 1), "field contributors of a control message Close is out of range"),
+        (actions.Close(6, [0, 1], 1), "field contributors"),
+        (actions.Close("6", (0, 1), 1), "field step"),
+        (actions.Join(3, 6, 1), "field slot"),
+        (actions.Join(-1, 6, 1), "field slot"),
+        (actions.Join(True, 6, 1), "field slot"),
+        (actions.Join(1, 1 << 70, 1), "field step"),
+        (Joined((7, 5)), "field position"),
+        (Joined(None), "field position"),
+        (Hello(1, 2, Position(0, "0"), "training"), "field position"),
+        (Leave("x" * 2001), "field reason"),
+        (Leave(b"x"), "field reason"),
+    ],
+)
+def test_control_messages_out_of_range_are_refused(message, reason):
+    with pytest.raises(FrameError, match=reason):
+        read_control(codec.encode(message), 3)
+
+
+def test_a_control_message_fits_into_a_frame():
+    with pytest.raises(ValueError, match="there may be 65536 at most"):
+        pack_control(Leave("x" * PIECE_BYTES), 0)
