@@ -213,8 +213,12 @@ class PeerSockets:
 
     def _raise_silence(self, messages: Sequence[_Message]) -> None:
         undone = {id(message) for message in messages if not message.done}
-        for rank, connection in self.connections.items():
-            if any(id(message) in undone for message in (*connection.incoming, *connection.outgoing)):
+        with self._lock:
+            open_messages = {
+                rank: [*connection.incoming, *connection.outgoing] for rank, connection in self.connections.items()
+            }
+        for rank, waiting in open_messages.items():
+            if any(id(message) in undone for message in waiting):
                 raise self._transport.lost(TimeoutError("timed out"), rank)
 
     def _poll(self) -> select.poll:
@@ -250,7 +254,9 @@ class PeerSockets:
 
     def _wake_helper(self) -> None:
         """Have the helper thread send and receive what the kernel has no room for."""
-        if not self._needs_helper():
+        with self._lock:  # the helper thread may be reading and writing
+            behind = self._needs_helper()
+        if not behind:
             return
         with self._wake:
             self._has_backlog = True

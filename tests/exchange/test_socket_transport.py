@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import dadplug
 from dadplug.exchange import Traffic, open_transport
-from dadplug.exchange.socket_transport import SocketGather
+from dadplug.exchange.socket_transport import PeerSockets, SocketGather
 from dadplug.exchange.summed_buckets import GatheredBucket, summed_bucket
 from dadplug.exchange.wire import WireFormat
 
@@ -223,3 +223,23 @@ def test_a_dense_bucket_sums_alike_whether_gathered_or_reduced(sites, dtype, siz
     results = sites(2).run(sums, dtype, sizes)
     small = sum(sizes) * getattr(torch, dtype).itemsize <= 1 << 20
     assert results == [(small, [0.5 * 2 * sizes[0], 0.5 * 3 * sizes[1]])] * 2
+
+
+class OfTwoSites:
+    rank, timeout, sites = 0, 5.0, {0: "site 0", 1: "site 1"}
+
+
+def test_open_messages_are_counted_while_the_helper_thread_cannot_remove_any(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    transport = OfTwoSites()
+    peers = PeerSockets(transport, {1: own})
+    needs_helper, locked = peers._needs_helper, []
+    monkeypatch.setattr(peers, "_needs_helper", lambda: locked.append(peers._lock.locked()) or needs_helper())
+    sent = peers.launch(memoryview(b"a payload"), {})
+    peers.wait(sent)
+    assert other.recv(100).endswith(b"a payload")
+    assert locked == [True, True]
+    peers.close()
+    other.close()
