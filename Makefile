@@ -12,7 +12,7 @@ OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(shell for each in python3.10 "$$(pyenv root 2>/dev/null)"/versions/3.10.*/bin/python python3.11 \
 	python3; do "$$each" -c "" 2>/dev/null && echo "$$each" && break; done)
 NEWEST := .venv-newest
-CORE_TESTS := $(addprefix tests/,adapm callbacks cli data exchange hooks lowrank methods model_sync planning runners \
+CORE_TESTS := $(addprefix tests/,adapm callbacks cli data exchange hooks hub lowrank methods model_sync planning runners \
 	test_jit.py test_reduction.py test_reduction_state.py)
 
 .PHONY: demo test test-oldest test-newest lint types docs clean
@@ -57,7 +57,7 @@ $(OLDEST)/ready $(NEWEST)/ready: setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check "pip<24.1" "setuptools>=64,<81" wheel
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PINS) --no-build-isolation \
-		--editable ".[adapm,catalyst,lightning,examples]" \
+		--editable ".[adapm,catalyst,lightning,hub,examples]" \
 		hypothesis "jsonargparse[signatures]" lightning pytest pytest-timeout pytest-xdist rich
 	touch $@
 

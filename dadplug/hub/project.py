@@ -48,6 +48,9 @@ class Roster:
     def slot(self, site: str) -> int:
         """Return the slot of a site, from 0.
 
+        Args:
+            site: name of the site.
+
         Raises:
             KitError: if the site is not part of the project.
         """
@@ -67,6 +70,9 @@ class Roster:
     @classmethod
     def load(cls, folder: Path) -> Roster:
         """Read the roster of a kit.
+
+        Args:
+            folder: path of the kit.
 
         Raises:
             KitError: if the file is missing or damaged.
@@ -109,6 +115,9 @@ class Project:
     def load(cls, path: Path) -> Project:
         """Read a project file.
 
+        Args:
+            path: path of the file.
+
         Raises:
             KitError: if the file is missing or an entry is missing, unknown or invalid.
         """
@@ -121,6 +130,9 @@ class Project:
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> Project:
         """Build a project from the entries of a project file.
+
+        Args:
+            table: the entries.
 
         Raises:
             KitError: if an entry is missing, unknown or invalid.
