@@ -20,7 +20,7 @@ def lower_bounds() -> dict[str, str]:
     config.read(ROOT / "setup.cfg")
     extras = [text for name, text in config["options.extras_require"].items() if name != "docs"]
     lines = "\n".join([config["options"]["install_requires"], *extras]).split()
-    found = [re.fullmatch(r"([\w-]+)(?:\[\w+\])?(?:>=|==)([\d.]+)", line) for line in lines]
+    found = [re.fullmatch(r"([\w-]+)(?:\[\w+\])?(?:>=|==)([\d.]+)(?:;\S+)?", line) for line in lines]
     assert all(found), lines
     return {normal(match[1]): match[2] for match in found if match}
 
