@@ -146,9 +146,10 @@ class Authority:
             now: start of its validity; None for the present.
 
         Raises:
-            KitError: if the name is not part of the project, or the authority has expired.
+            KitError: if the name is not part of the project, the authority has expired, or `days` is out of range.
         """
         self.check_member(name)
+        project.check_days("days", days)
         now = now or current_time()
         if now >= self.certificate.not_valid_after_utc:
             raise KitError(f"the authority in {self.folder} expired on {self.certificate.not_valid_after_utc:%Y-%m-%d}")

@@ -236,6 +236,15 @@ def _texts(table: Mapping[str, Any], name: str, default: tuple[str, ...] | None)
 
 def _days(table: Mapping[str, Any], name: str, default: int) -> int:
     value = table.get(name, default)
+    check_days(name, value)
+    return int(value)
+
+
+def check_days(name: str, value: object) -> None:
+    """Check a number of days.
+
+    Raises:
+        KitError: if it is not a whole number from 1 to 36500.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 36500:
         raise KitError(f"{name} must be a whole number of days from 1 to 36500, got {value!r}")
-    return value

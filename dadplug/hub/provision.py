@@ -192,7 +192,8 @@ def renew(
     if hub_names:
         names = dict.fromkeys([*authority.roster.hub_names, *map(project.canonical, hub_names)])
         authority = authority.extended(replace(authority.roster, hub_names=tuple(names)))
-    days = days or (issued[-1].not_valid_after_utc - issued[-1].not_valid_before_utc).days
+    previous = max(1, (issued[-1].not_valid_after_utc - issued[-1].not_valid_before_utc).days)
+    days = previous if days is None else days
     folder = out / name
     if with_key:
         if folder.exists():

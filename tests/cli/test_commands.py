@@ -71,6 +71,13 @@ def test_an_error_is_one_line(folder, capsys, line, reason):
     assert errors.count("\n") == 1
 
 
+def test_days_out_of_range_are_an_error(folder, capsys):
+    run("provision project.toml", capsys)
+    for days in ("-5", "999999999"):
+        assert main(["renew", "a", f"--days={days}"]) == 1
+        assert "days must be a whole number of days from 1 to 36500" in capsys.readouterr().err
+
+
 def test_every_command_has_help(capsys):
     for name in COMMANDS:
         with pytest.raises(SystemExit) as end:
