@@ -35,7 +35,7 @@ FOREVER = 1 << 60
 
 
 def zipf_keys(batches: int, exponent: float, generator: torch.Generator) -> list[torch.Tensor]:
-    """Draws batches of keys, key k as often as 1 / (k + 1)^exponent; 0 is uniform."""
+    """Draw batches of keys, key k as often as 1 / (k + 1)^exponent; 0 is uniform."""
     weights = torch.arange(1, ROWS + 1, dtype=torch.float64) ** -exponent
     bounds = weights.cumsum(0)
     return [
@@ -45,7 +45,7 @@ def zipf_keys(batches: int, exponent: float, generator: torch.Generator) -> list
 
 
 def over_sites(figures: list[float]) -> list[float]:
-    """Takes the mean of figures over the sites; all sites call it."""
+    """Take the mean of figures over the sites; all sites call it."""
     if not dist.is_initialized():
         return figures
     total = torch.tensor(figures, dtype=torch.float64)
@@ -54,14 +54,14 @@ def over_sites(figures: list[float]) -> list[float]:
 
 
 def make_table(manager: ParameterManager, name: str) -> Table:
-    """Makes a table, and the values of its keys."""
+    """Make a table, and the values of its keys."""
     table = manager.table(name, WIDTH, rows=ROWS, initialiser=Normal())
     table.pull(torch.arange(manager.rank, ROWS, manager.world_size))
     return table
 
 
 def rates(manager: ParameterManager, args: argparse.Namespace) -> None:
-    """Prints keys per second and site for pulls and pushes, each alone."""
+    """Print keys per second and site for pulls and pushes, each alone."""
     table = make_table(manager, "rates")
     batches = zipf_keys(args.batches, 0.0, torch.Generator().manual_seed(manager.rank))
     deltas, out = torch.full((BATCH, WIDTH), 1e-3), torch.empty(BATCH, WIDTH)
@@ -90,7 +90,7 @@ def rates(manager: ParameterManager, args: argparse.Namespace) -> None:
 
 
 def latency(manager: ParameterManager, args: argparse.Namespace) -> None:
-    """Prints how long a pull of a single key takes whose value is at the next site."""
+    """Print how long a pull of a single key takes whose value is at the next site."""
     table = make_table(manager, "latency")
     generator = torch.Generator().manual_seed(manager.rank)
     say(manager, f"| {manager.world_size} sites | median, µs | p90, µs |\n|---|---|---|")
@@ -112,7 +112,7 @@ def latency(manager: ParameterManager, args: argparse.Namespace) -> None:
 
 
 def say(manager: ParameterManager, line: str) -> None:
-    """Prints at site 0."""
+    """Print at site 0."""
     if manager.rank == 0:
         print(line, flush=True)
 
@@ -140,7 +140,7 @@ class Loop:
         self.manager.wait_sync(everywhere=True)
 
     def run(self, batches: list[torch.Tensor]) -> None:
-        """Trains a segment, and notes its figures.
+        """Train a segment, and record its figures.
 
         Args:
             batches: keys of the segment's batches, and of as many that follow it as intent is ahead. Those are
@@ -203,7 +203,7 @@ class Loop:
 
 
 def loop(args: argparse.Namespace, rank: int) -> None:
-    """Prints the table of training loops."""
+    """Print the table of training loops."""
     techniques = [None, *args.techniques.split(",")]
     loops: list[Loop] = []
     try:
@@ -246,7 +246,7 @@ def loop(args: argparse.Namespace, rank: int) -> None:
 
 
 def main() -> None:
-    """Runs the benchmark at this site."""
+    """Run the benchmark at this site."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("rates", "latency", "loop"))
     parser.add_argument("--batches", type=int, default=100, help="batches, of a segment where there are segments")

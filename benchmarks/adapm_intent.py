@@ -1,4 +1,4 @@
-"""What automatic intent costs: the pass that finds a batch's lookups, beside a training step with the same batch.
+"""Cost of automatic intent: the pass that finds a batch's lookups, beside a training step with the same batch.
 
     python benchmarks/adapm_intent.py
     torchrun --nproc-per-node 2 benchmarks/adapm_intent.py
@@ -72,7 +72,7 @@ class DLRM(nn.Module):
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """Makes layers with ReLU between them."""
+    """Make layers with ReLU between them."""
     layers: list[nn.Module] = []
     for width, following in itertools.pairwise(widths):
         layers += [nn.Linear(width, following), nn.ReLU()]
@@ -80,7 +80,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def epoch(model: AdaModel, optimizer: Any, batches: list[Batch], intent: Any) -> tuple[float, float, list[float]]:
-    """Trains on batches; returns seconds a batch, processor seconds a batch, and the processor seconds of each pass."""
+    """Train on batches; return seconds a batch, processor seconds a batch, and the processor seconds of each pass."""
     loader = AdaDataLoader(batches, model, intent=intent, forward=lambda net, batch: net(batch))
     passes: list[float] = []
     find: Callable[[Any], Any] = loader.ids
@@ -103,7 +103,7 @@ def epoch(model: AdaModel, optimizer: Any, batches: list[Batch], intent: Any) ->
 
 
 def measure(kind: type, size: int, args: argparse.Namespace, rank: int) -> str:
-    """Measures one model with batches of one size; returns a line of the table."""
+    """Measure one model with batches of one size; return a line of the table."""
     torch.manual_seed(rank)
     net = kind()
     optimizer = torch.optim.Adagrad(net.parameters(), lr=0.01)
@@ -127,7 +127,7 @@ def measure(kind: type, size: int, args: argparse.Namespace, rank: int) -> str:
 
 
 def main() -> None:
-    """Runs the benchmark at this site."""
+    """Run the benchmark at this site."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=20, help="of an epoch")
     parser.add_argument("--epochs", type=int, default=5)

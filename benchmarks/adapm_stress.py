@@ -18,7 +18,7 @@ from dadplug.adapm import ParameterManager
 
 
 def stress(operations: int, technique: str, *, keys: int = 4000, width: int = 4, seed: int = 0) -> dict[str, Any]:
-    """Does random operations on keys at this site and, meanwhile, at the others; checks the sums; returns figures.
+    """Do random operations on keys at this site and, meanwhile, at the others; check the sums; return figures.
 
     Args:
         operations: number of keys to pull or push, at each site.

@@ -22,7 +22,7 @@ SLOW = ("ddp", "ddp-fp16", "dsgd")
 
 
 def parse(name: str) -> tuple[str, dict[str, Any]]:
-    """Takes a method's name apart: the mode or peer, and its options."""
+    """Take a method's name apart: the mode or peer, and its options."""
     method, _, settings = name.partition(":")
     pairs = (setting.split("=", 1) for setting in settings.split("+") if setting)
     return method, {key: _value(text) for key, text in pairs}
@@ -61,12 +61,12 @@ class Attached:
             self.reduction = dadplug.GradientReduction(model, mode=method, **{"rank": rank} | options | own)
 
     def synchronize(self) -> None:
-        """Waits until the gradients are agreed."""
+        """Wait until the gradients are agreed."""
         if self.reduction is not None:
             self.reduction.synchronize()
 
     def detach(self) -> None:
-        """Takes the method off the model."""
+        """Take the method off the model."""
         if self.reduction is not None:
             self.reduction.detach()
 

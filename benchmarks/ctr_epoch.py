@@ -7,7 +7,7 @@ All go through the same global batches in the same order, without shuffling, fro
 DDP has sparse gradients, which gloo gathers, and, in its favour, tables with a row for each id that occurs; AdaPM's and
 the parameter server's are indexed by the ids as they are. "no-intent" is that server: rows stay at their home, and are
 pulled and pushed when they are used. What is no table goes by --distributed-mode, by default rankdad of rank 4, in all
-but DDP; a method may have its own, as in adapm:mode=dsgd. Methods take turns, since machines have moods; times are
+but DDP; a method may have its own, as in adapm:mode=dsgd. Methods alternate, since a machine's pace varies; times are
 medians over rounds, and over epochs but for the first. A short run of each goes before, in which kernels compile.
 """
 
@@ -36,13 +36,13 @@ ALL = "alone,ddp,no-intent,adapm,adapm-manual,relocation-only,replication-only,a
 
 
 def options_from(text: str) -> dict[str, Any]:
-    """Reads a method's own options, ``mode=dsgd:wire=bf16``."""
+    """Read a method's own options, ``mode=dsgd:wire=bf16``."""
     given = dict(part.split("=", 1) for part in text.split(":") if part)
     return {name: int(value) if value.isdigit() else value for name, value in given.items()}
 
 
 def run_method(name: str, run: Run) -> Outcome:
-    """Trains by one method; every site calls it."""
+    """Train by one method; every site calls it."""
     method, _, own = name.partition(":")
     return METHODS[method](dataclasses.replace(run, options=run.options | options_from(own)))
 
@@ -86,7 +86,7 @@ def table(outcomes: dict[str, list[Outcome]]) -> str:
 
 
 def main() -> None:
-    """Runs the benchmark at this site."""
+    """Run the benchmark at this site."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="Criteo's train.txt or a sample in .npz (default: generated clicks)")
     parser.add_argument("--limit", type=int, help="rows to read of it")

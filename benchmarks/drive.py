@@ -1,4 +1,4 @@
-"""What the benchmarks over rates and methods share: starting two sites, results in lines, names, colours."""
+"""Shared parts of the benchmarks over rates and methods: starting two sites, results in lines, names, colours."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ TITLES = {
 
 
 def title(name: str) -> str:
-    """What tables and pictures call a model, method or rate."""
+    """Return the label of a model, method or rate in tables and pictures."""
     if rate := re.fullmatch(r"([\d.]+)([kmg])bit", name):
         return f"{rate[1]} {rate[2].replace('m', 'M').replace('g', 'G')}bit/s"
     return TITLES.get(name) or re.sub("[:+]", ", ", name.replace("wire=", "")).replace("=", " ")
 
 
 def check_rates(parser: argparse.ArgumentParser, rates: str, loopback: bool) -> None:
-    """Ends the program where a rate is none, or cannot be had."""
+    """End the program where a rate is none, or cannot be had."""
     for rate in rates.split(","):
         if rate != "none" and not re.fullmatch(r"[\d.]+[kmg]bit", rate):
             parser.error(f"a rate reads like 100mbit, or none, got {rate!r}")
@@ -49,12 +49,12 @@ def check_rates(parser: argparse.ArgumentParser, rates: str, loopback: bool) -> 
 
 
 def read(file: Path) -> list[dict]:
-    """Reads results, a line each."""
+    """Read results, a line each."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def run_sites(program: list[str], loopback: bool, results: Path, limit: float) -> str:
-    """Runs a program of this folder on two sites, joined by benchmarks/link.py or on loopback.
+    """Run a program of this folder on two sites, joined by benchmarks/link.py or on loopback.
 
     Args:
         program: the program and its arguments.
@@ -89,7 +89,7 @@ def run_sites(program: list[str], loopback: bool, results: Path, limit: float) -
 
 
 def _wait(process: subprocess.Popen, results: Path, limit: float) -> bool:
-    """Waits for a process; False if it has had no further result for too long."""
+    """Wait for a process; False if it has had no further result for too long."""
     size, since = -1, time.monotonic()
     while process.poll() is None:
         now = results.stat().st_size if results.exists() else 0

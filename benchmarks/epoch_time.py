@@ -3,7 +3,7 @@
     sudo python benchmarks/link.py 100mbit python benchmarks/epoch_time.py
     torchrun --nproc-per-node 2 benchmarks/epoch_time.py                    unshaped, on loopback
 
-One thread a site. The trainers take turns, epoch by epoch a round, since machines have moods; medians over rounds. The
+One thread a site. The trainers alternate epoch by epoch, since a machine's pace varies; medians over rounds. The
 first epoch of each is not counted: kernels compile, payloads find their sizes.
 """
 
@@ -47,7 +47,7 @@ class Quiet(two_sites.History):
 
 
 def measure(name: str, arguments: argparse.Namespace, data, epochs: int) -> float:
-    """Returns the seconds of the last epoch."""
+    """Return the seconds of the last epoch."""
     torch.manual_seed(0)
     model, data = two_site_vit.build(data, arguments)
     mine = site_indices(data.train.labels, dist.get_rank(), dist.get_world_size())

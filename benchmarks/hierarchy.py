@@ -1,12 +1,12 @@
-"""Step times of two machines with several processes each: all alike, and in hierarchical groups.
+"""Step times of two nodes with several processes each: all alike, and in hierarchical groups.
 
     sudo python benchmarks/link.py 100mbit python benchmarks/hierarchy.py --local-size 2
     python benchmarks/hierarchy.py --methods rankdad
 
-Started once on each machine with torchrun's RANK, WORLD_SIZE and MASTER_ADDR of the machines, as benchmarks/link.py
-does; alone it is both machines itself, with no slow link between. Each starts --local-size processes. Bytes are a
-machine's: those that really left its interface in a step where GLOO_SOCKET_IFNAME names one, else those that the meters
-of its processes have counted, under "all alike" for processes of the same machine too.
+Started once on each node with torchrun's RANK, WORLD_SIZE and MASTER_ADDR of the nodes, as benchmarks/link.py
+does; alone it is both nodes itself, with no slow link between. Each starts --local-size processes. Bytes are a
+node's: those that really left its interface in a step where GLOO_SOCKET_IFNAME names one, else those that the meters
+of its processes have counted, under "all alike" for processes of the same node too.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import sys
 import time
 from pathlib import Path
 
-MACHINES = 2
+NODES = 2
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """Starts the processes of this machine, or of both, and waits for them."""
-    own = [int(os.environ["RANK"])] if "RANK" in os.environ else range(MACHINES)
+    """Start the processes of this node, or of both, and wait for them."""
+    own = [int(os.environ["RANK"])] if "RANK" in os.environ else range(NODES)
     size = arguments.local_size
-    common = {"WORLD_SIZE": str(MACHINES * size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    common = {"WORLD_SIZE": str(NODES * size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
     processes = []
-    for machine in own:
+    for node in own:
         for index in range(size):
-            place = {"RANK": str(machine * size + index), "LOCAL_RANK": str(index), "GROUP_RANK": str(machine)}
+            place = {"RANK": str(node * size + index), "LOCAL_RANK": str(index), "GROUP_RANK": str(node)}
             environment = meeting | dict(os.environ) | common | place
             processes.append(subprocess.Popen([sys.executable, __file__, "--worker", *sys.argv[1:]], env=environment))
     return max(abs(process.wait()) for process in processes)
 
 
 def measure(method: str, hierarchy: str | None, arguments: argparse.Namespace) -> tuple[float, int]:
-    """Returns the median step in seconds, and bytes that this machine sent to the other one in a step."""
+    """Return the median step in seconds, and bytes that this node sent to the other one in a step."""
     import torch
     import torch.distributed as dist
     from workloads import WORKLOADS, loss
@@ -75,7 +75,7 @@ def measure(method: str, hierarchy: str | None, arguments: argparse.Namespace) -
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Runs in each process: measures each method both ways; the first one prints."""
+    """Measure each method both ways, in each process; the first one prints."""
     import torch
     import torch.distributed as dist
 
@@ -85,7 +85,7 @@ def work(arguments: argparse.Namespace) -> None:
     dadplug.connect()
     first = dist.get_rank() == 0
     if first:
-        print(f"{arguments.model}, {MACHINES} machines x {arguments.local_size} processes")
+        print(f"{arguments.model}, {NODES} nodes x {arguments.local_size} processes")
         print(f"{'':12} {'all alike':>26} {'hierarchical':>26}")
     for method in arguments.methods.split(","):
         flat, nested = (measure(method, hierarchy, arguments) for hierarchy in (None, "auto"))
@@ -97,7 +97,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local-size", type=int, default=2, help="processes on each machine")
+    parser.add_argument("--local-size", type=int, default=2, help="processes on each node")
     parser.add_argument("--methods", default="dsgd,dad,rankdad,powersgd,topk")
     parser.add_argument("--model", default="mnistnet", help="a name of benchmarks/workloads.py")
     parser.add_argument("--rank", type=int, default=4)

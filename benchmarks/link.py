@@ -81,7 +81,7 @@ def shaping(interface: str, rate: str) -> list[str]:
 
 
 def reshape(rate: str) -> None:
-    """Gives the link another rate; for a program that runs on it, at each of its sites."""
+    """Give the link another rate; for a program that runs on it, at each of its sites."""
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     if rate == "none":
         subprocess.run(["tc", "qdisc", "del", "dev", interface, "root"], check=False, stderr=subprocess.DEVNULL)
@@ -90,7 +90,7 @@ def reshape(rate: str) -> None:
 
 
 def may_make_links() -> bool:
-    """Says whether this process may make network namespaces."""
+    """Return whether this process may make network namespaces."""
     return sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") is not None
 
 

@@ -1,4 +1,4 @@
-"""How closely loss curves agree: one process with all rows, dsgd and dad at two sites, in float64 and in float32.
+"""Agreement of loss curves: one process with all rows, dsgd and dad at two sites, in float64 and in float32.
 
     python benchmarks/loss_agreement.py                             on the embedded digits, both sites on this machine
     python benchmarks/loss_agreement.py --dataset mnist --data-dir DIR
@@ -42,7 +42,7 @@ def batches(arguments, data, dtype):
 
 
 def train(arguments, data, dtype, method: str) -> list[float]:
-    """Returns the loss of every step, the mean over all rows."""
+    """Return the loss of every step, the mean over all rows."""
     torch.manual_seed(arguments.seed)
     model = MNISTNet(classes=data.classes).to(dtype)
     make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[arguments.optimizer]

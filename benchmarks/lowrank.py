@@ -42,7 +42,7 @@ SHAPES = [
 
 
 def factors(rows: int, out: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draws factors of a gradient with singular values that fall by half every ten."""
+    """Draw factors of a gradient with singular values that fall by half every ten."""
     generator = torch.Generator().manual_seed(seed)
     size = min(rows, out)
     mixed = torch.linalg.qr(torch.randn(rows, size, generator=generator)).Q
@@ -78,7 +78,7 @@ def optimum(deltas: Tensor, activations: Tensor, rank: int) -> float:
 
 
 def seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Times calls that take turns; returns the median of each."""
+    """Time calls that take turns; return the median of each."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
@@ -128,7 +128,7 @@ def table(ranks: list[int], rounds: int) -> None:
 
 
 def calibrate() -> None:
-    """Measures the rates of cost.py, on one core."""
+    """Measure the rates of cost.py, on one core."""
     rows, out, width, k = 256, 1024, 1024, 16
     deltas, activations = torch.randn(rows, out), torch.randn(rows, width)
     block = torch.randn(k, out)

@@ -53,19 +53,19 @@ def resident(what: str) -> float:
 
 
 def reset_peak() -> None:
-    """Makes VmHWM begin anew."""
+    """Reset VmHWM, the peak of resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def settle() -> None:
-    """Gives back what is free."""
+    """Return free memory to the system."""
     gc.collect()
     scratch.clear()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def train(arguments: argparse.Namespace, steps: int) -> tuple[float, float, int]:
-    """Trains from nothing; returns the peaks of the first steps and of the others, in MB, and payload bytes a step."""
+    """Train from nothing; return the peaks of the first steps and of the others, in MB, and payload bytes a step."""
     workload = WORKLOADS[arguments.model]
     torch.manual_seed(0)
     model = workload.build()
@@ -102,7 +102,7 @@ def run_site(arguments: argparse.Namespace) -> None:
 
 
 def measure(model: str, method: str, rank: int) -> dict:
-    """Measures a method in processes of its own."""
+    """Measure a method in processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         result, errors = Path(folder) / "result.json", Path(folder) / "errors"
         command = [sys.executable, __file__, "--model", model, "--method", method, "--rank", str(rank)]
@@ -115,14 +115,14 @@ def measure(model: str, method: str, rank: int) -> dict:
 
 
 def state(model: str, method: str) -> float:
-    """What a method keeps beside payloads by its nature, in MB: an error for each number that it may not have sent."""
+    """Return the MB that a method keeps beside payloads: an error for each number that it may not have sent."""
     keeps = method.startswith(("powersgd", "topk")) or "error_feedback=true" in method or "int8" in method
     parameters = WORKLOADS[model].build().parameters()
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 1e6 if keeps else 0.0
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Measures all, and prints a table."""
+    """Measure all, and print a table."""
     print("| model | method | peak MB, first steps | later | beyond DDP | payloads | state | within |")
     print("| --- " * 8 + "|", flush=True)
     failed = 0

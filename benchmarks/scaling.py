@@ -1,4 +1,4 @@
-"""What a step costs with more sites: measured with 2, 4 and 8 processes on loopback, predicted for more.
+"""Cost of a step with more sites: measured with 2, 4 and 8 processes on loopback, predicted for more.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --methods dad,rankdad --sites 2,4
@@ -40,7 +40,7 @@ def predict(method: str, sites: int) -> tuple[float, float, int]:
 
 
 def site(methods: str, steps: int, file: str) -> None:
-    """Runs at each site: trains by each method, and writes what the meter says."""
+    """Train by each method, at each site, and write the traffic."""
     import torch
     from torch import nn
 

@@ -42,7 +42,7 @@ TOLERANCE = 1e-4
 
 
 class Wandering(nn.Module):
-    """A network whose way depends on what it is told."""
+    """A network whose path depends on an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ Batch = tuple[Tensor, Tensor, frozenset[str]]
 
 
 def draw(chance: random.Random) -> Batch:
-    """Draws a batch and the layers that it takes."""
+    """Draw a batch and the layers that it takes."""
     rows = chance.randint(1, 40)
     ids = torch.randint(0, 500, (rows, chance.randint(2, 9)))
     return ids, torch.randn(rows, 1, 8, 8), frozenset(way for way in WAYS if chance.random() < 0.7)
@@ -96,7 +96,7 @@ def memory() -> float:
 
 @dataclass
 class Verdict:
-    """What became of a method's steps at this site."""
+    """Outcome of a method's steps at this site."""
 
     steps: int = 0
     first_difference: str = ""
@@ -104,7 +104,7 @@ class Verdict:
     memory: list[float] = field(default_factory=list)
 
     def fault(self) -> str:
-        """Says what is wrong; an empty string if nothing is."""
+        """Return what is wrong; an empty string if nothing is."""
         if self.first_difference:
             return self.first_difference
         if not self.worst_gradient <= TOLERANCE:
@@ -115,7 +115,7 @@ class Verdict:
 
 
 def off_autograd(model: nn.Module, own: nn.Module, batches: list[Batch], attached: Attached) -> float:
-    """Compares the agreed gradients with those of autograd, on a copy of the model, of all sites' batches.
+    """Compare the agreed gradients with those of autograd, on a copy of the model, of all sites' batches.
 
     Args:
         model: the model, with agreed gradients.
@@ -142,7 +142,7 @@ def off_autograd(model: nn.Module, own: nn.Module, batches: list[Batch], attache
 
 
 def soak(name: str, arguments: argparse.Namespace) -> Verdict:
-    """Trains by one method; returns what became of it."""
+    """Train by one method; return what became of it."""
     chance = random.Random(arguments.seed)
     torch.manual_seed(arguments.seed)
     model = Wandering()

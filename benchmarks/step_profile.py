@@ -1,4 +1,4 @@
-"""Where a step's time goes: forward and backward, encoding, decoding, waiting; by layer, and as a trace.
+"""Profile of a step's time: forward and backward, encoding, decoding, waiting; by layer, and as a trace.
 
     torchrun --nproc-per-node 2 benchmarks/step_profile.py --mode rankdad --rank 4
     torchrun --nproc-per-node 2 benchmarks/step_profile.py --trace trace.json    (for Perfetto)
@@ -25,7 +25,7 @@ from dadplug.models import build_model
 
 
 def meet() -> None:
-    """Has the sites wait for one another, where there are several."""
+    """Have the sites wait for one another, where there are several."""
     if dist.is_initialized():
         dist.barrier()
 

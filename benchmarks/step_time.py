@@ -67,14 +67,14 @@ def peak() -> int:
 
 
 def meet(go_on: bool = True) -> bool:
-    """Waits for the other sites; says whether all want to go on."""
+    """Wait for the other sites; return whether all want to go on."""
     wanted = torch.tensor([int(go_on)])
     dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
     return bool(wanted)
 
 
 def time_steps(step: Callable[[], None], most: int, seconds: float) -> Measured:
-    """Times steps until there are enough, or they have taken long enough; at least three."""
+    """Time steps until there are enough, or they have taken long enough; at least three."""
     times: list[float] = []
     meet()
     before = sent()
@@ -86,7 +86,7 @@ def time_steps(step: Callable[[], None], most: int, seconds: float) -> Measured:
 
 
 def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Measured]]:
-    """Measures a method at each rate."""
+    """Measure a method at each rate."""
     for rates in [[rate] for rate in arguments.rates] if parse(name)[0] == "auto" else [arguments.rates]:
         if arguments.shape:
             reshape("none")
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def show(name: str, rate: str, measured: Measured, ddp: dict[str, float], arguments: argparse.Namespace) -> None:
-    """Prints a line, and appends it to the file."""
+    """Print a line, and append it to the file."""
     if name == "ddp":
         ddp[rate] = measured.seconds
     ratio = f"{ddp[rate] / measured.seconds:6.1f} x faster than ddp" if rate in ddp else ""

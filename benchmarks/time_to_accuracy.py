@@ -57,7 +57,7 @@ def batches(data: DataPair, rank: int, size: int, seed: int) -> Iterator[tuple[t
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: DataPair) -> float:
-    """Test accuracy of site 0's model, told to all sites."""
+    """Return the test accuracy of site 0's model, at all sites."""
     right = torch.zeros(1)
     if dist.get_rank() == 0:
         model.eval()
@@ -69,7 +69,7 @@ def accuracy(model: nn.Module, data: DataPair) -> float:
 
 
 def train(arguments: argparse.Namespace, model: nn.Module, data: DataPair, seed: int) -> dict:
-    """Trains until the target or the limit; returns the run as a line of results has it."""
+    """Train until the target or the limit; return the run as a line of results has it."""
     rank = dist.get_rank()
     _, _, size, lr, target = TASKS[arguments.dataset]
     target = arguments.target or target
@@ -129,7 +129,7 @@ def seconds_to_target(run: dict) -> float | None:
 
 
 def table(rows: list[dict], rates: list[str]) -> str:
-    """Writes a table in Markdown: a line a method; seconds and times faster than DDP by rate, medians over seeds."""
+    """Write a table in Markdown: a line a method; seconds and times faster than DDP by rate, medians over seeds."""
     head = ["method", "steps", *map(title, rates)]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     cells: dict[tuple[str, str], tuple[float, str]] = {}
@@ -168,7 +168,7 @@ def _cell(runs: list[dict], took: list[int]) -> tuple[float, str]:
 
 
 def draw(rows: list[dict], rates: list[str], file: Path) -> None:
-    """Draws test accuracy against seconds of training, a panel a rate; of the first seed."""
+    """Draw test accuracy against seconds of training, a panel a rate; of the first seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -195,7 +195,7 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
 
 
 def measure(arguments: argparse.Namespace, results: Path) -> None:
-    """Runs each method in processes of its own; the results file gets a line a run, or an error."""
+    """Run each method in processes of its own; the results file gets a line a run, or an error."""
     for method in arguments.methods.split(","):
         program = ["time_to_accuracy.py", *sys.argv[1:], "--method", method, "--result", str(results)]
         program += ["--loopback"] if arguments.loopback else []

@@ -31,7 +31,7 @@ METHODS += "rankdad:dense=lowrank,powersgd,topk,edad"  # edad last: it refuses m
 
 
 def measure(arguments: argparse.Namespace, results: Path) -> None:
-    """Runs everything; the results file gets a line a model, method and rate, with an error where there is no time."""
+    """Run everything; the results file gets a line a model, method and rate, with an error where there is no time."""
     rates = arguments.rates.split(",")
     for model in arguments.models.split(","):
         methods = arguments.methods.split(",")
@@ -50,7 +50,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
 
 
 def run(model: str, methods: list[str], rates: list[str], arguments: argparse.Namespace, results: Path) -> str:
-    """Runs methods of a model on two sites; returns why they ended early, or an empty string."""
+    """Run methods of a model on two sites; return why they ended early, or an empty string."""
     program = ["step_time.py", "--model", model, "--methods", ",".join(methods), "--json", str(results)]
     program += ["--steps", str(arguments.steps), "--seconds", str(arguments.seconds), "--rank", str(arguments.rank)]
     program += ["--label", rates[0]] if arguments.loopback else ["--rates", ",".join(rates)]
@@ -58,7 +58,7 @@ def run(model: str, methods: list[str], rates: list[str], arguments: argparse.Na
 
 
 def table(rows: list[dict], rates: list[str]) -> str:
-    """Writes a table in Markdown: a line a model and method, milliseconds and times faster than DDP by rate."""
+    """Write a table in Markdown: a line a model and method, milliseconds and times faster than DDP by rate."""
     found = {(row["model"], row["method"], row["rate"]): row for row in rows}
     lines = [
         "| model | method | MB a step | " + " | ".join(map(title, rates)) + " |",
@@ -87,7 +87,7 @@ def _cell(row: dict | None, ddp: dict | None, reasons: list[str]) -> str:
 
 
 def draw(rows: list[dict], rates: list[str], file: Path) -> None:
-    """Draws step times, a panel a model, a group of bars a rate."""
+    """Draw step times, a panel a model, a group of bars a rate."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -152,7 +152,7 @@ def main(argv: list[str]) -> int:
     with plain_errors(ValueError, ImportError):
         methods = check(arguments)
         if arguments.rank is None and "RANK" not in os.environ:
-            load(arguments)  # tells of what is wrong with it once
+            load(arguments)  # reports errors in the data once
     if arguments.rank is None and "RANK" not in os.environ:
         return launch_sites([sys.argv[0], *argv], arguments.num_nodes)
     warnings.filterwarnings("ignore", "Sparse invariant checks")

@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--ways", nargs="+", default=list(WAYS), choices=WAYS, help="one after the other (default: all)"
     )
-    parser.add_argument("--split", default="iid", choices=SPLITS, help="how nodes are dealt to sites (default: iid)")
+    parser.add_argument("--split", default="iid", choices=SPLITS, help="how nodes are assigned to sites (default: iid)")
     parser.add_argument("--nodes", type=int, default=10_000, help="nodes of the graph (default: 10000)")
     parser.add_argument("--classes", type=int, default=8, help="blocks of the graph (default: 8)")
     parser.add_argument("--degree", type=float, default=10.0, help="mean number of neighbours (default: 10)")

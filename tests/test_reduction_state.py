@@ -1,4 +1,4 @@
-"""What a reduction says and keeps: plan, traffic, state, buffers, options."""
+"""Reports and state of a reduction: plan, traffic, state, buffers, options."""
 
 from __future__ import annotations
 

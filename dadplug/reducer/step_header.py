@@ -1,4 +1,4 @@
-"""Step header: what a site tells all others about a step, so that they can interpret its payloads."""
+"""Step header: information about a step that a site sends to all others, so that they can interpret its payloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameter manager's connections: what comes is checked, strangers are refused, no wait is without an end."""
+"""The parameter manager's connections: checked messages, refused connections, a deadline for every wait."""
 
 from __future__ import annotations
 
@@ -151,15 +151,15 @@ def together(count, work):
     return outcomes
 
 
-def test_sites_of_one_machine_meet_on_loopback_and_refuse_strangers(monkeypatch, capsys):
+def test_sites_of_one_machine_meet_on_loopback_and_refuse_intruders(monkeypatch, capsys):
     monkeypatch.setattr(connections, "own_address", lambda: "0.0.0.0")  # would be of a machine with other machines
-    meeting, places, strangers = Meeting(2), [], []
+    meeting, places, intruders = Meeting(2), [], []
 
     def intrude(place):
         places.append(place[0])
-        stranger = socket.create_connection(tuple(place[:2]))
-        stranger.sendall(struct.pack("<32sI", b"0" * 32, 1))
-        strangers.append(stranger)
+        intruder = socket.create_connection(tuple(place[:2]))
+        intruder.sendall(struct.pack("<32sI", b"0" * 32, 1))
+        intruders.append(intruder)
 
     def work(rank):
         return connect_sites(rank, meeting.at(rank, intrude if rank == 0 else None), 20, "site {}".format)
@@ -168,9 +168,9 @@ def test_sites_of_one_machine_meet_on_loopback_and_refuse_strangers(monkeypatch,
     assert places == ["127.0.0.1"]
     first[1].sendall(b"hello")
     assert second[0].recv(5) == b"hello"
-    assert strangers[0].recv(1) == b""  # closed
+    assert intruders[0].recv(1) == b""  # closed
     assert "refused 1 connections" in capsys.readouterr().err
-    for each in (first[1], second[0], *strangers):
+    for each in (first[1], second[0], *intruders):
         each.close()
 
 

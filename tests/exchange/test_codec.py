@@ -1,4 +1,4 @@
-"""Objects for other sites come through whole, and bytes of strangers raise nothing but a ValueError."""
+"""Objects for other sites arrive complete, and arbitrary bytes raise nothing but a ValueError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong between sites ends in an error that names the site, on every site, within seconds."""
+"""Faults between sites end in an error that names the site, on every site, within seconds."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ except dadplug.MismatchError as error:
 def test_steps_out_of_step_are_told(tmp_path):
     code = """
 if rank == 0:
-    reduction._step += 1  # as if it had called synchronize() once more
+    reduction._step += 1  # as if it had called synchronize() again
 try:
     step(torch.randn(8, 6))
 except dadplug.MismatchError as error:

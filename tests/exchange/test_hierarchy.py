@@ -51,7 +51,7 @@ def test_nodes_may_have_different_numbers_of_processes(sites, mode, layout):
 
 
 def sums_and_gathers(layout) -> None:
-    """What a transport does, for any sizes, many exchanges at once, and some steps."""
+    """Results of a transport, for any sizes, many exchanges at once, and some steps."""
     transport = open_transport(None, Traffic(), torch.device("cpu"), 30, layout)
     rank, world_size = transport.rank, transport.world_size
     for size in (1, 2, 7, 1000):

@@ -1,4 +1,4 @@
-"""What sites listen on and whom they listen to: one address each, no pickles, no patience with strangers."""
+"""Listeners of sites: one address each, no pickles, unauthorised connections refused at once."""
 
 from __future__ import annotations
 
@@ -126,17 +126,17 @@ def test_an_object_that_cannot_be_sent_is_an_error_on_all_sites(sites):
         assert all("process 1 has an object" in message and "What can be sent" in message for message in messages)
 
 
-def meets_many_strangers() -> bool:
+def meets_many_intruders() -> bool:
     """Callers that say nothing, or one byte at a time, come before the other site."""
     from dadplug.exchange import socket_setup
 
-    listen, strangers = socket_setup._listen, []
+    listen, intruders = socket_setup._listen, []
 
     def overheard():
         listener = listen()
         for _ in range(12):
-            strangers.append(socket.create_connection(listener.getsockname()))
-            strangers[-1].sendall(b"x")
+            intruders.append(socket.create_connection(listener.getsockname()))
+            intruders[-1].sendall(b"x")
         return listener
 
     socket_setup._listen = overheard
@@ -149,8 +149,8 @@ def meets_many_strangers() -> bool:
     return type(gather).__name__ == "SocketGather"
 
 
-def test_silent_strangers_hold_nobody_up(sites):
-    assert sites(2).run(meets_many_strangers) == [True, True]
+def test_silent_intruders_hold_nobody_up(sites):
+    assert sites(2).run(meets_many_intruders) == [True, True]
 
 
 def test_status_requests_tell_processes_that_live_from_others(monkeypatch):
@@ -182,10 +182,10 @@ def test_reports_arrive_in_order_and_garbage_does_not(monkeypatch):
     slow = socket.create_connection(place)
     slow.sendall(other.member.token[:3])
     for garbage in (b"", b"\x80\x04N.", b"GET / HTTP/1.1\r\n\r\n" * 100, other.member.token + b"!" + b"\xff" * 40):
-        with socket.create_connection(place) as stranger:
-            stranger.sendall(garbage)
-    with socket.create_connection(place) as stranger:  # a member with a message that is none
-        stranger.sendall(other.member.token + b"!" + (4).to_bytes(4, "little") + b"\x80\x04N.")
+        with socket.create_connection(place) as intruder:
+            intruder.sendall(garbage)
+    with socket.create_connection(place) as intruder:  # a member with a message that is none
+        intruder.sendall(other.member.token + b"!" + (4).to_bytes(4, "little") + b"\x80\x04N.")
     second, first = one.make_report("the disk is full"), one.make_report(None)._replace(number=0)
     for report in (second, first):
         tell({0: other.member}, report, 5.0)

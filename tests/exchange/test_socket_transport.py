@@ -79,19 +79,19 @@ def test_all_sites_go_by_gloo_where_one_cannot_do_otherwise(sites):
     assert sites(2).run(falls_back) == ["PointToPointGather"] * 2
 
 
-def meets_a_stranger() -> bool:
+def meets_a_intruder() -> bool:
     """Somebody else calls first, on one site's listener, and says nothing or nonsense."""
     from dadplug.exchange import socket_setup
 
     listen = socket_setup._listen
-    strangers = []
+    intruders = []
 
     def overheard():
         listener = listen()
         for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64)):
-            stranger = socket.create_connection(listener.getsockname())
-            stranger.sendall(words)
-            strangers.append(stranger)
+            intruder = socket.create_connection(listener.getsockname())
+            intruder.sendall(words)
+            intruders.append(intruder)
         return listener
 
     socket_setup._listen = overheard
@@ -107,8 +107,8 @@ def meets_a_stranger() -> bool:
     return isinstance(gather, SocketGather) and total == 3.0
 
 
-def test_strangers_are_turned_away(sites):
-    assert sites(2).run(meets_a_stranger) == [True, True]
+def test_intruders_are_turned_away(sites):
+    assert sites(2).run(meets_a_intruder) == [True, True]
 
 
 def disagrees() -> str:
@@ -130,7 +130,7 @@ def test_sites_at_different_exchanges_are_told_so(sites):
 
 
 def helper_finds_out() -> bool:
-    """The thread reads the head that is wrong, and the one that trains is told all the same."""
+    """The helper thread reads the wrong head, and the one that trains still raises the error."""
     meeting = transport()
     size = 1 << 20
     gather = meeting.gather([size + meeting.rank] * meeting.world_size, torch.float32)

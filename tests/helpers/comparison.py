@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def shares(samples: int, rank: int, world_size: int, step: int) -> slice:
-    """Cuts a batch unevenly, in another way each step."""
+    """Cut a batch unevenly, in another way each step."""
     cuts = sorted((17 * (step + 1) * (site + 1)) % (samples - 1) + 1 for site in range(world_size - 1))
     bounds = [0, *cuts, samples]
     return slice(bounds[rank], bounds[rank + 1])

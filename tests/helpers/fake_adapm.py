@@ -22,7 +22,7 @@ def as_type(tensor, dtype, count):
 
 
 class Cluster:
-    """What the nodes share: the owners' values, who holds which replica, and requests under way.
+    """Shared state of the nodes: the owners' values, who holds which replica, and requests under way.
 
     Args:
         nodes: how many there are.

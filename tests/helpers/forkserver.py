@@ -2,7 +2,7 @@
 
 Importing them takes 2 to 5 seconds of processor time, in every process of every test that starts one. Here it is
 done once: `start` asks a server for a copy of itself, which becomes the program, with arguments, environment, folder
-and output of its own, and ends like any interpreter: exit handlers, last words of unhandled errors, finalisation.
+and output of its own, and ends like any interpreter: exit handlers, messages of unhandled errors, finalisation.
 
 What a program can notice: the libraries in PRELOADED are in `sys.modules` (dadplug is not); environment variables
 that they read when imported have no effect, but for OMP_NUM_THREADS and numba's; `sys.executable`, with which it
@@ -56,29 +56,29 @@ class Program:
         return report
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end; raises TimeoutError. Returns the status, a signal's number being negative."""
+        """Wait for the end and return the status, negative for a signal; TimeoutError if it takes too long."""
         if self.returncode is None:
             self.returncode = int(self._report(timeout))
             self._connection.close()
         return self.returncode
 
     def poll(self) -> int | None:
-        """Returns the status, or None while the program runs."""
+        """Return the status, or None while the program runs."""
         with contextlib.suppress(TimeoutError, BlockingIOError):
             return self.wait(0.0)
         return None
 
     def send_signal(self, number: int, group: bool = False) -> None:
-        """Sends a signal to the program, or to its group of processes, which it leads."""
+        """Send a signal to the program, or to its group of processes, which it leads."""
         if self.poll() is None:
             (os.killpg if group else os.kill)(self.pid, number)
 
     def kill(self) -> None:
-        """Ends the program and all processes of its group."""
+        """End the program and all processes of its group."""
         self.send_signal(signal.SIGKILL, group=True)
 
     def read(self) -> tuple[str, str]:
-        """Returns what has been printed so far to standard output and to standard error."""
+        """Return what has been printed so far to standard output and to standard error."""
         return _content(self._output), _content(self._errors)
 
 
@@ -94,7 +94,7 @@ def start(
     preload: Sequence[str] = (),
     inherit: Sequence[int] = (),
 ) -> Program:
-    """Starts a program, as the leader of a session of its own.
+    """Start a program, as the leader of a session of its own.
 
     Args:
         command: a script, or ``-m`` and a module, or ``-c`` and code; then arguments.
@@ -123,7 +123,7 @@ _servers: dict[tuple[str, ...], tuple[str, Any]] = {}
 
 
 def _address(preload: tuple[str, ...]) -> str:
-    """Returns the address of the server with these libraries, started when first asked for."""
+    """Return the address of the server with these libraries, started when first asked for."""
     if preload not in _servers or _servers[preload][1].poll() is not None:
         folder = tempfile.mkdtemp(prefix="dadplug-tests-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -144,7 +144,7 @@ def _address(preload: tuple[str, ...]) -> str:
 
 
 def stop() -> None:
-    """Ends the servers; programs that still run are the business of those who started them."""
+    """End the servers; programs that still run are the business of those who started them."""
     for preload in sorted(_servers, key=len, reverse=True):
         server = _servers.pop(preload)[1]
         server.kill()
@@ -177,7 +177,7 @@ os._exit(status)
 
 
 def _serve(address: str) -> dict[str, Any] | None:
-    """Forks for each request until the parent has ended; returns the request in a child, None in the server."""
+    """Fork for each request until the parent has ended; return the request in a child, None in the server."""
     parent = os.getppid()
     stand_in = Path(address).with_name("python")
     stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address, room=2 * _LONGEST))
@@ -236,7 +236,7 @@ def _reap(running: dict[int, socket.socket]) -> None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Runs the program in this process."""
+    """Run the program in this process."""
     *standard, inherited = *request["descriptors"][:3], request["descriptors"][3:]
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
@@ -266,7 +266,7 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _reconfigure() -> None:
-    """Applies what the imported libraries would have read from the environment."""
+    """Apply what the imported libraries would have read from the environment."""
     import numba
     import numpy as np
     import torch

@@ -12,7 +12,7 @@ def backward(layer, weights, *inputs, **named):
 
 
 def matches_autograd(layer: nn.Module, *inputs, **named) -> None:
-    """Runs a layer with and without capture: output, gradients, and what its factors say of them."""
+    """Run a layer with and without capture: output, gradients, and what its factors say of them."""
     layer.double()
     given = [x.double().requires_grad_() if x.is_floating_point() else x for x in inputs]
     differentiable = [x for x in (*given, *named.values()) if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -72,7 +72,7 @@ def t5() -> nn.Module:
 
 
 def with_lora(model: nn.Module, layers: list[str], **options: Any) -> nn.Module:
-    """Wraps the named layers in peft's LoRA; all else is frozen, unless peft is told to save it."""
+    """Wrap the named layers in peft's LoRA; all else is frozen, unless peft has to save it."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.0, target_modules=layers, **options))
@@ -258,7 +258,7 @@ SUBJECTS = {
 
 
 def in_64_bits(model: nn.Module) -> nn.Module:
-    """Replaces norms that compute in 32 bits whatever the type of their input."""
+    """Replace norms that compute in 32 bits whatever the type of their input."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child).__name__ in ("LlamaRMSNorm", "T5LayerNorm"):

@@ -29,7 +29,7 @@ class Simulation:
         return lambda target, message: self.on_the_way.append((rank, target, message))
 
     def deliver(self) -> None:
-        """Delivers one of the messages that are on their way."""
+        """Deliver one of the messages that are on their way."""
         sender, target, message = self.on_the_way.pop(self.random.randrange(len(self.on_the_way)))
         self.engines[target].receive(sender, message)
 

@@ -55,7 +55,7 @@ CALL_TIMEOUT = 120.0
 
 
 def free_port() -> int:
-    """Finds a port that nobody uses at the moment."""
+    """Find a port that nobody uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -69,7 +69,7 @@ def valid_modes() -> str:
 
 
 def load(path: str) -> ModuleType:
-    """Imports a test module by its path, once."""
+    """Import a test module by its path, once."""
     name = f"loaded_{Path(path).stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -82,7 +82,7 @@ def load(path: str) -> ModuleType:
 
 
 def serve_calls(key: bytes, rank: int, world_size: int, port: int) -> None:
-    """Answers calls through the pipe that was inherited, as one site of a group."""
+    """Answer calls through the pipe that was inherited, as one site of a group."""
     import torch
 
     import dadplug
@@ -102,7 +102,7 @@ def serve_calls(key: bytes, rank: int, world_size: int, port: int) -> None:
 
 @dataclass
 class Outcome:
-    """What a call came to at one site."""
+    """Outcome of a call at one site."""
 
     kind: str  # "ok", "failed" (raised), "ended" (the process has gone) or "late" (no answer in time)
     value: Any = None  # what the function returned, or the traceback, or what the process had printed
@@ -150,18 +150,18 @@ class Sites:
         return all(process.poll() is None for process in self.processes)
 
     def run(self, function: Any, *args: Any, timeout: float = CALL_TIMEOUT) -> list[Any]:
-        """Runs a module-level function on every site; returns the results by rank, or fails the test."""
+        """Run a module-level function on every site; return the results by rank, or fail the test."""
         self.start(function, *args)
         return self._collect(timeout)
 
     def start(self, function: Any, *args: Any) -> None:
-        """Starts a module-level function on every site; `outcomes` waits for it."""
+        """Start a module-level function on every site; `outcomes` waits for it."""
         self._started = time.monotonic()
         for pipe in self._pipes:
             pipe.send((function.__code__.co_filename, function.__name__, args))
 
     def outcomes(self, timeout: float = CALL_TIMEOUT) -> list[Outcome]:
-        """Waits for what was started; tells by rank what came of it, whether or not all have answered."""
+        """Wait for the calls that were started; return the outcome by rank, whether or not all have answered."""
         waiting = dict(enumerate(self._pipes))
         found = [Outcome("late") for _ in waiting]
         deadline = time.monotonic() + timeout
@@ -175,11 +175,11 @@ class Sites:
         return found
 
     def kill(self, rank: int) -> None:
-        """Ends a site as a crash would (SIGKILL)."""
+        """End a site as a crash would (SIGKILL)."""
         self.processes[rank].kill()
 
     def stop(self, rank: int) -> None:
-        """Freezes a site (SIGSTOP); closing the group ends it, too."""
+        """Freeze a site (SIGSTOP); closing the group ends it, too."""
         self.processes[rank].send_signal(signal.SIGSTOP)
 
     def _collect(self, timeout: float) -> list[Any]:
@@ -196,7 +196,7 @@ class Sites:
         return [each.value for each in found]
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         for process in self.processes:
             process.kill()
             process.wait(10)
@@ -209,14 +209,14 @@ atexit.register(lambda: close_all())
 
 
 def sites(world_size: int) -> Sites:
-    """Returns the group of this size, started when first asked for."""
+    """Return the group of this size, started when first asked for."""
     if world_size not in _groups or not _groups[world_size].alive:
         _groups[world_size] = Sites(world_size)
     return _groups[world_size]
 
 
 def close_all() -> None:
-    """Ends all groups."""
+    """End all groups."""
     while _groups:
         _groups.popitem()[1].close()
     forkserver.stop()
@@ -237,7 +237,7 @@ def run_programs(
     folder: Path | None = None,
     preload: Sequence[str] = (),
 ) -> list[Finished]:
-    """Runs programs side by side and waits for all; those that take too long are killed, and the test fails.
+    """Run programs side by side and wait for all; those that take too long are killed, and the test fails.
 
     Args:
         commands: arguments of the interpreter, for each program; see `forkserver.start` for those it knows.
@@ -264,7 +264,7 @@ def run_programs(
 
 
 def site_scripts(code: str, tmp_path: Path, world_size: int = 2, port: int | None = None) -> list[list[str]]:
-    """Writes a script that joins the sites as RANK before `code` runs; returns a command for each site."""
+    """Write a script that joins the sites as RANK before `code` runs; return a command for each site."""
     port = free_port() if port is None else port
     script = tmp_path / "site.py"
     head = (

@@ -16,7 +16,7 @@ cross_entropy = nn.functional.cross_entropy
 
 
 def batches(count: int, seed: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Returns each batch as the rows of every site."""
+    """Return each batch as the rows of every site."""
     generator = torch.Generator().manual_seed(seed)
     every = []
     for _ in range(count):
@@ -27,7 +27,7 @@ def batches(count: int, seed: int = 0) -> list[list[tuple[torch.Tensor, torch.Te
 
 
 def loader(count: int, site: int | None, seed: int = 0) -> DataLoader:
-    """Builds the loader of a site; of one process with all sites' rows, where there is none."""
+    """Build the loader of a site; of one process with all sites' rows, where there is none."""
     every = batches(count, seed)
     if site is None:
         own: list[Any] = [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in every]
@@ -310,7 +310,7 @@ PROGRAMS = {
 
 
 def trainer(strategy: Any, module: Plain, **settings: Any) -> pl.Trainer:
-    """Builds the Trainer of a program."""
+    """Build the Trainer of a program."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet |= {"enable_checkpointing": False, "use_distributed_sampler": False, "num_sanity_val_steps": 1}
     own = {"max_epochs": 2, "precision": "64-true", "callbacks": module.callbacks()} | module.settings

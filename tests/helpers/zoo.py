@@ -229,7 +229,7 @@ class Twice(nn.Module):
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Builds a model of the zoo, the same for the same random state."""
+    """Build a model of the zoo, the same for the same random state."""
     model = ZOO[name][0]()
     for parameter in model.parameters():
         if parameter.is_floating_point():  # a complex one stays as it is
@@ -241,14 +241,14 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def batch(name: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draws inputs and targets of a number of samples."""
+    """Draw inputs and targets of a number of samples."""
     generator = torch.Generator().manual_seed(seed)
     inputs = ZOO[name][1](count, generator)
     return inputs, torch.randint(0, 4, (count,), generator=generator)
 
 
 def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Runs a model of the zoo and takes the mean cross-entropy."""
+    """Run a model of the zoo and return the mean cross-entropy."""
     outputs = model(inputs)
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs
     return nn.functional.cross_entropy(logits, targets)

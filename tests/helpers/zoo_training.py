@@ -30,7 +30,7 @@ def micro_batches(name: str, step: int, world_size: int) -> list:
 
 
 def trains(name: str, mode: str, steps: int, options: dict | None = None, nodes: list | None = None) -> float:
-    """Trains beside one process with all rows; returns the largest error of a gradient, relative to its norm.
+    """Train beside one process with all rows; return the largest error of a gradient, relative to its norm.
 
     Args:
         name: the model.
@@ -67,7 +67,7 @@ def trains(name: str, mode: str, steps: int, options: dict | None = None, nodes:
 
 
 def exactly(reduction: dadplug.GradientReduction, reference: torch.nn.Module, groups: list, where: str) -> float:
-    """Compares with the gradients of one process that has all rows; returns the largest error."""
+    """Compare with the gradients of one process that has all rows; return the largest error."""
     reference.zero_grad()
     agreed_loss(reference, groups).backward()
     worst = 0.0

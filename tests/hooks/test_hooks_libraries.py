@@ -19,7 +19,7 @@ def conv1d(out: int, width: int) -> nn.Module:
 
 
 def named(name: str, kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns a class that has the name of a library's."""
+    """Return a class that has the name of a library's."""
     module, _, qualified = name.rpartition(".")
     return type(qualified, (kind,), {"__module__": module, "__qualname__": qualified, "forward": kind.forward})
 

@@ -1,4 +1,4 @@
-"""What the hub's membership does as time passes: silent, hanging and late sites."""
+"""The hub's membership as time passes: silent, hanging and late sites."""
 
 from __future__ import annotations
 

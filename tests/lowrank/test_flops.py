@@ -1,4 +1,4 @@
-"""What a training step computes, by torch's own counter: backward forms no weight gradient that factors stand for."""
+"""Operations of a training step, by torch's own counter: backward forms no weight gradient that factors stand for."""
 
 from __future__ import annotations
 

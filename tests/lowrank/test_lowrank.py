@@ -20,7 +20,7 @@ SIZES = st.integers(1, 40)
 
 @pytest.fixture(params=["numba", "torch"])
 def implementation(request, monkeypatch):
-    """Runs a test with the numba kernels, and with those in torch alone."""
+    """Run a test with the numba kernels, and with those in torch alone."""
     if request.param == "torch":
         monkeypatch.setattr(dispatch, "cpu_kernels", lambda: portable)
     return request.param

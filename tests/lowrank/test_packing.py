@@ -1,4 +1,4 @@
-"""What travels, and back: int8 rows, the largest elements, sums of products, by every implementation."""
+"""Encoding and decoding: int8 rows, the largest elements, sums of products, by every implementation."""
 
 from __future__ import annotations
 

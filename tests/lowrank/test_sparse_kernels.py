@@ -35,7 +35,7 @@ def torch_only():
 
 @pytest.fixture(params=["numba", "torch"])
 def implementation(request):
-    """Runs a test with the numba kernels, and with those in torch alone."""
+    """Run a test with the numba kernels, and with those in torch alone."""
     if request.param == "numba":
         yield request.param
         return
@@ -51,7 +51,7 @@ def case(count, width, n, seed, dtype):
 
 
 def both(function):
-    """Calls a function with either implementation."""
+    """Call a function with either implementation."""
     by_numba = function()
     with torch_only():
         by_torch = function()
@@ -105,7 +105,7 @@ def test_scatter_add_adds_equal_rows_up(count, width, n, seed, dtype, scale):
 
 
 def optimize(kind, table, batches):
-    """Runs a torch optimizer on sparse gradients."""
+    """Run a torch optimizer on sparse gradients."""
     weights = torch.nn.Parameter(table.clone())
     optimizer = {
         "adagrad": lambda: torch.optim.Adagrad([weights], lr=0.1),

@@ -28,7 +28,7 @@ def step(reduction, model, samples, seed=0):
 
 
 def with_link(reduction, slow: bool):
-    """Gives a reduction a link that all sites believe in: bytes cost, or computing does."""
+    """Give a reduction a link that all sites believe in: bytes cost, or computing does."""
     reduction._planner._link = LinkCosts(1e-4, 1e-6, 1e-6, 0.0) if slow else LinkCosts(0.0, 0.0, 0.0, 1e-9)
     return reduction
 

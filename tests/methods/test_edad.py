@@ -99,7 +99,7 @@ def test_any_rows_at_any_site_in_any_number_of_passes(sites, name):
 
 
 class Wanders(nn.Module):
-    """What a step does beyond the first one's way."""
+    """Steps that differ from the first one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What lossy methods keep between steps: steps that do not count, gradients that are replaced, the loss scale.
+"""State of lossy methods between steps: steps that do not count, gradients that are replaced, the loss scale.
 
 Every loop with a surprise is compared with the loop of the same mode in which the surprise does not happen.
 """

@@ -21,7 +21,7 @@ from dadplug.exchange.wire import QuantisedFormat, WireFormat
 
 
 def settled(name: str, mode: str, **options) -> tuple[dict, dict, tuple[int, int]]:
-    """Takes three steps; returns paths and reasons by parameter, and the bytes sent beside those of the plan."""
+    """Take three steps; return paths and reasons by parameter, and the bytes sent beside those of the plan."""
     torch.manual_seed(0)
     model = zoo.build(name)
     reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)

@@ -1,4 +1,4 @@
-"""The examples, as a user runs them, and a script in the form of the seeds'."""
+"""The examples, as a user runs them, and a script in the form of the published experiments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The loop zoo: training loops as users write them, in every mode, at two sites with unequal rows.
 
-Each loop runs with `GradientReduction` and once more with gradients averaged by hand, in float64; lossy modes are held
+Each loop runs with `GradientReduction` and again with gradients averaged by hand, in float64; lossy modes are held
 against the published algorithm, see `loops.reference`.
 """
 

@@ -1,4 +1,4 @@
-"""What a loop must not do is an error on all sites, before any parameter has changed."""
+"""Loops that are refused: an error on all sites, before any parameter has changed."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Paths = dict[str, str]
 
 
 def gradients(model: nn.Module, batch: others.Batch, share: float = 1.0) -> Gradients:
-    """Returns autograd's own gradients of a batch's loss, by name."""
+    """Return autograd's own gradients of a batch's loss, by name."""
     model.zero_grad()
     (share * others.loss(model, batch)).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -42,14 +42,14 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 
 def progress(name: str, model: nn.Module) -> float:
-    """Returns how far the loss of the first batch has come from the start."""
+    """Return how far the loss of the first batch has come from the start."""
     first = others.union(others.batch(name, COUNTS, 0))
     with torch.no_grad():
         return float(others.loss(others.build(name).eval(), first) - others.loss(copy.deepcopy(model).eval(), first))
 
 
 def one_process(name: str) -> tuple[list[Gradients], float]:
-    """Trains in one process with all rows; returns each step's gradients, and how far the loss has come."""
+    """Train in one process with all rows; return each step's gradients, and how far the loss has come."""
     model, found = others.build(name), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -120,7 +120,7 @@ class Lossy(Check):
         assert math.hypot(*limits) < 0.9 * whole, "the limits would let a gradient of zeros pass"
 
     def expect(self, parameter: str, found: Tensor, own: list[Tensor]) -> tuple[Tensor, float]:
-        """Returns the gradient that is expected of the sites' own, as matrices, and how far the agreed one may be."""
+        """Return the gradient that is expected of the sites' own, as matrices, and how far the agreed one may be."""
         return sum(own), 0.0
 
 
@@ -164,7 +164,7 @@ class Largest(Lossy):
 
 
 def trains(name: str, check: Check, steps: int = STEPS, *, spoil: float | None = None, **options: Any) -> Paths:
-    """Trains on this site.
+    """Train on this site.
 
     Args:
         name: the model.

@@ -30,7 +30,7 @@ SIZES = (2, 4) if FULL else (2,)
 
 
 def is_refused(name: str, mode: str) -> None:
-    """A model without a chain of layers is told to take another mode, by all sites in the first step."""
+    """A model without a chain of layers is refused with another mode named, by all sites in the first step."""
     reduction = dadplug.GradientReduction(model := zoo.build(name), mode=mode)
     zoo.loss(model, *zoo.batch(name, 5, seed=dist.get_rank())).backward()
     with pytest.raises(ValueError, match="Use mode='dad'"):

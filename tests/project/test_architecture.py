@@ -152,7 +152,7 @@ def starts_wrongly(docstring: str) -> bool:
 
 @pytest.fixture
 def tree(tmp_path):
-    """Returns a function that writes modules, given by path, and returns the root of the tree."""
+    """Return a function that writes modules, given by path, and returns the root of the tree."""
 
     def write(files: dict[str, str]) -> Path:
         files = {f"{folder}/__init__.py": "" for folder in architecture.FOLDERS} | files

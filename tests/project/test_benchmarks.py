@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 def program(name):
-    """Imports a benchmark; its neighbours are found as when it runs."""
+    """Import a benchmark; its neighbours are found as when it runs."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return support.load(str(FOLDER / f"{name}.py"))

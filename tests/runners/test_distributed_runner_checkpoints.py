@@ -15,7 +15,7 @@ from catalyst_training import Losses, net, train
 
 
 def checkpointed(folder: str, epochs: int, resume: str | None, by_argument: bool, mode: str) -> tuple:
-    """Trains with dropout, momentum, a schedule and a warm-started compressor; returns losses and parameters."""
+    """Train with dropout, momentum, a schedule and a warm-started compressor; return losses and parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 4)

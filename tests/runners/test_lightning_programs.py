@@ -87,7 +87,7 @@ def test_under_torchrun(program):
 
 
 def machines(program: str, variables: str = "NODE_RANK", **env: str) -> list[support.Finished]:
-    """Runs the program as on two machines, which differ in environment variables; the command line sets them."""
+    """Run the program as on two machines, which differ in environment variables; the command line sets them."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port()), **env}
     start = "import os, runpy, sys; rank = sys.argv.pop(1); "
     start += f"os.environ.update(dict.fromkeys({variables!r}.split(), rank)); "

@@ -24,7 +24,7 @@ def rank() -> int:
 
 
 def fit(name: str, mode: str | None) -> tuple:
-    """Trains a program; by Lightning alone in one process, where there is no mode."""
+    """Train a program; by Lightning alone in one process, where there is no mode."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     site = None if mode is None else rank()

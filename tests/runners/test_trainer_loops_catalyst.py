@@ -40,7 +40,7 @@ def loaders() -> dict[str, DataLoader]:
 
 
 def batches(skips: tuple[int, ...] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the batches of all sites together; of the first alone where the second skips."""
+    """Return the batches of all sites together; of the first alone where the second skips."""
     parts = [[part.split(ROWS[site]) for part in rows(site)] for site in range(2)]
     return [
         tuple(torch.cat([parts[site][kind][number] for site in range(1 if number in skips else 2)]) for kind in (0, 1))
@@ -103,7 +103,7 @@ def adversaries() -> nn.ModuleDict:
 
 
 def program(name: str, mode: str) -> list[torch.Tensor]:
-    """Trains a program at this site."""
+    """Train a program at this site."""
     options = {"split_data": False, "timeout": 30} | MODES[mode]
     criterion, callbacks, runner = nn.CrossEntropyLoss(), [], DistributedRunner(mode=mode, **options)
     if name == "adversaries":
@@ -146,7 +146,7 @@ def program(name: str, mode: str) -> list[torch.Tensor]:
 
 
 def reference(name: str) -> list[torch.Tensor]:
-    """Trains the program by a plain loop on all sites' rows."""
+    """Train the program by a plain loop on all sites' rows."""
     if name == "adversaries":
         parts = adversaries()
         optimizers = {key: torch.optim.Adam(part.parameters(), lr=0.02) for key, part in parts.items()}
@@ -246,7 +246,7 @@ def test_an_error_at_one_site_reaches_the_others_with_its_reason_and_training_ca
 
 
 def states_of_two_runs(folder: str) -> tuple[int, int]:
-    """Steps in the compressor's state of two runs' first checkpoints."""
+    """Step in the compressor's state of two runs' first checkpoints."""
     runner, steps = DistributedRunner(mode="rankdad", rank=2, split_data=False), []
     for count in (7, 3):
         model = net()

@@ -22,7 +22,7 @@ Gradients = dict[str, Tensor | None]
 
 
 class Agreement:
-    """What the sites of one reduction have to agree on, step by step, with the error memories of all sites.
+    """Gradients that the sites of one reduction have to agree on, step by step, with the error memories of all sites.
 
     Args:
         options: the reduction's options.

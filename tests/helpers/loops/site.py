@@ -1,4 +1,4 @@
-"""What a loop works with: models, rows and reductions, and a record of every gradient that was agreed on."""
+"""Material of a loop: models, rows and reductions, and a record of every gradient that was agreed on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, CLASSES = 6, 4
 
 @dataclass
 class Record:
-    """What one `agree` left.
+    """Result of one `agree`.
 
     Attributes:
         gradients: the agreed gradients, by name.
@@ -105,7 +105,7 @@ def gather(trained: dict[str, nn.Parameter], rows: int) -> tuple[list[Gradients]
 
 
 class Site:
-    """What a loop gets: its place among the sites, and the same calls with `GradientReduction` and by hand.
+    """Argument of a loop: its place among the sites, and the same calls with `GradientReduction` and by hand.
 
     Args:
         options: options of the reductions.
