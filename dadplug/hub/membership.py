@@ -61,6 +61,7 @@ from .actions import (
 from .sites import Phase, Sites
 
 _MEDIAN_OF, _MEDIAN_NEEDS = 32, 5  # steps
+_JITTER = 0.05  # seconds by which no member is late
 
 
 class Membership:
@@ -118,8 +119,6 @@ class Membership:
     def accepts(self, slot: int, step: int) -> bool:
         """Return whether a site's frame for a step counts; otherwise it is to be discarded."""
         return self.started and step == self.open_step and self._sites[slot].phase is Phase.MEMBER
-
-    # Events.
 
     def dial(self, name: str, instance: int, position: Position, now: float) -> list[Action]:
         """Take a site that dials in; its name has been verified.
@@ -370,7 +369,7 @@ class Membership:
         )
 
     def _skip_time(self) -> float:
-        return self._step_start + self._rules.patience * statistics.median(self._durations)
+        return self._step_start + max(_JITTER, self._rules.patience * statistics.median(self._durations))
 
     def _progress_deadline(self, slot: int) -> float | None:
         """Return when a participant is lost though it is alive; None while nobody waits for it."""

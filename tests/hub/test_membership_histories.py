@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 from collections import deque
 
+import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis import Phase as Part
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -34,7 +36,7 @@ class SimulatedSite:
         self.disconnect()
 
     def disconnect(self) -> None:
-        self.connected = self.frozen = self.hangs = False
+        self.connected = self.frozen = self.hangs = self.is_leaving = False
         self.up: deque[tuple] = deque()
         self.down: deque[object] = deque()
         self.awaits_state = self.takes_part = self.has_ended = False
@@ -42,6 +44,8 @@ class SimulatedSite:
 
     def receive(self) -> None:
         message = self.down.popleft()
+        if self.is_leaving:
+            return
         if isinstance(message, tuple):
             kind, *fields = message
             {"frame": self.on_frame, "state": self.on_state}[kind](*fields)
@@ -65,10 +69,11 @@ class SimulatedSite:
     def on_start(self, message: actions.Start) -> None:
         self.frames, self.takes_part, self.has_ended = {}, False, False
         self.awaits_state = self.slot not in message.holders
-        if not self.awaits_state:
-            if self.position != self.dialled:
-                self.up.append(("lost",))
+        if not self.awaits_state and self.position == self.dialled:
             self.position = message.position
+        elif not self.awaits_state:  # it has received another state meanwhile
+            self.up.append(("lost",))
+            self.is_leaving = True
 
     def on_join(self, message: actions.Join) -> None:
         self.frames.setdefault(message.step, {}).pop(message.slot, None)
@@ -112,8 +117,9 @@ class Histories(RuleBasedStateMachine):
         late=st.sampled_from(["wait", "skip"]),
         kept=st.integers(1, 4),
         start_timeout=st.sampled_from([None, 8.0]),
+        rounds=st.integers(0, 7),
     )
-    def begin(self, count, min_sites, late, kept, start_timeout):
+    def begin(self, count, min_sites, late, kept, start_timeout, rounds):
         self.rules_ = Rules(
             min(min_sites, count), late, 2.0, SITE_TIMEOUT, PROGRESS_TIMEOUT, start_timeout, kept, max_lag=3
         )
@@ -124,6 +130,8 @@ class Histories(RuleBasedStateMachine):
         self.closed: dict[Position, tuple[int, ...]] = {}  # over all lives
         self.digests = {FRESH: 0}
         self.start_hub(None)
+        for _ in range(rounds):
+            self.settle()
 
     def start_hub(self, closed: Position | None) -> None:
         self.lives += 1
@@ -134,7 +142,7 @@ class Histories(RuleBasedStateMachine):
         self.routes: dict[int, int] = {}  # joiner: donor
         self.ended: dict[int, float] = {}  # END of the open step: when
         self.paused = False
-        self.waits = {}
+        self.opened = self.hub.open_step
 
     # The hub's process around the state machine.
 
@@ -157,7 +165,6 @@ class Histories(RuleBasedStateMachine):
         if action.position is not None and not action.needs_state:
             site.dialled_position = Position(action.position.life, site.dialled_position.step)
         site.down.append(action)
-        self.opened = self.hub.open_step if self.hub.started else 0
 
     def do_refuse(self, action):
         raise AssertionError(action)
@@ -234,6 +241,7 @@ class Histories(RuleBasedStateMachine):
     def do_resume(self, action):
         assert self.paused
         self.paused = False
+        self.ended = dict.fromkeys(self.ended, self.now)  # pauses do not count
 
     # What happens.
 
@@ -251,15 +259,20 @@ class Histories(RuleBasedStateMachine):
             site.dialled_position = site.position
             self.carry_out(self.hub.dial(f"s{site.slot}", site.instance, site.position, self.now))
 
-    @rule(slot=SLOTS, count=st.integers(1, 8))
-    def work(self, slot, count):
-        """A few sites work and their messages arrive, in turns."""
-        for turn in range(count):
-            site = self.sites[(slot + turn) % len(self.sites)]
-            self.serial += 1
-            site.work(self.serial)
-            self.deliver_down(site.slot, 9)
-            self.deliver_up(site.slot, 9)
+    @rule(slots=st.sets(SLOTS, min_size=1), rounds=st.integers(1, 3), dialling=st.booleans())
+    def train(self, slots, rounds, dialling):
+        """Some sites work, and all their messages arrive; those without a connection may dial."""
+        for slot in sorted(slots) * rounds:
+            if dialling:
+                self.dial(slot)
+            self.deliver_down(slot, 1000)
+            self.work(slot)
+            self.deliver_up(slot, 1000)
+
+    @rule(slot=SLOTS)
+    def work(self, slot):
+        self.serial += 1
+        self.sites[slot % len(self.sites)].work(self.serial)
 
     @rule(slot=SLOTS, count=st.integers(1, 3))
     def deliver_up(self, slot, count):
@@ -383,6 +396,7 @@ Histories.TestCase.settings = settings(
     max_examples=HISTORIES,
     stateful_step_count=40,
     deadline=None,
+    phases=[Part.explicit, Part.reuse, Part.generate, Part.shrink],
     suppress_health_check=list(HealthCheck),
 )
-TestHistories = Histories.TestCase
+TestHistories = pytest.mark.timeout(300 + HISTORIES)(Histories.TestCase)
