@@ -76,8 +76,8 @@ def train(arguments, data, mode: str, split: str, seed: int, rank: int):
     after = sent_by_interface()
     sent = runner.reduction.traffic.total_bytes_sent if before is None or after is None else after - before
     equal = runner.reduction.first_difference() is None
-    told = runner.reduction.gather_objects(curve.losses)
-    losses = [statistics.fmean(step) for step in zip(*told)]
+    reported = runner.reduction.gather_objects(curve.losses)
+    losses = [statistics.fmean(step) for step in zip(*reported)]
     return losses, curve.accuracies, sent, equal
 
 

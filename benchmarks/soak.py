@@ -203,9 +203,9 @@ def run_site(arguments: argparse.Namespace) -> int:
         if os.environ["RANK"] == "0":
             grown = ", ".join(f"{each.memory[0]:.1f} to {each.memory[-1]:.1f}" for each in every if each.memory)
             off = f", gradients within {max(each.worst_gradient for each in every):.0e} of autograd's"
-            told = f"{verdict.steps} steps, first difference: {verdict.first_difference or 'none'}, MB {grown}"
+            reported = f"{verdict.steps} steps, first difference: {verdict.first_difference or 'none'}, MB {grown}"
             exact = parse(name)[0] in EXACT
-            print(f"{name}: {'FAILED' if faults else 'passed'}: {told}{off if exact else ''}", *faults, sep="\n  ")
+            print(f"{name}: {'FAILED' if faults else 'passed'}: {reported}{off if exact else ''}", *faults, sep="\n  ")
             sys.stdout.flush()
     return int(failed > 0)
 

@@ -252,11 +252,11 @@ def test_what_hangs_on_values_is_told_with_its_line(kind, line, message):
     model = OnValues(kind)
     managed = AdaModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = AdaDataLoader([torch.tensor([1, 2, 3])], managed)
-    with pytest.raises(IntentError) as told:
+    with pytest.raises(IntentError) as refused:
         list(loader)
-    assert line in str(told.value)
-    assert message in str(told.value)
-    assert "Give AdaDataLoader intent=" in str(told.value)
+    assert line in str(refused.value)
+    assert message in str(refused.value)
+    assert "Give AdaDataLoader intent=" in str(refused.value)
     by_hand = AdaDataLoader([torch.tensor([1, 2, 3])], managed, intent=lambda ids: {"words.weight": ids})
     assert len(list(by_hand)) == 1
 

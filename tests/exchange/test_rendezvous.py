@@ -50,10 +50,10 @@ def listens() -> tuple[list[tuple[str, int]], int, bool, bool]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_sites_listen_on_one_address_only_and_leave_the_process_as_it_is(sites):
     results = sites(2).run(listens)
-    for found, _, told, hooked in results:
+    for found, _, reported, hooked in results:
         assert found
         assert not [address for address, _ in found if not address.strip("0")]  # 0.0.0.0 and [::]
-        assert not told
+        assert not reported
         assert not hooked
     found, port, _, _ = results[0]
     assert ("0100007F", port) in found  # 127.0.0.1

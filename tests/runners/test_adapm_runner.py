@@ -46,7 +46,10 @@ class Own(AdaPMRunner):
 def trains(kind: str, how: str) -> None:
     expected = one_process(kind, accumulation=2 if how == "accumulates" else 1)
     watch, model = Watch(), Scores()
-    told = {"function": lambda batch: {"words.weight": batch[0][:, :3], "tags.weight": batch[0][:, 3:]}, "none": None}
+    intents = {
+        "function": lambda batch: {"words.weight": batch[0][:, :3], "tags.weight": batch[0][:, 3:]},
+        "none": None,
+    }
     callbacks: list = [watch]
     if how == "accumulates":
         callbacks += [dl.OptimizerCallback(metric_key="loss", accumulation_steps=2)]
@@ -54,7 +57,11 @@ def trains(kind: str, how: str) -> None:
         callbacks += [dl.BackwardCallback(metric_key="loss"), dl.OptimizerCallback(metric_key="loss")]
     kinds = {"own": Own}
     runner = run(
-        model, kind, callbacks=callbacks, options={"intent": told.get(how, "auto")}, runner=kinds.get(how, AdaPMRunner)
+        model,
+        kind,
+        callbacks=callbacks,
+        options={"intent": intents.get(how, "auto")},
+        runner=kinds.get(how, AdaPMRunner),
     )
     assert watch.pushed == [0, 0]
     assert runner.managed is None
@@ -136,9 +143,9 @@ def warns() -> list[str]:
 
 
 def test_what_automatic_intent_cannot_see_is_told_once(sites):
-    for told in sites(2).run(warns):
-        assert len(told) == 1
-        assert "it draws random numbers" in told[0]
+    for reported in sites(2).run(warns):
+        assert len(reported) == 1
+        assert "it draws random numbers" in reported[0]
 
 
 PROGRAM = """

@@ -38,8 +38,8 @@ def trains(kind: str, intent: str | None) -> None:
     expected.load_state_dict(module.state_dict())
     one_process(expected)
     watch = Watch()
-    told = {"auto": "auto", "function": lambda batch: {"words.weight": batch[0], "tags.weight": batch[1]}}
-    strategy = AdaPMStrategy(intent=told.get(intent))
+    intents = {"auto": "auto", "function": lambda batch: {"words.weight": batch[0], "tags.weight": batch[1]}}
+    strategy = AdaPMStrategy(intent=intents.get(intent))
     trainer = make_trainer(strategy, callbacks=[watch])
     held_out = DataLoader(data(0, steps=2, seed=9), batch_size=BATCH)
     with warnings.catch_warnings():
@@ -125,14 +125,14 @@ def goes_on_alone(path: str) -> None:
 def warns() -> list[list[str]]:
     from dadplug import AdaPMStrategy
 
-    told = []
+    reported = []
     for kind in (Drawing, Late):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loader = DataLoader(data(int(os.environ["RANK"])), batch_size=BATCH)
             make_trainer(AdaPMStrategy(), max_epochs=1).fit(kind(), loader)
-        told.append([str(each.message) for each in caught if "AdaPMStrategy intent=" in str(each.message)])
-    return told
+        reported.append([str(each.message) for each in caught if "AdaPMStrategy intent=" in str(each.message)])
+    return reported
 
 
 def test_what_automatic_intent_cannot_see_is_told_once(sites):

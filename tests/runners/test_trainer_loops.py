@@ -149,22 +149,22 @@ PLACES = ("step", "backward", "validation", "set-up", "epoch end", "loader")
 
 def breaks_everywhere() -> list[str]:
     """One failed fit after the other, in the same processes, and a good one at the end."""
-    told = [breaks(place, ValueError(f"broken in {place}")) for place in PLACES]
-    told.append(breaks("step", SystemExit(3)))
+    reported = [breaks(place, ValueError(f"broken in {place}")) for place in PLACES]
+    reported.append(breaks("step", SystemExit(3)))
     module, _ = fit("Plain", "dad")
     expected, _ = fit("Plain", None)
     for p, q in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
-    return told
+    return reported
 
 
 def test_an_error_at_one_site_reaches_the_others_with_its_reason_and_a_fit_can_follow(sites):
     own, others = sites(2).run(breaks_everywhere, timeout=60)
     reasons = [f"ValueError: broken in {place}" for place in PLACES[:-1]] + ["OSError: a file is gone", "SystemExit: 3"]
     assert own == reasons
-    for told, reason in zip(others, reasons, strict=True):
-        assert told.startswith("SiteError: site 0 ("), told
-        assert told.endswith(reason), told
+    for reported, reason in zip(others, reasons, strict=True):
+        assert reported.startswith("SiteError: site 0 ("), reported
+        assert reported.endswith(reason), reported
 
 
 def resumes(folder: str) -> None:

@@ -215,7 +215,7 @@ EVENTS = (
 
 
 def breaks_everywhere() -> list[str]:
-    told = []
+    reported = []
     for event, loader, error in EVENTS:
         model = net()
         runner = DistributedRunner(mode="dad", split_data=False, timeout=30)
@@ -228,21 +228,21 @@ def breaks_everywhere() -> list[str]:
                 callbacks=[Ends(event, loader, error)],
                 num_epochs=3,
             )
-            told.append("nothing")
+            reported.append("nothing")
         except BaseException as caught:
-            told.append(f"{type(caught).__name__}: {caught}")
+            reported.append(f"{type(caught).__name__}: {caught}")
         assert "forward" not in vars(model[0])
     for p, q in zip(program("plain", "dad"), reference("plain"), strict=True):
         assert torch.allclose(p, q, rtol=1e-9, atol=1e-9)
-    return told
+    return reported
 
 
 def test_an_error_at_one_site_reaches_the_others_with_its_reason_and_training_can_follow(sites):
     own, others = sites(2).run(breaks_everywhere, timeout=60)
-    for (_, _, error), raised, told in zip(EVENTS, own, others, strict=True):
+    for (_, _, error), raised, reported in zip(EVENTS, own, others, strict=True):
         assert raised == f"{type(error).__name__}: {error}"
-        assert told.startswith("SiteError: site 0 ("), told
-        assert told.endswith(raised if str(error) else type(error).__name__), told
+        assert reported.startswith("SiteError: site 0 ("), reported
+        assert reported.endswith(raised if str(error) else type(error).__name__), reported
 
 
 def states_of_two_runs(folder: str) -> tuple[int, int]:
