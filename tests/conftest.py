@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 import support
 import torch
@@ -37,6 +39,12 @@ def _end_sites():
 def sites():
     """Groups of processes by size: `sites(2).run(function, *args)`."""
     return support.sites
+
+
+@pytest.fixture(autouse=True)
+def _one_package_of_lightning():
+    yield
+    assert "lightning.pytorch" not in sys.modules, "this test imports lightning: start a program, and use support.need"
 
 
 @pytest.fixture(autouse=True)

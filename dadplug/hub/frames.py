@@ -260,13 +260,33 @@ class Hello(NamedTuple):
         version: version of the protocol.
         instance: random number of its process.
         position: the last step that it has closed.
-        channel: "training", or "parameters" for the parameter manager's connection.
+        channel: "training", "parameters" for the parameter manager's connection, or "store" for small values by key.
+        received: number of frames of the hub that it has received before its connection was lost; 0 at first.
     """
 
     version: int
     instance: int
     position: Position
     channel: str
+    received: int = 0
+
+
+class Welcome(NamedTuple):
+    """The hub's answer to `Hello`, unless it is `Refuse`. Neither is numbered or sent again.
+
+    Attributes:
+        resumed: whether the stream goes on where the last connection was lost; otherwise it begins anew.
+        received: number of frames of the site that the hub has received before.
+        min_sites: number of sites that must stay.
+        timeout_ms: milliseconds of silence after which the hub gives a site up.
+        grace_ms: milliseconds for which the hub waits for a site to dial again after its connection was lost.
+    """
+
+    resumed: bool
+    received: int
+    min_sites: int
+    timeout_ms: int
+    grace_ms: int
 
 
 class Joined(NamedTuple):
@@ -291,7 +311,7 @@ class Leave(NamedTuple):
 
 _MESSAGES: tuple[Any, ...] = (
     *(Accept, Refuse, Start, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
-    *(Hello, Joined, Leave),
+    *(Hello, Welcome, Joined, Leave),
 )
 _HINTS: dict[type, dict[str, str]] = {}
 _SLOTS = {"slot", "donor", "joiner", "holders", "participants", "contributors", "waiting_for"}  # fields

@@ -30,7 +30,6 @@ one folder of compiled kernels, unless NUMBA_CACHE_DIR names another.
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -52,6 +51,16 @@ import pytest
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 START_TIMEOUT = 90.0  # seconds
 CALL_TIMEOUT = 120.0
+
+
+def need(package: str) -> None:
+    """Skip the test if a package is not installed, without an import of it.
+
+    For packages that the programs of a test import, not the test itself: where `lightning` has been imported beside
+    `pytorch_lightning`, ``dadplug.DADStrategy`` is ambiguous for all later tests of the process.
+    """
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
 
 
 def free_port() -> int:

@@ -232,6 +232,6 @@ for package in (pytorch_lightning, lightning.pytorch):
 
 
 def test_what_waits_for_lightning_leaves_once_it_is_there():
-    pytest.importorskip("lightning")
+    support.need("lightning")
     (only,) = support.run_programs([["-c", WAITS]])
     assert only.status == 0, only.errors

@@ -214,7 +214,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("package", "how"), [("pytorch_lightning", "adapm"), ("lightning.pytorch", "object")])
 def test_lightning_starts_the_sites(tmp_path, package, how):
-    pytest.importorskip(package.split(".")[0])
+    support.need(package.split(".")[0])
     (tmp_path / "train.py").write_text(PROGRAM)
     env = {"MASTER_PORT": str(support.free_port())}
     (only,) = support.run_programs([[str(tmp_path / "train.py"), package, how]], env=env, preload=[package])

@@ -66,7 +66,7 @@ def done(*finished: support.Finished) -> list[str]:
 
 @pytest.mark.parametrize(("package", "strategy"), [("pytorch_lightning", "rankdad"), ("lightning.pytorch", "dad")])
 def test_lightning_starts_the_sites_by_a_strategys_name(program, package, strategy):
-    pytest.importorskip(package.split(".")[0])
+    support.need(package.split(".")[0])
     env = {"MASTER_PORT": str(support.free_port())}
     finished = support.run_programs([[program, package, strategy]], env=env, preload=[package])
     assert done(*finished) == ["0 2 10", "1 2 10"]
@@ -192,14 +192,14 @@ assert "SingleDevice" in type(pl.Trainer(strategy="auto", accelerator="cpu", dev
 @pytest.mark.parametrize("order", ["dadplug,{}", "{},dadplug"])
 @pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
 def test_modes_are_names_of_strategies_whichever_is_imported_first(package, order):
-    pytest.importorskip(package.split(".")[0])
+    support.need(package.split(".")[0])
     (only,) = support.run_programs([["-c", NAMES, order.format(package)]])
     assert only.status == 0, only.errors
     assert only.output.split() == ["dadplug.runners." + package.split(".")[0]] * 6
 
 
 def test_both_packages_at_once_need_a_choice():
-    pytest.importorskip("lightning")
+    support.need("lightning")
     code = "import lightning.pytorch, pytorch_lightning, dadplug; dadplug.DADStrategy()"
     (only,) = support.run_programs([["-c", code]])
     assert "say which one is meant" in only.errors
@@ -215,7 +215,7 @@ print(type(pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=Fa
 
 
 def test_the_package_may_be_imported_after_the_strategy():
-    pytest.importorskip("lightning")
+    support.need("lightning")
     (only,) = support.run_programs([["-c", LATER]])
     assert only.status == 0, only.errors
     assert only.output.split() == ["dadplug.runners.lightning"]
