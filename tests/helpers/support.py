@@ -30,6 +30,7 @@ one folder of compiled kernels, unless NUMBA_CACHE_DIR names another.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import multiprocessing
 import os
 import signal
