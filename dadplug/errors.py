@@ -20,7 +20,7 @@ class KitError(ValueError):
 
 
 class PolicyError(KitError):
-    """An option is not allowed by the local policy of the site's kit."""
+    """An option is not allowed by the site's kit: by its local policy, or since a third party runs the hub."""
 
 
 class RefusedError(SiteError):

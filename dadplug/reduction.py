@@ -54,6 +54,7 @@ class GradientReduction(ReplicatedModel):
 
     Raises:
         ValueError: if a mode, an option or its value is unknown; the message lists the valid ones.
+        PolicyError: if the kit by which this site has dialed a hub does not allow an option.
         MismatchError: if models or options differ between sites.
         SiteError: if a site is gone or does not answer.
 

@@ -46,7 +46,8 @@ def provision(found: Project, out: Path, now: datetime | None = None) -> list[st
     """Make a project's authority and the kits of the hub and all sites.
 
     If the authority exists, the sites that were added to the project get kits, as do those whose kit an interrupted
-    call has not made. All other kits remain as they are.
+    call has not made. All other kits remain as they are, but for the roster: the hub's is replaced, and where `hub_at`
+    has changed, those of all kits in the folder.
 
     Args:
         found: the project.
@@ -64,14 +65,17 @@ def provision(found: Project, out: Path, now: datetime | None = None) -> list[st
     changed = True
     if folder.exists():
         authority = _load_authority(out)
-        changed = authority.roster.sites != found.roster.sites
+        before = authority.roster
+        changed = (before.sites, before.hub_at) != (found.roster.sites, found.roster.hub_at)
         if further := set(found.roster.hub_names) - set(authority.roster.hub_names):
             raise KitError(
                 f"the hub's certificate has no name {min(further)}: use `renew hub --hub-name {min(further)}`"
             )
         roster = replace(found.roster, hub_names=authority.roster.hub_names)
         authority = authority.extended(roster, found.policies)
-        _replace_if_present(out / HUB, project.FILE, authority.roster.to_json())
+        kits = (HUB, *before.sites) if before.hub_at != roster.hub_at else (HUB,)
+        for kit in kits:
+            _replace_if_present(out / kit, project.FILE, authority.roster.to_json())
     else:
         authority = Authority.create(folder, found, now)
     members = [name for name in (HUB, *found.roster.sites) if name not in found.own_keys]

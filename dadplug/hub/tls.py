@@ -182,22 +182,64 @@ def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> ss
         OSError: if the hub cannot be reached, or the connection is lost.
     """
     host, port = address or kit.roster.address()
-    connection = socket.create_connection((host, port), timeout)
+    secure = encrypt(kit, socket.create_connection((host, port), timeout), host, port)
+    read_verdict(kit, secure, host, port)
+    return secure
+
+
+def encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> ssl.SSLSocket:
+    """Take a site's part in the TLS handshake, the second step of `dial`; its timeout is that of the connection.
+
+    Args:
+        kit: the site's kit.
+        connection: a connection to the hub; it is closed after an error.
+        host: host name or address of the hub, which its certificate has to have.
+        port: port of the hub, for messages.
+
+    Returns:
+        The encrypted connection.
+
+    Raises:
+        RefusedError: if the other end is not the hub of the kit, or the TLS libraries do not agree.
+        OSError: if the connection is lost.
+    """
     secure = None
     try:
         context = site_context(kit)
         secure = context.wrap_socket(connection, server_hostname=host, do_handshake_on_connect=False)
         secure.do_handshake()
-        if reason := _receive(secure, int.from_bytes(_receive(secure, 2), "big")):
+    except OSError as error:
+        raise _given_up(secure or connection, error, host, port) from error
+    return secure
+
+
+def read_verdict(kit: Kit, connection: ssl.SSLSocket, host: str, port: int) -> None:
+    """Wait until the hub has accepted the site, the last step of `dial`.
+
+    Args:
+        kit: the site's kit.
+        connection: result of `encrypt`; it is closed after an error.
+        host: host name or address of the hub, for messages.
+        port: port of the hub, for messages.
+
+    Raises:
+        RefusedError: if the hub refuses the site.
+        OSError: if the connection is lost.
+    """
+    try:
+        if reason := _receive(connection, int.from_bytes(_receive(connection, 2), "big")):
             raise RefusedError(f"the hub at {host}:{port} refuses {kit.name}: {_printable(reason)}")
     except (RefusedError, OSError) as error:
-        _close(secure or connection)
-        if isinstance(error, TimeoutError):
-            raise TimeoutError(
-                f"{host}:{port} accepts connections, but has not answered within {timeout:g} s"
-            ) from error
-        raise _translated(error, f"{host}:{port}: ") from error
-    return secure
+        raise _given_up(connection, error, host, port) from error
+
+
+def _given_up(connection: socket.socket, error: RefusedError | OSError, host: str, port: int) -> RefusedError | OSError:
+    """Close a connection to the hub after an error, and return the error to raise."""
+    timeout = connection.gettimeout() or 0.0
+    _close(connection)
+    if isinstance(error, TimeoutError):
+        return TimeoutError(f"{host}:{port} accepts connections, but has not answered within {timeout:g} s")
+    return _translated(error, f"{host}:{port}: ")
 
 
 def explain(error: Exception) -> str:

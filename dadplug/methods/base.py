@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..exchange.payload import FactorPayload
 from ..hooks import LINEAR, Factor, Form
+from ..hub import restrictions
 from ..lowrank import sum_of_products, sum_one_by_one
 from ..registry import Registry
 from .feedback import ErrorFeedback
@@ -84,6 +85,9 @@ class MethodOptions(Protocol):
 
     @property
     def wire(self) -> str: ...
+
+    @property
+    def share_inputs(self) -> bool: ...
 
 
 class Method(ABC):
@@ -238,6 +242,18 @@ def on_registration(listener: Callable[[str], object]) -> None:
 def method_names() -> tuple[str, ...]:
     """Return the valid values of the option ``mode``."""
     return tuple(METHODS)
+
+
+def check_allowed(options: MethodOptions) -> None:
+    """Check the options of a reduction against the restrictions of this site's kit, if it has dialed a hub.
+
+    Args:
+        options: the options.
+
+    Raises:
+        PolicyError: if one of them is not allowed.
+    """
+    restrictions.check(options, sends_factors=METHODS[options.mode].traits.takes_factors)
 
 
 def make_method(options: MethodOptions) -> Method:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..exchange import Traffic, Transport, open_transport
+from ..methods import check_allowed
 from ..options import Options
 from . import replicas
 from .guards import check_model
@@ -35,11 +36,13 @@ class ReplicatedModel:
 
     Raises:
         ValueError: if a parameter has no shape yet, or if the model is captured already.
+        PolicyError: if the kit by which this site has dialed a hub does not allow an option.
         MismatchError: if models or options differ between sites.
         SiteError: if a site is gone or does not answer.
     """
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
+        check_allowed(options)  # before anything is sent
         check_model(model)
         self.model = model
         self.options = options

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..exchange import Transport
-from ..methods import Method
+from ..methods import Method, check_allowed
 from ..methods.feedback import ErrorFeedback
 from ..methods.paths import GradientPath
 from ..model_sync import replicas
@@ -172,6 +172,7 @@ class Planner:
         if self._method.traits.chooses_path and self._link is None:
             with self._transport.traffic.apart():
                 self._link = measure_link(self._transport)
+        check_allowed(self._options)
         own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, self._samples(), self._link)
         merged = merge_reports(self._transport.gather_objects(own), self.units, self._method)
         self._reasons = merged.reasons | self._reasons
@@ -280,6 +281,7 @@ class Planner:
 
     def _begin_plan(self) -> None:
         """Partition the parameters into units, and watch for their gradients."""
+        check_allowed(self._options)
         compress_dense = self._options.dense == "lowrank"
         found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense)
         self._capture, self.units, self._paths, self._notices = found

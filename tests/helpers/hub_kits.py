@@ -14,7 +14,13 @@ from dadplug.hub.kits import Kit
 
 TIMEOUT = 2.0
 PUBLIC = {"ca.pem", "certificate.pem", "revoked.pem", "roster.json"}
-PROJECT = {"name": "study", "hub": "hub.example.org:8470", "hub_names": ["127.0.0.1"], "sites": ["a", "b"]}
+PROJECT = {
+    "name": "study",
+    "hub": "hub.example.org:8470",
+    "hub_names": ["127.0.0.1"],
+    "sites": ["a", "b"],
+    "hub_at": "a",
+}
 
 
 def make(out: Path, now: Any = None, **entries: Any) -> Path:

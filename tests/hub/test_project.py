@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ TEXT = """
 name = "study"
 hub = "Hub.Example.org:8470"
 sites = ["berlin", "lyon"]
+hub_at = "lyon"
 hub_names = ["10.0.0.5", "2001:db8:0::1", "hub.example.org"]
 days = 90
 own_keys = ["lyon"]
@@ -28,7 +30,7 @@ def test_a_project_file(tmp_path):
     (tmp_path / "project.toml").write_text(TEXT)
     project = Project.load(tmp_path / "project.toml")
     names = ("hub.example.org", "10.0.0.5", "2001:db8::1")
-    assert project.roster == Roster("study", "Hub.Example.org:8470", names, ("berlin", "lyon"))
+    assert project.roster == Roster("study", "Hub.Example.org:8470", names, ("berlin", "lyon"), "lyon")
     assert (project.days, project.authority_days, project.own_keys) == (90, 3650, ("lyon",))
     assert project.policies == {"lyon": Policy(("rankdad", "dsgd"), share_inputs=False)}
 
@@ -55,6 +57,8 @@ def test_a_project_file(tmp_path):
         (('["berlin", "lyon"]', '["lyon", ".."]'), "the name of a site must begin"),
         (('["berlin", "lyon"]', '"lyon"'), "sites must be a list of texts"),
         (('["lyon"]', '["paris"]'), "has no site 'paris'"),
+        (('hub_at = "lyon"', 'hub_at = "paris"'), "hub_at must name the site that runs the hub, got 'paris'"),
+        (('hub_at = "lyon"', "hub_at = true"), "hub_at must be a text"),
         (("policy.lyon", "policy.paris"), "has no site 'paris'"),
         (("share_inputs = false", "share_inputs = 0"), "policy.lyon: share_inputs must be true or false"),
         (("share_inputs = false", "share_input = false"), "policy.lyon: unknown entry 'share_input'"),
@@ -82,6 +86,9 @@ def test_addresses():
 
 def test_a_roster_is_read_as_it_was_written(tmp_path):
     roster = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("b", "a"))
+    for each in (roster, replace(roster, hub_at="b")):
+        (tmp_path / "roster.json").write_bytes(each.to_json())
+        assert Roster.load(tmp_path) == each
     (tmp_path / "roster.json").write_bytes(roster.to_json())
     assert Roster.load(tmp_path) == roster
     assert [roster.slot(site) for site in roster.sites] == [0, 1]
@@ -89,6 +96,9 @@ def test_a_roster_is_read_as_it_was_written(tmp_path):
     found["sites"].reverse()
     (tmp_path / "roster.json").write_text(json.dumps(found))
     assert Roster.load(tmp_path) == roster  # the slot counts, not the position
+    del found["hub_at"]  # a roster of an older version
+    (tmp_path / "roster.json").write_text(json.dumps(found))
+    assert Roster.load(tmp_path).hub_at is None
 
 
 @pytest.mark.parametrize(
@@ -102,6 +112,8 @@ def test_a_roster_is_read_as_it_was_written(tmp_path):
         ({"sites": [{"name": "../a", "slot": 0}]}, "the name of a site must begin"),
         ({"hub": "nowhere"}, "hub must be HOST:PORT"),
         ({"hub_names": None}, "is not a roster"),
+        ({"hub_at": "b"}, "hub_at must name the site that runs the hub"),
+        ({"hub_at": ["a"]}, "hub_at must name the site that runs the hub"),
     ],
 )
 def test_a_damaged_roster_is_named(tmp_path, change, reason):

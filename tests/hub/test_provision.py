@@ -130,6 +130,18 @@ def test_a_site_is_added_without_touching_other_sites(kits):
     assert connects(kits, "a")
 
 
+def test_a_change_of_who_runs_the_hub_reaches_all_kits(kits):
+    before = contents(kits)
+    hub_kits.make(kits, hub_at="b")
+    after = contents(kits)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {f"{folder}/roster.json" for folder in ("authority", "hub", "a", "b")}
+    assert {Kit.load(kits / name).roster.hub_at for name in ("hub", "a", "b")} == {"b"}
+    assert connects(kits)
+    with pytest.raises(KitError, match="`renew` makes new ones"):
+        hub_kits.make(kits, hub_at="b")
+
+
 def test_an_existing_folder_that_is_no_kit_is_left_alone(tmp_path):
     (tmp_path / "kits" / "b").mkdir(parents=True)
     (tmp_path / "kits" / "b" / "thesis.txt").write_text("precious")

@@ -1,0 +1,118 @@
+"""Restrictions of a kit, as every reduction of a process that has dialed a hub meets them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dadplug import GradientReduction
+from dadplug.errors import PolicyError
+from dadplug.exchange.single_site import SingleSite
+from dadplug.hub import Policy, Roster, restrictions
+from dadplug.hub.restrictions import Restrictions
+
+MEMBER = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a", "b"), "a")
+THIRD_PARTY = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a", "b"))
+FACTOR_MODES = ("dad", "edad", "rankdad", "auto")
+OTHER_MODES = ("dsgd", "powersgd", "topk")
+
+
+@pytest.fixture
+def impose():
+    """Function that puts restrictions into force until the end of the test."""
+    imposed = []
+
+    def put(policy: Policy, roster: Roster = MEMBER) -> Restrictions:
+        imposed.append(Restrictions(policy, roster))
+        restrictions.impose(imposed[-1])
+        return imposed[-1]
+
+    yield put
+    for each in imposed:
+        restrictions.lift(each)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Names of the functions of the transport by which anything leaves this site, as they are called."""
+    called = []
+    for name in ("gather", "all_reduce", "broadcast", "broadcast_bytes", "gather_objects"):
+        plain = getattr(SingleSite, name)
+
+        def record(*args, name=name, plain=plain, **kwargs):
+            called.append(name)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(SingleSite, name, record)
+    return called
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def step(reduction):
+    reduction.model(torch.ones(2, 4)).sum().backward()
+    reduction.synchronize()
+
+
+def test_a_reduction_that_the_policy_does_not_allow_sends_nothing(impose, sent):
+    impose(Policy(("dsgd",), share_inputs=False))
+    for options in ({"mode": "rankdad", "share_inputs": False}, {"mode": "dsgd"}, {}):
+        with pytest.raises(PolicyError):
+            GradientReduction(network(), **options)
+    assert not sent
+    step(GradientReduction(network(), mode="dsgd", share_inputs=False))
+    assert sent
+
+
+@pytest.mark.parametrize("changed", [{"mode": "dad"}, {"share_inputs": True}])
+def test_options_that_are_changed_later_are_checked_again(impose, changed):
+    reduction = GradientReduction(network(), mode="rankdad", share_inputs=False)
+    impose(Policy(("rankdad",), share_inputs=False))
+    for name, value in changed.items():
+        object.__setattr__(reduction.options, name, value)  # what no program should do
+    with pytest.raises(PolicyError):
+        step(reduction)
+
+
+def test_a_new_plan_is_checked(impose):
+    reduction = GradientReduction(network(), mode="dsgd")
+    step(reduction)
+    impose(Policy(("rankdad",)))
+    next(iter(reduction.model.parameters())).requires_grad_(False)
+    with pytest.raises(PolicyError, match="allowed: 'rankdad'"):
+        step(reduction)
+
+
+@pytest.mark.parametrize("mode", FACTOR_MODES)
+def test_factors_do_not_pass_a_hub_of_a_third_party(impose, sent, mode):
+    impose(Policy(), THIRD_PARTY)
+    with pytest.raises(PolicyError, match="a third party runs it") as refused:
+        GradientReduction(network(), mode=mode)
+    assert "hub_at" in str(refused.value)
+    assert not sent
+
+
+def test_gradients_pass_a_hub_of_a_third_party_and_factors_that_of_a_member(impose):
+    third = impose(Policy(), THIRD_PARTY)
+    for mode in OTHER_MODES:
+        step(GradientReduction(network(), mode=mode))
+    restrictions.lift(third)
+    impose(Policy(), MEMBER)
+    for mode in (*FACTOR_MODES, *OTHER_MODES):
+        step(GradientReduction(network(), mode=mode))
+
+
+def test_restrictions_of_several_connections_hold_together(impose):
+    first, second = impose(Policy(("dsgd", "dad"))), impose(Policy(("dsgd", "topk")))
+    for mode in ("dad", "topk"):
+        with pytest.raises(PolicyError):
+            GradientReduction(network(), mode=mode)
+    GradientReduction(network(), mode="dsgd")
+    restrictions.lift(first)
+    restrictions.lift(first)
+    GradientReduction(network(), mode="topk")
+    restrictions.lift(second)
+    GradientReduction(network(), mode="rankdad")
