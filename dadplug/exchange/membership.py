@@ -8,15 +8,16 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import SiteError
+from .exit_reports import Report
 from .objects import gather_objects
-from .status import Member, Report, Silence, Status, ask, status_server, tell
+from .status import Member, Silence, Status, ask, status_server, tell
 
 _STATUS_SECONDS = 1.0  # for answers to a status request
 _REPORT_SECONDS = 0.4  # for receipts of a report
@@ -77,10 +78,10 @@ class Sites:
         """Report this site's exit reason to all other sites."""
         announce(reason)
 
-    def withdraw(self) -> None:
-        """Withdraw this site's report: it begins a new run."""
-        if status_server().report is not None:
-            _tell_all(status_server().make_report(None))
+    def begin_session(self) -> None:
+        """Begin a session, as all sites do together: reports of earlier sessions no longer count in it."""
+        members = [self.members[other] for other in self._others if self.members[other].token]
+        _tell(members, status_server().begin_session(member.token for member in members))
 
     def watch(self, transport: Any) -> None:
         """Close a transport when the process ends: its threads abort an interpreter that ends before them."""
@@ -119,9 +120,11 @@ class Sites:
             if (found := self._from_reports(peer)) is not None:
                 return found
             answers = self._ask()
-            if (found := self._from_reports(peer)) is not None:
-                return found
             missing = {other: answer for other, answer in answers.items() if isinstance(answer, Silence)}
+            # A site may have failed before it began this session; that counts unless another site's process has ended.
+            late = missing if Silence.REFUSED in missing.values() else self._others
+            if (found := self._from_reports(peer, late)) is not None:
+                return found
             if missing:
                 return self._blame_missing(missing, timeout, peer, in_time)
             if not in_time:
@@ -131,14 +134,19 @@ class Sites:
                 return self._blame(suspects, "the connection has closed, but the process is alive: a fault of the link")
             time.sleep(0.05)
 
-    def _reports(self) -> dict[int, Report]:
-        reports = status_server().reports
-        known = {other: reports.get(self.members[other].token) for other in self._others}
-        return {other: report for other, report in known.items() if report is not None and report.reason is not None}
+    def _reports(self, late: Collection[int] = ()) -> dict[int, Report]:
+        """Return the reports of the current session.
 
-    def _from_reports(self, peer: int | None) -> SiteError | None:
+        Args:
+            late: ranks of sites whose reports of an earlier session count if they have not begun another one since.
+        """
+        server = status_server()
+        known = {other: server.report_of(self.members[other].token, other in late) for other in self._others}
+        return {other: report for other, report in known.items() if report is not None}
+
+    def _from_reports(self, peer: int | None, late: Collection[int] = ()) -> SiteError | None:
         """Return an error that names a site with an exit reason, or one that others have reported lost."""
-        reasons = {other: report.reason for other, report in self._reports().items() if report.reason}
+        reasons = {other: report.reason for other, report in self._reports(late).items() if report.reason}
         for other in sorted(reasons, key=lambda other: other != peer):
             return self._blame([other], reasons[other])
         return self.found_lost()
@@ -154,7 +162,7 @@ class Sites:
 
     def _blame_missing(self, missing: dict[int, Silence], timeout: float, peer: int | None, in_time: bool) -> SiteError:
         """Return an error that names the sites without an answer: ended ones first, then silent ones."""
-        left = self._reports()  # because of others
+        left = self._reports(missing)  # because of others
         known = [other for other in missing if other in self._reached and other not in left]
         ended = [other for other in known if missing[other] is Silence.REFUSED]
         if ended:
@@ -177,8 +185,8 @@ class Sites:
     def _blame(self, suspects: Sequence[int], reason: str, timeout: float | None = None) -> SiteError:
         """Make the error, and report the lost site to the others."""
         lost = self.members[suspects[0]].token if len(suspects) == 1 else b""
-        if status_server().report is None:
-            _tell_all(status_server().make_report("", lost), but=lost)
+        if not status_server().has_reported:
+            _report_to_all("", lost)
         names = ", ".join(self[other] for other in suspects)
         several = len(suspects) > 1
         if timeout is not None:
@@ -200,15 +208,21 @@ def announce(reason: str, unless_announced: bool = False) -> None:
     """
     # A SiteError says less than the report of the lost site, which has been made before.
     keep = unless_announced or reason.startswith(SiteError.__name__)
-    if _watched and not (keep and status_server().report is not None):
-        _tell_all(status_server().make_report(reason))
+    if _watched and not (keep and status_server().has_reported):
+        _report_to_all(reason)
 
 
-def _tell_all(report: Report, but: bytes = b"") -> None:
+def _report_to_all(reason: str, lost: bytes = b"") -> None:
+    """Make a report to all sites that this process knows, and send it to all but a lost one."""
     own = status_server().member.token
-    members = {member.token: member for sites in list(_watched) for member in sites.members}
-    others = [member for token, member in members.items() if token not in (own, but) and member.port]
-    tell(dict(enumerate(others)), report, _REPORT_SECONDS)
+    members = {member.token: member for sites in list(_watched) for member in sites.members if member.token != own}
+    reports = status_server().make_reports(members, reason, lost)
+    _tell([member for token, member in members.items() if token != lost], reports)
+
+
+def _tell(members: Sequence[Member], reports: Mapping[bytes, Report]) -> None:
+    informed = [member for member in members if member.port and member.token in reports]
+    tell(dict(enumerate(informed)), reports, _REPORT_SECONDS)
 
 
 def _watch_exit(sites: Sites) -> None:
@@ -253,8 +267,10 @@ def introduce(group: dist.ProcessGroup, timeout: float) -> Sites:
     """
     if _of_default_group is not None and _of_default_group[0] is dist.group.WORLD:
         sites = _of_default_group[1]
-        sites.withdraw()
-        return sites if group is dist.group.WORLD else sites.of(dist.get_process_group_ranks(group))
+        if group is not dist.group.WORLD:
+            sites = sites.of(dist.get_process_group_ranks(group))
+        sites.begin_session()
+        return sites
     rank = dist.get_rank(group)
     unknown = [
         Member(f"rank {other} of the process group", "", 0, b"") for other in dist.get_process_group_ranks(group)
@@ -264,6 +280,7 @@ def introduce(group: dist.ProcessGroup, timeout: float) -> Sites:
     except RuntimeError as error:
         raise Sites(rank, unknown).lost(error, timeout) from error
     sites = Sites(rank, members)
+    sites.begin_session()
     if group is dist.group.WORLD:
         introduce_default(sites)
     return sites

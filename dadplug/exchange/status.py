@@ -16,7 +16,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 from . import codec
 from .addresses import listen
+from .exit_reports import Report, ReportHistory
 
 _REQUEST = struct.Struct("<16scI")  # token of the process that is asked, kind of request, bytes that follow
 _REPLY = struct.Struct("<I")
@@ -54,20 +56,16 @@ class Member(NamedTuple):
 
 
 @codec.register
-class Report(NamedTuple):
-    """Exit report of a process.
+class Question(NamedTuple):
+    """Request for the state of a process.
 
     Attributes:
-        sender: its token.
-        number: number of the report; a later one replaces an earlier one.
-        reason: the exit reason; empty if it exits because of another process, None if a report is withdrawn.
-        lost: token of the process that it has lost; empty if unknown.
+        sender: token of the process that asks.
+        session: number of its last session with the process that it asks.
     """
 
     sender: bytes
-    number: int
-    reason: str | None
-    lost: bytes = b""
+    session: int
 
 
 @codec.register
@@ -77,7 +75,7 @@ class Status(NamedTuple):
     Attributes:
         exchanging: whether its main thread takes part in an exchange.
         place: file, line and function that its main thread executes.
-        report: its exit report, if it is exiting.
+        report: its exit report of the session asked about or of a later one, else its last report or withdrawal.
     """
 
     exchanging: bool
@@ -97,32 +95,73 @@ class StatusServer:
 
     Attributes:
         member: this process, as the others know it.
-        reports: by token, the reports of other processes.
-        report: this process's own report.
+        sessions: by token, the number of sessions that this process has begun with another one.
+        has_reported: whether this process has reported an exit reason since its last session began.
     """
 
     def __init__(self, name: str) -> None:
         self._listener = listen()
         host, port = ("", 0) if self._listener is None else self._listener.getsockname()[:2]
         self.member = Member(name, host, port, secrets.token_bytes(16))
-        self.reports: dict[bytes, Report] = {}
-        self.report: Report | None = None
+        self.sessions: Counter[bytes] = Counter()
+        self.has_reported = False
+        self._reports: defaultdict[bytes, ReportHistory] = defaultdict(ReportHistory)  # by their senders
+        self._own_reports: defaultdict[bytes, ReportHistory] = defaultdict(ReportHistory)  # by their recipients
         self._number = 0
+        self._lock = threading.Lock()
         if self._listener is not None:
             threading.Thread(target=self._serve, args=(self._listener,), name="dadplug-status", daemon=True).start()
 
-    def make_report(self, reason: str | None, lost: bytes = b"") -> Report:
-        """Set this process's own report, and return it; None as the reason withdraws it."""
+    def begin_session(self, tokens: Iterable[bytes]) -> dict[bytes, Report]:
+        """Begin a session with other processes, which do the same.
+
+        Returns:
+            Withdrawals of the reports that this process has sent to them, by token.
+        """
+        tokens = list(tokens)
+        self.sessions.update(tokens)
+        with self._lock:
+            last = {token: self._own_reports[token].last for token in tokens}
+        informed = [token for token, report in last.items() if report is not None and report.reason is not None]
+        withdrawals = self.make_reports(informed, None)
+        self.has_reported = False
+        return withdrawals
+
+    def make_reports(self, tokens: Iterable[bytes], reason: str | None, lost: bytes = b"") -> dict[bytes, Report]:
+        """Make this process's reports to others, and return them by token.
+
+        Args:
+            tokens: tokens of the recipients.
+            reason: see `Report`.
+            lost: see `Report`.
+        """
         self._number += 1
-        report = Report(self.member.token, self._number, reason and reason[:_MAX_REASON], lost)
-        self.report = None if reason is None else report
-        return report
+        self.has_reported = True
+        reason = reason and reason[:_MAX_REASON]
+        own, number = self.member.token, self._number
+        reports = {token: Report(own, number, self.sessions[token], reason, lost) for token in tokens}
+        with self._lock:
+            for token, report in reports.items():
+                self._own_reports[token].add(report)
+        return reports
 
     def take_report(self, report: Report) -> None:
-        """Store another process's report, unless it is older than the stored one."""
-        before = self.reports.get(report.sender)
-        if before is None or before.number < report.number:
-            self.reports[report.sender] = report
+        """Store another process's report."""
+        with self._lock:
+            self._reports[report.sender].add(report)
+
+    def report_of(self, token: bytes, earlier: bool = False) -> Report | None:
+        """Return the report of another process in the current session with it.
+
+        Args:
+            token: its token.
+            earlier: return its report of an earlier session if there is none, unless it has withdrawn that.
+        """
+        with self._lock:
+            history = self._reports[token]
+        if (report := history.find(self.sessions[token])) is None and earlier:
+            report = history.last
+        return report if report is not None and report.reason is not None else None
 
     def close(self) -> None:
         """Close the port, in a forked child."""
@@ -174,10 +213,14 @@ class StatusServer:
         return True
 
     def _reply(self, kind: bytes, content: bytes) -> bytes:
-        if kind == _TELL and isinstance(report := codec.decode(content), Report):
-            self.take_report(report)
-        exchanging, place = _occupation()
-        return codec.encode(Status(exchanging, place, self.report))
+        message, report = codec.decode(content), None
+        if kind == _TELL and isinstance(message, Report):
+            self.take_report(message)
+        elif kind == _ASK and isinstance(message, Question):
+            with self._lock:
+                reports = self._own_reports[message.sender]
+            report = reports.find(message.session) or reports.last
+        return codec.encode(Status(*_occupation(), report))
 
 
 def _occupation() -> tuple[bool, str]:
@@ -198,13 +241,23 @@ def ask(members: Mapping[int, Member], seconds: float) -> dict[int, Status | Sil
         members: the processes, by any number.
         seconds: time for all answers.
     """
-    return _send({rank: (member, _ASK, b"") for rank, member in members.items()}, seconds)
+    server = status_server()
+    questions = {
+        rank: codec.encode(Question(server.member.token, server.sessions[member.token]))
+        for rank, member in members.items()
+    }
+    return _send({rank: (member, _ASK, questions[rank]) for rank, member in members.items()}, seconds)
 
 
-def tell(members: Mapping[int, Member], report: Report, seconds: float) -> None:
-    """Send a report to processes, all at the same time, and wait for their receipts."""
-    content = codec.encode(report)
-    _send({rank: (member, _TELL, content) for rank, member in members.items()}, seconds)
+def tell(members: Mapping[int, Member], reports: Mapping[bytes, Report], seconds: float) -> None:
+    """Send reports to processes, all at the same time, and wait for their receipts.
+
+    Args:
+        members: the processes, by any number.
+        reports: the reports, by token of the recipient.
+        seconds: time for all receipts.
+    """
+    _send({rank: (member, _TELL, codec.encode(reports[member.token])) for rank, member in members.items()}, seconds)
 
 
 def _send(requests: Mapping[int, tuple[Member, bytes, bytes]], seconds: float) -> dict[int, Status | Silence]:

@@ -186,10 +186,11 @@ def test_reports_arrive_in_order_and_garbage_does_not(monkeypatch):
             intruder.sendall(garbage)
     with socket.create_connection(place) as intruder:  # a member with a message that is none
         intruder.sendall(other.member.token + b"!" + (4).to_bytes(4, "little") + b"\x80\x04N.")
-    second, first = one.make_report("the disk is full"), one.make_report(None)._replace(number=0)
-    for report in (second, first):
-        tell({0: other.member}, report, 5.0)
-    assert other.reports == {one.member.token: second}
+    token = other.member.token
+    first, second = (one.make_reports([token], reason) for reason in ("", "the disk is full"))
+    for reports in (second, first):
+        tell({0: other.member}, reports, 5.0)
+    assert other.report_of(one.member.token) == second[token]
     time.sleep(0.01)
     slow.close()
     assert isinstance(ask({0: other.member}, 5.0)[0], Status)

@@ -161,7 +161,6 @@ def waits_in_vain() -> str:
         return str(error)
     finally:
         dist.barrier()
-        meeting.sites.withdraw()
         meeting.close()
     return ""
 
