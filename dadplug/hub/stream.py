@@ -88,11 +88,13 @@ class Stream:
 
     Attributes:
         connection: the connection.
+        notes: frames without a number, such as pings; `flush` sends them before those of the queue.
     """
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         connection.setblocking(False)
         self.connection = connection
+        self.notes: deque[bytes] = deque()
         self._buffer = bytearray(_CHUNK)
         self._view = memoryview(self._buffer)
         self._unsent: bytes | None = None  # OpenSSL wants the same bytes again
@@ -119,13 +121,21 @@ class Stream:
         return "done"
 
     def flush(self, queue: SendQueue) -> Progress:
-        """Send frames of a queue as long as the connection takes them."""
-        while (frame := queue.following) is not None:
+        """Send notes and frames of a queue as long as the connection takes them."""
+        while True:
+            frame = queue.following
+            note = bool(self.notes) and (frame is None or self._unsent is not frame)
+            if note:
+                frame = self.notes[0]
+            if frame is None:
+                return "done"
             progress = self.send(frame)
             if progress != "done":
                 return progress
-            queue.advance()
-        return "done"
+            if note:
+                self.notes.popleft()
+            else:
+                queue.advance()
 
     def receive(self) -> memoryview | None:
         """Receive what has arrived, up to a limit; None if nothing has.

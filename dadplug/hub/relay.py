@@ -1,0 +1,325 @@
+"""Relay of the hub: passes frames on between the sessions of sites, and carries out what the membership decides.
+
+Without sockets. Frames go into the queues of sessions, which `dadplug.hub.server` sends.
+
+**Runs.** Where all sites are required, the first one that leaves ends the run. Sites that dial in for the next run wait
+until the other sites of the last one have left. A hub therefore serves any number of runs, one after the other.
+
+A site that is dropped is told so by a `Drop` of its own slot, the last frame that it gets. When the hub ends, all sites
+are told in this way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from .actions import Accept, Action, Close, Drop, Pause, Refuse, Replay, Resume, Rules, Start
+from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
+from .journal import Journal
+from .membership import Membership
+from .session import Session, check_hello
+
+GRACE = 5.0  # seconds
+_STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
+
+
+class Store(Protocol):
+    """Handler of the requests of the channel "store"."""
+
+    def handle(self, slot: int, request: bytes) -> Sequence[tuple[int, bytes]]:
+        """Answer a request.
+
+        Args:
+            slot: slot of the site that sends it.
+            request: the request, which fits into one frame.
+
+        Returns:
+            Replies by the slots of their receivers, in the order in which they are to be sent; also those to requests
+            that have waited.
+        """
+
+
+class Relay:
+    """Sessions of all sites, and the membership.
+
+    Args:
+        names: names of the sites by slot.
+        rules: rules of the membership.
+        life: random number, different for every process of the hub.
+        now: the time, in seconds.
+        journal: log of who comes and goes.
+        store: handler of the channel "store"; None if there is none.
+        grace: seconds for which a site whose connection is lost may dial again.
+
+    Attributes:
+        names: names of the sites by slot.
+        membership: the membership.
+        sessions: sessions by channel and slot.
+        leaving: sessions that have ended, whose last frames are still to be sent.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        rules: Rules,
+        life: int,
+        now: float,
+        journal: Journal,
+        store: Store | None = None,
+        grace: float = GRACE,
+    ) -> None:
+        self.names = tuple(names)
+        self.membership = Membership(self.names, rules, life, now)
+        self.sessions: dict[tuple[str, int], Session] = {}
+        self.leaving: list[Session] = []
+        self._rules, self._grace = rules, grace
+        self._journal = journal
+        self._store = store
+        self._ending = False  # the run; whoever dials in waits for the next one
+        self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that was given up, and why
+        self._ahead: list[deque[int]] = [deque() for _ in self.names]  # ENDs of later steps than the open one
+
+    # Connections.
+
+    def greet(self, name: str, hello: Hello, serial: int, now: float) -> tuple[Session | None, Welcome | Refuse]:
+        """Take a site's first message on a connection.
+
+        Args:
+            name: name of the site, which has been verified.
+            hello: the message.
+            serial: serial number of the site's certificate.
+            now: the time, in seconds.
+
+        Returns:
+            The session to attach the connection to, and the answer.
+        """
+        if reason := check_hello(hello, VERSION):
+            return None, Refuse(name, reason, False)
+        slot = self.names.index(name)
+        key = hello.channel, slot
+        session = self.sessions.get(key)
+        if session is not None and session.instance == hello.instance:
+            try:
+                session.queue.resume(hello.received)
+            except FrameError as error:
+                self.drop(session, str(error), now)
+                return None, Refuse(name, str(error), False)
+            session.serial = serial
+            return session, self._welcome(True, session.received)
+        if session is not None:
+            if session.stream is not None:
+                return None, self._used_twice(name)
+            self.drop(session, "another process has dialled in as this site", now)
+        gone = self._gone.get(key)
+        if gone is not None and gone[0] == hello.instance:
+            return None, Refuse(name, f"the hub has given this site up: {gone[1]}", False)
+        session = Session(slot, name, hello, serial, len(self.names), now)
+        session.waits = hello.channel == "training" and self._ending
+        actions: list[Action] = []
+        if hello.channel == "training" and not session.waits:
+            actions = self.membership.dial(name, hello.instance, hello.position, now)
+            if refused := [action for action in actions if isinstance(action, Refuse)]:
+                return None, refused[0]
+        self.sessions[key] = session
+        if session.waits:
+            self._tell_to_wait(session)
+        elif hello.channel == "training":
+            self._journal.write(f"{name} has joined")
+        self._act(actions, now)
+        return session, self._welcome(False, 0)
+
+    def _tell_to_wait(self, session: Session) -> None:
+        others = tuple(each.slot for each in self._training())
+        names = ", ".join(self.names[slot] for slot in others)
+        self._journal.write(
+            f"{session.name} has dialled in for the next run: waiting for {names} to leave the last one"
+        )
+        session.send(pack_control(Pause(others, f"waiting for {names} to leave the last run"), 0))
+
+    def _welcome(self, resumed: bool, received: int) -> Welcome:
+        rules = self._rules
+        return Welcome(resumed, received, rules.min_sites, round(rules.site_timeout * 1000), round(self._grace * 1000))
+
+    def _used_twice(self, name: str) -> Refuse:
+        reason = f"another process is connected as site {name!r}; should it be dead, try again"
+        return Refuse(name, f"{reason} in {self._rules.site_timeout:g} s", True)
+
+    def drop(self, session: Session, reason: str, now: float) -> None:
+        """End a session, and the site's part in training if the session is that of training.
+
+        Args:
+            session: the session.
+            reason: the reason; empty where the site's training is complete.
+            now: the time, in seconds.
+        """
+        if session.channel == "training" and not session.waits:
+            self._act(self.membership.close(session.slot, reason, now), now)
+        else:
+            self._end(session, reason)
+
+    def tick(self, now: float) -> None:
+        """Let time pass."""
+        for session in list(self.sessions.values()):
+            training = session.channel == "training" and not session.waits
+            if session.stream is None:
+                since, reason = session.lost
+                if now >= since + self._grace:
+                    text = f"its connection was lost ({reason}), and it has not dialled again within {self._grace:g} s"
+                    self.drop(session, text, now)
+                elif training:
+                    self.membership.heard(session.slot, now)  # the grace counts
+            elif not self.readable(session):
+                session.heard = now
+                if training:
+                    self.membership.heard(session.slot, now)
+            elif not training and now >= session.heard + self._rules.site_timeout:
+                self.drop(session, f"silent for {self._rules.site_timeout:g} s", now)
+            session.ping_if_due(now)
+        self._act(self.membership.tick(now), now)
+
+    def readable(self, session: Session) -> bool:
+        """Return whether frames of a site may be read: there is room in all queues that they go to."""
+        if session.channel == "store":
+            return not session.full
+        return not any(
+            other.full
+            for (channel, _), other in self.sessions.items()
+            if channel == session.channel and other is not session
+        )
+
+    def close(self, reason: str) -> None:
+        """End all sessions: the hub ends.
+
+        Args:
+            reason: the reason.
+        """
+        for session in list(self.sessions.values()):
+            self._end(session, reason)
+
+    # Frames.
+
+    def take(self, session: Session, frame: Frame, now: float) -> None:
+        """Take a frame of a site.
+
+        Raises:
+            FrameError: if the site does not keep to the protocol.
+        """
+        head, body = frame
+        if self.sessions.get((session.channel, session.slot)) is not session:
+            return  # it has ended
+        if head.kind is Kind.CONTROL:
+            self._take_control(session, body, now)
+        elif session.channel == "store":
+            self._serve(session, body)
+        elif head.kind is Kind.MESSAGE:
+            receiver = self.sessions.get((session.channel, head.slot))
+            if receiver is not None:
+                receiver.send(head._replace(slot=session.slot).pack() + body)
+        else:
+            self._take_training(session, head, body, now)
+
+    def _take_training(self, session: Session, head: Head, body: bytes, now: float) -> None:
+        if session.waits or not self.membership.started or head.step < self.membership.open_step:
+            raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
+        self.membership.heard(session.slot, now, progress=True)
+        if head.kind is Kind.END:
+            self._take_end(session.slot, head.step, now)
+        elif head.kind is Kind.PAYLOAD:
+            frame = head.pack() + body
+            for other in self._training():
+                if other is not session:
+                    other.send(frame)
+        else:
+            raise FrameError(f"{head.kind.name} frames are not expected")
+
+    def _take_end(self, slot: int, step: int, now: float) -> None:
+        """Take a site's END. It may be ahead of others by steps in which nothing was to be received from them."""
+        ahead = self._ahead[slot]
+        if ahead or step > self.membership.open_step:
+            if len(ahead) >= _STEPS_AHEAD:
+                raise FrameError(f"it has ended step {step} while step {self.membership.open_step} is open")
+            ahead.append(step)
+        else:
+            self._act(self.membership.end(slot, step, now), now)
+
+    def _take_control(self, session: Session, body: bytes, now: float) -> None:
+        message = read_control(body, len(self.names))
+        if isinstance(message, Leave):
+            self.drop(session, message.reason, now)
+        elif isinstance(message, Joined) and session.channel == "training" and not session.waits:
+            self._act(self.membership.joined(session.slot, message.position, now), now)
+        else:
+            raise FrameError(f"a control message {type(message).__name__} is not expected")
+
+    def _serve(self, session: Session, request: bytes) -> None:
+        if self._store is None:
+            raise FrameError("this hub has no store")
+        for slot, reply in self._store.handle(session.slot, request):
+            receiver = self.sessions.get(("store", slot))
+            if receiver is not None:
+                receiver.send(Head(Kind.MESSAGE, slot, length=len(reply)).pack() + reply)
+
+    # Actions of the membership.
+
+    def _training(self) -> list[Session]:
+        """Return the sessions of the sites of this run."""
+        return [each for (channel, _), each in self.sessions.items() if channel == "training" and not each.waits]
+
+    def _act(self, actions: Sequence[Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, Accept):
+                self.sessions["training", action.slot].send(pack_control(action, 0))
+                continue
+            if isinstance(action, Replay):  # no frames are kept
+                continue
+            if isinstance(action, Drop):
+                self._end_training(action)
+            self._announce(action)
+            if isinstance(action, Start):
+                self._journal.write(f"training starts after step {action.position.step}")
+            elif isinstance(action, Pause):
+                self._journal.write(f"paused: {action.reason}")
+            elif isinstance(action, Resume):
+                self._journal.write("training goes on")
+        if any(isinstance(action, Close) for action in actions):
+            self._end_ahead(now)
+        if self._ending and not self._training():
+            self._begin_run(now)
+
+    def _begin_run(self, now: float) -> None:
+        """Begin a run, with the sites that have waited for the end of the last one."""
+        self._ending = False
+        self.membership = Membership(self.names, self._rules, self.membership.life + 1, now)
+        for session in [each for (channel, _), each in self.sessions.items() if channel == "training"]:
+            session.waits = False
+            self._journal.write(f"{session.name} has joined")
+            self._act(self.membership.dial(session.name, session.instance, session.position, now), now)
+
+    def _announce(self, message: Any) -> None:
+        frame = pack_control(message, 0)
+        for session in self._training():
+            session.send(frame)
+
+    def _end_ahead(self, now: float) -> None:
+        """Take the ENDs of the step that has been opened, from sites that have sent theirs before."""
+        for slot, ahead in enumerate(self._ahead):
+            if ahead and ahead[0] == self.membership.open_step:
+                self._act(self.membership.end(slot, ahead.popleft(), now), now)
+
+    def _end_training(self, action: Drop) -> None:
+        self._ahead[action.slot].clear()
+        self._ending |= self.membership.started and self._rules.min_sites == len(self.names)
+        session = self.sessions["training", action.slot]
+        self._end(session, action.reason, action.step)
+
+    def _end(self, session: Session, reason: str, step: int = 0) -> None:
+        key = session.channel, session.slot
+        del self.sessions[key]
+        self._gone[key] = session.instance, reason or "it has left"
+        if session.channel == "training":
+            self._journal.write(f"{session.name} has left: {reason or 'its training is complete'}")
+        if session.stream is not None:
+            session.send(pack_control(Drop(session.slot, step, reason), 0))
+            self.leaving.append(session)

@@ -1,0 +1,371 @@
+"""The hub: one thread that accepts the connections of sites and passes their frames on.
+
+Members come first: in a turn of the loop, every member that has sent something is read once, everything that can be
+sent is sent, and only then a few connections of strangers get on. So a crowd of strangers costs members hardly
+anything.
+
+Memory is bounded: a connection holds one incomplete frame, and a site is no longer read while a queue that its frames
+go to is full (`session.FULL_BYTES`). Nothing is allocated by a size that the wire announces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import sys
+import time
+
+from ..errors import KitError, RefusedError
+from . import tls
+from .actions import Refuse, Rules
+from .frames import FrameError, pack_control
+from .journal import Journal
+from .kits import Kit
+from .relay import GRACE, Relay, Store
+from .session import Session
+from .strangers import Arrival, Farewell, Stranger
+
+STRANGERS = 64  # at most at once
+_STRANGERS_A_TURN = 4
+_TICK = 0.1  # seconds
+_LEAVE_SECONDS = 2.0  # for the last frames of a session
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Hub:
+    """The hub of a project. It listens from its construction on; `run` serves the sites.
+
+    Args:
+        kit: the hub's kit.
+        rules: rules of the membership; None to require all sites.
+        listen: host and port to listen at; None for those of the kit's roster, if its host is one of this machine.
+        store: handler of the channel "store"; None if there is none.
+        journal: log of who comes and goes; None to write to the standard error stream.
+        grace: seconds for which a site whose connection is lost may dial again.
+
+    Attributes:
+        kit: the hub's kit.
+        address: host and port that it listens at.
+        relay: sessions of the sites, and the membership.
+
+    Raises:
+        KitError: if the kit is not that of a hub, is not valid now, or the address cannot be listened at.
+    """
+
+    def __init__(
+        self,
+        kit: Kit,
+        rules: Rules | None = None,
+        *,
+        listen: tuple[str, int] | None = None,
+        store: Store | None = None,
+        journal: Journal | None = None,
+        grace: float = GRACE,
+    ) -> None:
+        if not kit.is_hub:
+            raise KitError(f"{kit.folder} is the kit of the site {kit.name}: a hub needs the folder 'hub' of the kits")
+        kit.check_dates()
+        self.kit = kit
+        self.journal = journal or Journal(lambda line: print(line, file=sys.stderr, flush=True))
+        rules = rules or Rules(min_sites=len(kit.roster.sites))
+        life = secrets.randbits(62) + 1
+        self.relay = Relay(kit.roster.sites, rules, life, time.monotonic(), self.journal, store, grace)
+        self._context = tls.hub_context(kit)
+        self._listener = _listen(*(listen or kit.roster.address()), given=listen is not None)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector.register(self._wake, _READ)
+        self._selector.register(self._listener, _READ)
+        self._listening = True
+        self._masks: dict[Session, int] = {}  # of registered sessions
+        self._again: set[Session] = set()  # sessions with bytes that have arrived
+        self._leaving: dict[Session, float] = {}  # deadlines
+        self._strangers: list[Stranger] = []  # the oldest first
+        self._farewells: list[Farewell] = []
+        self._stopped: str | None = None
+        self._next_tick = 0.0
+
+    def run(self) -> None:
+        """Serve the sites until `stop` is called; then tell them, and close all connections."""
+        self.journal.write(f"the hub of {self.kit.roster.project} listens at {self.address[0]}:{self.address[1]}")
+        try:
+            while self._stopped is None:
+                self._turn()
+            self.relay.close(f"the hub ends: {self._stopped}")
+            self._listening = False
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            until = time.monotonic() + _LEAVE_SECONDS
+            while (self.relay.leaving or self._leaving or self._farewells) and time.monotonic() < until:
+                self._turn()
+            self.journal.write(f"the hub ends: {self._stopped}")
+        finally:
+            self._close()
+
+    def stop(self, reason: str = "it was stopped") -> None:
+        """Make `run` return; may be called from any thread and from a signal handler.
+
+        Args:
+            reason: the reason that sites are told.
+        """
+        self._stopped = self._stopped or reason
+        with contextlib.suppress(OSError):  # the hub has ended, or wakes up anyway
+            self._waker.send(b"x")
+
+    def _turn(self) -> None:
+        """Wait for something to do, and do it."""
+        ready = any(self._reads(session) for session in self._again)
+        events = self._selector.select(0 if ready else _TICK)
+        now = time.monotonic()
+        strangers: list[Stranger] = []
+        accepts = False
+        for key, mask in events:
+            if isinstance(key.data, Session):
+                if mask & _READ:
+                    self._again.add(key.data)
+                if mask & _WRITE or key.data.blocked == "read":
+                    key.data.blocked = None
+            elif isinstance(key.data, Stranger):
+                strangers.append(key.data)
+            elif isinstance(key.data, Farewell):
+                if key.data.drain():
+                    self._end_farewell(key.data)
+            elif key.fileobj is self._listener:
+                accepts = True
+            else:
+                self._wake.recv(64)
+        self._receive(now)
+        self._send(now)
+        for stranger in strangers[:_STRANGERS_A_TURN]:
+            self._advance(stranger, now)
+        if accepts:
+            self._accept(now)
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK
+            self._tick(now)
+        self._update_masks()
+
+    # Members.
+
+    def _reads(self, session: Session) -> bool:
+        return session in self._masks and session not in self._leaving and self.relay.readable(session)
+
+    def _receive(self, now: float) -> None:
+        """Read each session that has sent something, once."""
+        for session in [each for each in self._again if self._reads(each)]:
+            try:
+                frames, more = session.receive(now)
+                for frame in frames:
+                    self.relay.take(session, frame, now)
+                    if session in self.relay.leaving:
+                        break
+                if session.channel == "training":
+                    self.relay.membership.heard(session.slot, now)
+            except FrameError as error:
+                self.relay.drop(session, str(error), now)
+                more = False
+            except OSError as error:
+                self._lose(session, tls.explain(error), now)
+                more = False
+            if not more:
+                self._again.discard(session)
+
+    def _send(self, now: float) -> None:
+        """Send what connections take."""
+        for session in self.relay.leaving:
+            self._leaving[session] = now + _LEAVE_SECONDS
+            self._again.discard(session)
+        self.relay.leaving.clear()
+        for session in list(self._masks):
+            if session.blocked is None and session.waiting:
+                try:
+                    session.flush()
+                except OSError as error:
+                    self._lose(session, tls.explain(error), now)
+                    continue
+            session.update_full()
+            if session in self._leaving and not session.waiting:
+                self._say_farewell(session, now)
+
+    def _lose(self, session: Session, reason: str, now: float) -> None:
+        """Take note that a connection is lost; the site may dial again."""
+        self._forget(session)
+        stream = session.detach(reason, now)
+        if stream is not None:
+            stream.close()
+        if self._leaving.pop(session, None) is None:
+            self.journal.write(f"connection to {session.name} ({session.channel}) lost: {reason}")
+
+    def _forget(self, session: Session) -> None:
+        """Forget the connection of a session, before it is closed or replaced."""
+        self._again.discard(session)
+        if self._masks.pop(session, 0):
+            assert session.stream is not None
+            self._selector.unregister(session.stream.connection)
+
+    def _say_farewell(self, session: Session, now: float) -> None:
+        self._forget(session)
+        del self._leaving[session]
+        stream = session.detach("", now)
+        if stream is not None:
+            self._add_farewell(socket.socket(fileno=stream.connection.detach()), now)
+
+    def _update_masks(self) -> None:
+        """Register what each connection waits for."""
+        for session, mask in list(self._masks.items()):
+            assert session.stream is not None
+            wanted = _WRITE if session.blocked == "write" else 0
+            if session not in self._leaving and self.relay.readable(session):
+                wanted |= _READ
+            if wanted == mask:
+                continue
+            connection = session.stream.connection
+            if not mask:
+                self._selector.register(connection, wanted, session)
+            elif not wanted:
+                self._selector.unregister(connection)
+            else:
+                self._selector.modify(connection, wanted, session)
+            self._masks[session] = wanted
+
+    # Strangers.
+
+    def _accept(self, now: float) -> None:
+        """Accept a few connections."""
+        for _ in range(_STRANGERS_A_TURN):
+            if len(self._strangers) >= STRANGERS and not self._make_room(now):
+                return
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.journal.refuse("a connection", str(error), now)
+                return
+            place = f"{address[0]}:{address[1]}"
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                stranger = Stranger(connection, place, self._context, self.kit, now)
+            except OSError as error:
+                connection.close()
+                self.journal.refuse(place, tls.explain(error), now)
+                continue
+            self._strangers.append(stranger)
+            self._selector.register(stranger, _READ, stranger)
+
+    def _make_room(self, now: float) -> bool:
+        """Close the oldest connection that has sent nothing; return whether there was one."""
+        for stranger in self._strangers:
+            if stranger.silent:
+                self._refuse(stranger, "it has sent nothing, and there are many other connections", now)
+                return True
+        return False
+
+    def _advance(self, stranger: Stranger, now: float) -> None:
+        try:
+            arrival = stranger.advance(now)
+        except (RefusedError, OSError) as error:
+            self._refuse(stranger, str(error), now)
+            return
+        if arrival is not None:
+            self._selector.unregister(stranger)
+            self._strangers.remove(stranger)
+            self._welcome(stranger, arrival, now)
+        else:
+            self._selector.modify(stranger, _WRITE if stranger.writing else _READ, stranger)
+
+    def _refuse(self, stranger: Stranger, reason: str, now: float) -> None:
+        self.journal.refuse(stranger.address, reason, now)
+        self._selector.unregister(stranger)
+        self._strangers.remove(stranger)
+        self._add_farewell(stranger.detach(), now)
+
+    def _welcome(self, stranger: Stranger, arrival: Arrival, now: float) -> None:
+        """Attach a site's connection to its session, or refuse it."""
+        session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
+        if session is None or isinstance(answer, Refuse):
+            assert isinstance(answer, Refuse)
+            self.journal.refuse(stranger.address, f"{arrival.name}: {answer.reason}", now)
+            stranger.refuse(pack_control(answer, 0))
+            self._add_farewell(stranger.detach(), now)
+            return
+        if session.stream is not None:
+            self._lose(session, "the site has dialled again", now)
+        session.attach(arrival.stream, answer, now)
+        self._masks[session] = _READ
+        self._selector.register(arrival.stream.connection, _READ, session)
+        self._again.add(session)
+        if answer.resumed:
+            self.journal.write(f"{arrival.name} ({session.channel}) has dialled again from {stranger.address}")
+
+    def _add_farewell(self, connection: socket.socket, now: float) -> None:
+        if len(self._farewells) >= STRANGERS:
+            self._end_farewell(self._farewells[0])
+        farewell = Farewell(connection, now)
+        self._farewells.append(farewell)
+        self._selector.register(farewell, _READ, farewell)
+
+    def _end_farewell(self, farewell: Farewell) -> None:
+        self._selector.unregister(farewell)
+        self._farewells.remove(farewell)
+        farewell.close()
+
+    # Time.
+
+    def _tick(self, now: float) -> None:
+        if self._stopped is None:
+            self.relay.tick(now)
+        for stranger in [each for each in self._strangers if now >= each.deadline]:
+            self._refuse(stranger, "it has not finished the handshake in time", now)
+        for farewell in [each for each in self._farewells if now >= each.deadline]:
+            self._end_farewell(farewell)
+        for session in [each for each, deadline in self._leaving.items() if now >= deadline]:
+            self._lose(session, "it has not read its last frames", now)
+        for session in self._masks:
+            if session.blocked == "read":
+                session.blocked = None  # such a wish may have been fulfilled without an event
+        self.journal.end_period(now)
+
+    def _close(self) -> None:
+        for session in [*self.relay.sessions.values(), *self._leaving]:
+            if (stream := session.detach("", 0.0)) is not None:
+                stream.close()
+        for stranger in self._strangers:
+            stranger.detach().close()
+        for farewell in self._farewells:
+            farewell.close()
+        self._selector.close()
+        for each in (self._listener, self._wake, self._waker):
+            each.close()
+
+
+def _listen(host: str, port: int, given: bool) -> socket.socket:
+    """Return a socket that listens at an address.
+
+    Args:
+        host: host name or address of this machine.
+        port: the port; 0 for any.
+        given: whether the user has given the address, rather than the kit.
+
+    Raises:
+        KitError: if that is not possible.
+    """
+    reason: Exception | None = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                listener = socket.create_server(address[:2], family=family, backlog=256)
+            except OSError as error:
+                reason = error
+                continue
+            listener.setblocking(False)
+            return listener
+    except OSError as error:
+        reason = error
+    advice = "" if given else "; if sites reach this machine by another address, give --listen HOST:PORT"
+    raise KitError(f"cannot listen at {host}:{port}: {reason}{advice}")

@@ -1,0 +1,179 @@
+"""Sessions of the hub: one channel of one site, which survives the loss of its connection."""
+
+from __future__ import annotations
+
+from .frames import Frame, FrameError, FrameReader, Head, Hello, Kind, Welcome, pack_control
+from .stream import Progress, SendQueue, Stream
+
+CHANNELS = ("training", "parameters", "store")
+FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
+KEPT_BYTES = 64 << 20  # the same for bytes that have not been acknowledged
+PING_SECONDS = 1.0
+_PING_BYTES = 4 << 20  # received since the last ping
+_ALLOWED = {  # kinds of frames that a site may send, by channel
+    "training": (Kind.PAYLOAD, Kind.SUMMAND, Kind.END, Kind.STATE, Kind.CONTROL, Kind.PING),
+    "parameters": (Kind.MESSAGE, Kind.CONTROL, Kind.PING),
+    "store": (Kind.MESSAGE, Kind.CONTROL, Kind.PING),
+}
+_TO_SLOT = (Kind.STATE, Kind.MESSAGE)  # kinds whose slot names the receiver
+
+
+class Session:
+    """One channel of one site.
+
+    Args:
+        slot: slot of the site.
+        name: its name.
+        hello: its first message.
+        serial: serial number of its certificate.
+        world_size: number of sites.
+        now: the time, in seconds.
+
+    Attributes:
+        slot: slot of the site.
+        name: its name.
+        channel: the channel, see `Hello`.
+        instance: random number of the site's process.
+        position: the last step that it had closed when it dialled.
+        waits: whether the site waits for the end of a run that it is not part of.
+        serial: serial number of its certificate.
+        queue: frames to the site.
+        received: number of frames of the site.
+        stream: the connection; None while it is lost.
+        blocked: what the connection has to be ready for before more can be sent; None if it takes bytes.
+        full: whether so much is waiting to be sent that those who send to this site are no longer read.
+        heard: time at which bytes arrived.
+        lost: time at which the connection was lost, and the reason.
+        bytes_in: bytes received.
+        bytes_out: bytes sent; those that were lost with a connection count again.
+    """
+
+    def __init__(self, slot: int, name: str, hello: Hello, serial: int, world_size: int, now: float) -> None:
+        self.slot, self.name, self.serial = slot, name, serial
+        self.channel, self.instance = hello.channel, hello.instance
+        self.position = hello.position
+        self.waits = False
+        self.queue = SendQueue()
+        self.received = 0
+        self.stream: Stream | None = None
+        self.blocked: Progress | None = None
+        self.full = False
+        self.heard = now
+        self.lost = now, ""
+        self.bytes_in = self.bytes_out = 0
+        self._world_size = world_size
+        self._reader = FrameReader(self._check)
+        self._pinged = now
+        self._unacknowledged = 0  # bytes received since the last ping
+
+    def attach(self, stream: Stream, welcome: Welcome, now: float) -> None:
+        """Take a new connection, and answer the site's `Hello`.
+
+        Args:
+            stream: the connection.
+            welcome: the answer.
+            now: the time, in seconds.
+        """
+        self.stream, self.blocked = stream, None
+        self._reader = FrameReader(self._check)
+        stream.notes.append(pack_control(welcome, self.slot))
+        self.heard = self._pinged = now
+        self._unacknowledged = 0
+
+    def detach(self, reason: str, now: float) -> Stream | None:
+        """Take note that the connection is lost, and return it.
+
+        Args:
+            reason: the reason.
+            now: the time, in seconds.
+        """
+        stream, self.stream, self.blocked = self.stream, None, None
+        self.lost = now, reason
+        return stream
+
+    def send(self, frame: bytes) -> None:
+        """Append a frame to the queue."""
+        self.queue.append(frame)
+
+    def receive(self, now: float) -> tuple[list[Frame], bool]:
+        """Receive frames.
+
+        Args:
+            now: the time, in seconds.
+
+        Returns:
+            The frames that are complete, without pings; and whether there may be more.
+
+        Raises:
+            OSError: if the connection is lost.
+            FrameError: if the site does not keep to the protocol.
+        """
+        assert self.stream is not None
+        content = self.stream.receive()
+        if content is None:
+            return [], False
+        self.heard = now
+        self.bytes_in += len(content)
+        self._unacknowledged += len(content)
+        frames = []
+        for frame in self._reader.feed(content):
+            if frame.head.kind is Kind.PING:
+                self.queue.acknowledge(frame.head.step)
+            else:
+                self.received += 1
+                frames.append(frame)
+        if self._unacknowledged >= _PING_BYTES:
+            self._ping(now)
+        return frames, True
+
+    def flush(self) -> None:
+        """Send what the connection takes.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        assert self.stream is not None
+        before = self.queue.unsent_bytes
+        try:
+            progress = self.stream.flush(self.queue)
+        finally:
+            self.bytes_out += before - self.queue.unsent_bytes
+        self.blocked = None if progress == "done" else progress
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to be sent."""
+        return self.queue.unsent_bytes > 0 or bool(self.stream and self.stream.notes)
+
+    def update_full(self) -> None:
+        """Compute `full`; it stays until half of the bytes are sent."""
+        share = 2 if self.full else 1
+        self.full = self.queue.unsent_bytes * share > FULL_BYTES or self.queue.nbytes * share > KEPT_BYTES
+
+    def ping_if_due(self, now: float) -> None:
+        """Send a ping, which is an acknowledgement as well, if the last one was a while ago."""
+        if self.stream is not None and now >= self._pinged + PING_SECONDS and not self.stream.notes:
+            self._ping(now)
+
+    def _ping(self, now: float) -> None:
+        assert self.stream is not None
+        self.stream.notes.append(Head(Kind.PING, self.slot, step=self.received).pack())
+        self._pinged, self._unacknowledged = now, 0
+
+    def _check(self, head: Head) -> None:
+        if head.kind not in _ALLOWED[self.channel]:
+            raise FrameError(f"a {head.kind.name} frame on the channel {self.channel!r}")
+        if head.kind in _TO_SLOT and self.channel != "store":
+            if head.slot >= self._world_size or head.slot == self.slot:
+                raise FrameError(f"a {head.kind.name} frame to slot {head.slot} of {self._world_size}")
+        elif head.slot != self.slot:
+            raise FrameError(f"a {head.kind.name} frame of slot {head.slot}, this site has slot {self.slot}")
+
+
+def check_hello(hello: Hello, version: int) -> str:
+    """Return why a site's first message is refused; empty if it is not."""
+    if hello.version != version:
+        return f"this site speaks version {hello.version} of the protocol, the hub version {version}: upgrade one"
+    if hello.channel not in CHANNELS:
+        return f"unknown channel {hello.channel!r}"
+    return ""

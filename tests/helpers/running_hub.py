@@ -1,0 +1,261 @@
+"""Hubs that run in a thread on loopback, and simple sites to test them."""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hub_kits
+
+from dadplug.hub import tls
+from dadplug.hub.actions import FRESH, Rules, Start
+from dadplug.hub.frames import (
+    VERSION,
+    Frame,
+    FrameReader,
+    Head,
+    Hello,
+    Kind,
+    Leave,
+    Welcome,
+    frames,
+    pack_control,
+    read_control,
+)
+from dadplug.hub.journal import Journal
+from dadplug.hub.kits import Kit
+from dadplug.hub.server import Hub
+from dadplug.hub.stream import SendQueue, Stream
+
+TIMEOUT = 10.0  # seconds, for a busy machine
+_INSTANCES = itertools.count(1)
+
+
+class RunningHub:
+    """A hub that runs.
+
+    Attributes:
+        hub: the hub.
+        kits: folder of the kits.
+        address: host and port of the hub.
+        log: lines of its journal.
+    """
+
+    def __init__(self, hub: Hub, kits: Path, log: list[str]) -> None:
+        self.hub, self.kits, self.address, self.log = hub, kits, hub.address, log
+
+    def kit(self, name: str) -> Kit:
+        """Load the kit of a site."""
+        return Kit.load(self.kits / name)
+
+    def await_line(self, text: str) -> str:
+        """Wait for a line of the journal that contains a text, and return it."""
+        found: list[str] = []
+
+        def look() -> bool:
+            found[:] = [line for line in self.log if text in line]
+            return bool(found)
+
+        until(look, lambda: f"no line with {text!r} in {self.log}")
+        return found[0]
+
+
+@contextmanager
+def running_hub(
+    folder: Path, sites: tuple[str, ...] = ("a", "b"), rules: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[RunningHub]:
+    """Run a hub in a thread.
+
+    Args:
+        folder: folder for the kits; they are made if it is missing. Their roster has the hub's address.
+        sites: names of the sites.
+        rules: arguments of `Rules` that differ from the defaults.
+        settings: further arguments of `Hub`.
+    """
+    if not folder.exists():
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        hub_kits.make(folder, hub=f"127.0.0.1:{port}", hub_names=[], sites=list(sites))
+    log: list[str] = []
+    kit = Kit.load(folder / "hub")
+    hub = Hub(kit, Rules(**({"min_sites": len(sites)} | (rules or {}))), journal=Journal(log.append), **settings)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            hub.run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="hub", daemon=True)
+    thread.start()
+    try:
+        yield RunningHub(hub, folder, log)
+    finally:
+        hub.stop("the test is over")
+        thread.join(TIMEOUT)
+        if failures:
+            raise failures[0]
+        assert not thread.is_alive(), "the hub has not ended"
+
+
+def until(condition: Any, message: Any = lambda: "the condition has not come true") -> None:
+    """Wait until a condition is true."""
+    end = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < end, message()
+        time.sleep(0.005)
+
+
+class TestSite:
+    """A site that does what a test tells it, one thing at a time.
+
+    Args:
+        kit: its kit.
+        address: address of the hub.
+        channel: channel of its connection.
+        hello: fields of its first message that differ from the usual ones.
+
+    Attributes:
+        answer: the hub's answer to its first message.
+        received: number of frames of the hub.
+        taken: frames of the hub that `take` has not returned, pings excluded.
+        pings: pings of the hub.
+        queue: frames to the hub.
+        lost: how the connection was lost; None if it was not.
+    """
+
+    __test__ = False
+
+    def __init__(self, kit: Kit, address: tuple[str, int], channel: str = "training", **hello: Any) -> None:
+        self.kit, self.address, self.slot = kit, address, kit.slot
+        self.hello = Hello(VERSION, next(_INSTANCES), FRESH, channel)._replace(**hello)
+        self.received = 0
+        self.taken: list[Frame] = []
+        self.pings: list[Frame] = []
+        self.queue = SendQueue()
+        self.answer: Any = None
+        self.lost: OSError | None = None
+        self.dial()
+
+    def dial(self) -> None:
+        """Dial the hub, again if need be, and wait for its answer."""
+        connection = tls.dial(self.kit, TIMEOUT, self.address)
+        self.stream = Stream(connection)
+        self.lost = None
+        self._reader = FrameReader(lambda head: None)
+        self._send(pack_control(self.hello._replace(received=self.received), self.slot))
+        self._answered = False
+        until(lambda: self.pump() or self._answered)
+        if isinstance(self.answer, Welcome) and self.answer.resumed:
+            self.queue.resume(self.answer.received)
+
+    def _send(self, frame: bytes) -> None:
+        while (progress := self.stream.send(frame)) != "done":
+            connection = self.stream.connection
+            select.select([connection] if progress == "read" else [], [connection], [], TIMEOUT)
+
+    def pump(self) -> None:
+        """Receive what has arrived and send what the connection takes."""
+        try:
+            self._pump()
+        except OSError as error:  # what arrived before may still be of interest
+            self.lost = error
+
+    def _pump(self) -> None:
+        while self.lost is None and (content := self.stream.receive()) is not None:
+            for frame in self._reader.feed(content):
+                if not self._answered:
+                    self.answer = read_control(frame.body, 100)
+                    self._answered = True
+                elif frame.head.kind is Kind.PING:
+                    self.pings.append(frame)
+                    self.queue.acknowledge(frame.head.step)
+                else:
+                    self.received += 1
+                    self.taken.append(frame)
+        if self._answered and self.lost is None:
+            self.stream.flush(self.queue)
+
+    def send(self, kind: Kind, content: bytes = b"", wait: bool = True, **fields: int) -> None:
+        """Send a message in pieces.
+
+        Args:
+            kind: its kind.
+            content: the message.
+            wait: whether to wait until it is sent.
+            fields: fields of its head; step 1 by default.
+        """
+        head = Head(kind, **({"slot": self.slot, "step": 1} | fields))
+        if not content:
+            self.queue.append(head.pack())
+        for packed, body in frames(head, memoryview(content)):
+            self.queue.append(packed + bytes(body))
+        while wait and self.queue.unsent_bytes:
+            self.pump()
+            time.sleep(0.001)
+
+    def control(self, message: Any) -> None:
+        """Send a control message."""
+        self.queue.append(pack_control(message, self.slot))
+        until(lambda: self.pump() or not self.queue.unsent_bytes)
+
+    def leave(self, reason: str = "") -> None:
+        """Say goodbye."""
+        self.control(Leave(reason))
+
+    def ping(self) -> None:
+        """Acknowledge what has been received."""
+        self.stream.notes.append(Head(Kind.PING, self.slot, step=self.received).pack())
+        self.pump()
+
+    def take(self, kind: Kind | None = None) -> Frame:
+        """Wait for a frame, of a kind if given, and return it; those before it of other kinds are kept."""
+
+        def find() -> Frame | None:
+            return next((each for each in self.taken if kind is None or each.head.kind is kind), None)
+
+        until(lambda: find() is not None or self.pump() or find() is not None, lambda: f"no {kind} frame has come")
+        frame = find()
+        assert frame is not None
+        self.taken.remove(frame)
+        return frame
+
+    def message(self, nbytes: int, kind: Kind = Kind.PAYLOAD) -> bytes:
+        """Wait for a message of a size, and return it."""
+        parts: list[bytes] = []
+        while sum(map(len, parts)) < nbytes:
+            parts.append(self.take(kind).body)
+        return b"".join(parts)
+
+    def action(self, *types: type) -> Any:
+        """Wait for an action of one of some types, and return it; others are left out."""
+        while True:
+            found = read_control(self.take(Kind.CONTROL).body, 100)
+            if isinstance(found, types):
+                return found
+
+    def cut(self) -> None:
+        """Reset the connection, as if the link had failed."""
+        raw = socket.socket(fileno=self.stream.connection.detach())
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        raw.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.stream.close()
+
+
+def together(hub: RunningHub, names: str = "ab", channel: str = "training") -> list[TestSite]:
+    """Return sites that have all dialled in, and whose training has started."""
+    sites = [TestSite(hub.kit(name), hub.address, channel) for name in names]
+    for site in sites if channel == "training" else ():
+        site.action(Start)
+    return sites
