@@ -1,0 +1,282 @@
+"""Collectives of the hub's process group, between threads over a link in memory."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import memory_link
+import pytest
+import torch
+import torch.distributed as dist
+from memory_link import MemoryLink, Network
+from torch._C import _distributed_c10d as c10d
+
+from dadplug.errors import SiteError
+from dadplug.hub.process_group import HubGroup
+
+WORLD = 3
+SUM = dist.ReduceOp.SUM
+
+
+def group_of(link: MemoryLink, seconds: float = 20.0) -> HubGroup:
+    return HubGroup(link, range(link.world_size), link.rank, seconds)
+
+
+def together(function, world_size=WORLD):
+    """Run a function of a group at each site; return the results by rank. No message may be left over."""
+
+    def at(link):
+        result = function(group_of(link))
+        return result, link
+
+    results = memory_link.run(world_size, at)
+    assert [link.unread() for _, link in results] == [0] * world_size
+    return [result for result, _ in results]
+
+
+def options(kind, **fields):
+    found = kind()
+    for name, value in fields.items():
+        setattr(found, name, value)
+    return found
+
+
+def reducing(operation):
+    return options(c10d.AllreduceOptions, reduceOp=operation)
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (SUM, [[111.0, 6.0]] * 3),
+        (dist.ReduceOp.AVG, [[37.0, 2.0]] * 3),
+        (dist.ReduceOp.PRODUCT, [[1000.0, 6.0]] * 3),
+        (dist.ReduceOp.MIN, [[1.0, 1.0]] * 3),
+        (dist.ReduceOp.MAX, [[100.0, 3.0]] * 3),
+    ],
+)
+def test_an_allreduce_reduces_over_all_sites(operation, expected):
+    def site(group):
+        tensor = torch.tensor([10.0 ** group.rank(), group.rank() + 1.0])
+        group.allreduce([tensor], reducing(operation)).wait()
+        return tensor.tolist()
+
+    assert together(site) == expected
+
+
+def test_an_unknown_operation_is_refused_before_anything_is_sent():
+    def site(group):
+        with pytest.raises(ValueError, match="SUM, AVG, PRODUCT, MIN and MAX"):
+            group.allreduce([torch.ones(1, dtype=torch.int64)], reducing(dist.ReduceOp.BXOR))
+
+    together(site)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_16_bit_tensors_are_rounded_once(dtype):
+    values = torch.randn(WORLD, 1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def site(group):
+        tensor = values[group.rank()].clone()
+        group.allreduce([tensor], reducing(SUM)).wait()
+        return tensor
+
+    expected = (values[0].float() + values[1].float() + values[2].float()).to(dtype)
+    assert all(torch.equal(found, expected) for found in together(site))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.float64, torch.bfloat16, torch.complex64]
+)
+def test_an_allgather_keeps_the_bits_of_every_type(dtype):
+    def value(rank):
+        return (torch.arange(6).reshape(2, 3) + rank - 2).to(dtype)
+
+    def site(group):
+        rooms = [torch.zeros(2, 3, dtype=dtype) for _ in range(WORLD)]
+        group.allgather([rooms], [value(group.rank())], c10d.AllgatherOptions()).wait()
+        return all(torch.equal(room, value(rank)) for rank, room in enumerate(rooms))
+
+    assert together(site) == [True] * WORLD
+
+
+def test_gathers_into_one_tensor_and_into_views():
+    def site(group):
+        own = torch.full((2,), float(group.rank()))
+        flat = torch.zeros(2 * WORLD)
+        group.all_gather_single(flat, own, c10d.AllgatherOptions()).wait()
+        board = torch.zeros(2, WORLD)  # its columns are not contiguous
+        group.allgather([list(board.T)], [own], c10d.AllgatherOptions()).wait()
+        return flat.tolist(), board.tolist()
+
+    assert together(site) == [([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])] * WORLD
+
+
+def test_a_broadcast_comes_from_its_root():
+    def site(group):
+        tensor = torch.arange(4.0).reshape(2, 2) * (group.rank() + 1)
+        scalar = torch.tensor(group.rank())
+        group.broadcast([tensor], options(c10d.BroadcastOptions, rootRank=2)).wait()
+        group.broadcast([scalar], options(c10d.BroadcastOptions, rootRank=1)).wait()
+        return tensor.tolist(), int(scalar)
+
+    assert together(site) == [([[0.0, 3.0], [6.0, 9.0]], 1)] * WORLD
+
+
+def test_gather_scatter_and_reduce_have_a_root():
+    def site(group):
+        rank = group.rank()
+        rooms = [torch.zeros(2) for _ in range(WORLD)] if rank == 1 else []
+        group.gather(
+            [rooms] if rank == 1 else [], [torch.full((2,), 1.0 + rank)], options(c10d.GatherOptions, rootRank=1)
+        ).wait()
+        parts = [[torch.tensor([10.0 * other]) for other in range(WORLD)]] if rank == 2 else []
+        share = torch.zeros(1)
+        group.scatter([share], parts, options(c10d.ScatterOptions, rootRank=2)).wait()
+        total = torch.tensor([1.0 + rank])
+        group.reduce([total], options(c10d.ReduceOptions, rootRank=0, reduceOp=SUM)).wait()
+        return [room.tolist() for room in rooms], float(share), float(total)
+
+    assert together(site) == [
+        ([], 0.0, 6.0),
+        ([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]], 10.0, 2.0),
+        ([], 20.0, 3.0),
+    ]
+
+
+def test_a_reduce_scatter_gives_each_site_its_part():
+    def site(group):
+        rank = group.rank()
+        parts = [torch.full((other + 1,), float(rank + 10 * other)) for other in range(WORLD)]
+        listed, single = torch.zeros(rank + 1), torch.zeros(2)
+        settings = options(c10d.ReduceScatterOptions, reduceOp=SUM)
+        group.reduce_scatter([listed], [parts], settings).wait()
+        group.reduce_scatter_single(single, torch.arange(6.0), settings).wait()
+        return listed.tolist(), single.tolist()
+
+    assert together(site) == [([3.0], [0.0, 3.0]), ([33.0] * 2, [6.0, 9.0]), ([63.0] * 3, [12.0, 15.0])]
+
+
+def test_an_all_to_all_sends_a_part_to_each_site():
+    def site(group):
+        rank = group.rank()
+        inputs = [torch.full((rank + other,), 10 * rank + other) for other in range(WORLD)]
+        outputs = [torch.zeros(rank + other, dtype=torch.int64) for other in range(WORLD)]
+        group.alltoall(outputs, inputs, c10d.AllToAllOptions()).wait()
+        even = torch.zeros(WORLD, dtype=torch.int64)
+        group.all_to_all_single(even, torch.arange(WORLD) + 10 * rank, [], [], c10d.AllToAllOptions()).wait()
+        return [each.tolist() for each in outputs], even.tolist()
+
+    assert together(site) == [
+        (
+            [[10 * other + rank] * (rank + other) for other in range(WORLD)],
+            [10 * other + rank for other in range(WORLD)],
+        )
+        for rank in range(WORLD)
+    ]
+
+
+def test_nothing_is_sent_for_empty_tensors():
+    def site(group):
+        rooms = [torch.zeros(0) for _ in range(WORLD)]
+        group.allgather([rooms], [torch.zeros(0)], c10d.AllgatherOptions()).wait()
+        group.allreduce([torch.zeros(0, 3)], reducing(SUM)).wait()
+        return group._link.network.sent
+
+    assert together(site) == [[0] * WORLD] * WORLD
+
+
+def test_a_tensor_may_change_once_its_collective_has_started():
+    def site(group):
+        own = torch.tensor([1.0 + group.rank()])
+        rooms = [torch.zeros(1) for _ in range(WORLD)]
+        work = group.allgather([rooms], [own], c10d.AllgatherOptions())
+        own.zero_()
+        work.wait()
+        return [float(room) for room in rooms]
+
+    assert together(site) == [[1.0, 2.0, 3.0]] * WORLD
+
+
+def test_works_may_be_awaited_in_any_order_and_by_futures():
+    def site(group):
+        tensors = [torch.tensor([float(number)]) for number in range(6)]
+        works = [group.allreduce([tensor], reducing(SUM)) for tensor in tensors]
+        futures = [work.get_future() for work in works[::2]]
+        for work in reversed(works[1::2]):
+            work.wait()
+        for work, future in zip(works[::2], futures, strict=True):
+            assert future.wait()[0] is not None
+            assert work.is_completed()
+            assert work.is_success()
+        return [float(tensor) for tensor in tensors]
+
+    assert together(site) == [[3.0 * number for number in range(6)]] * WORLD
+
+
+def test_a_lost_site_is_named_by_wait_and_by_the_future():
+    def site(link):
+        if link.rank == 1:
+            link.network.leave(1, "ValueError: no data")
+            return None
+        group = group_of(link)
+        errors = []
+        for ask in (lambda work: work.wait(), lambda work: work.get_future().wait()):
+            work = group.allreduce([torch.ones(1)], reducing(SUM))
+            with pytest.raises(RuntimeError, match="site 1 is gone: ValueError: no data") as caught:
+                ask(work)
+            errors.append(type(caught.value))
+            assert isinstance(work.exception(), SiteError)
+            assert not work.is_success()
+        return errors[0]
+
+    assert memory_link.run(2, site)[0] is SiteError
+
+
+def test_a_wait_has_a_timeout_of_its_own():
+    def site(link):
+        if link.rank == 0:
+            with pytest.raises(SiteError, match=r"has not answered for 0\.01 s"):
+                group_of(link).barrier().wait(timedelta(seconds=0.01))
+
+    memory_link.run(2, site)
+
+
+def test_groups_do_not_take_each_others_messages():
+    def site(link):
+        first, second = group_of(link), group_of(link)
+        order = (first, second) if link.rank else (second, first)
+        tensors = {group: torch.tensor([1.0 if group is first else 10.0]) for group in order}
+        works = [group.allreduce([tensors[group]], reducing(SUM)) for group in order]
+        for work in works:
+            work.wait()
+        return float(tensors[first]), float(tensors[second])
+
+    assert memory_link.run(WORLD, site) == [(3.0, 30.0)] * WORLD
+
+
+def test_a_group_of_one_site_sends_nothing_and_takes_no_channel():
+    link = MemoryLink(Network(WORLD), 2)
+    alone = HubGroup(link, [2], 0, 1.0)
+    tensor, rooms = torch.tensor([4.0]), [torch.zeros(1)]
+    alone.allreduce([tensor], reducing(SUM)).wait()
+    alone.allgather([rooms], [tensor], c10d.AllgatherOptions()).wait()
+    alone.barrier().wait()
+    assert (tensor.item(), rooms[0].item(), link.new_channel()) == (4.0, 4.0, 0)
+
+
+def test_other_groups_are_refused():
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] of 3: over the hub a process group holds all sites, or one"):
+        HubGroup(MemoryLink(Network(WORLD), 0), [0, 1], 0, 1.0)
+
+
+def test_messages_between_two_sites_are_refused():
+    group = group_of(MemoryLink(Network(2), 0))
+    with pytest.raises(RuntimeError, match="has collectives only"):
+        group.send([torch.ones(1)], 1, 0)
+
+
+def test_a_tensor_of_another_size_than_agreed_is_refused():
+    group = group_of(MemoryLink(Network(2), 0))
+    with pytest.raises(ValueError, match="rank 0 has 2 elements, not 3"):
+        group.allgather([[torch.zeros(3), torch.zeros(3)]], [torch.zeros(2)], c10d.AllgatherOptions())
