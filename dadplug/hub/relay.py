@@ -13,32 +13,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .actions import Accept, Action, Close, Drop, Pause, Refuse, Replay, Resume, Rules, Start
 from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
 from .journal import Journal
 from .membership import Membership
 from .session import Session, check_hello
+from .store import Store
 
 GRACE = 5.0  # seconds
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
-
-
-class Store(Protocol):
-    """Handler of the requests of the channel "store"."""
-
-    def handle(self, slot: int, request: bytes) -> Sequence[tuple[int, bytes]]:
-        """Answer a request.
-
-        Args:
-            slot: slot of the site that sends it.
-            request: the request, which fits into one frame.
-
-        Returns:
-            Replies by the slots of their receivers, in the order in which they are to be sent; also those to requests
-            that have waited.
-        """
 
 
 class Relay:
@@ -50,7 +35,6 @@ class Relay:
         life: random number, different for every process of the hub.
         now: the time, in seconds.
         journal: log of who comes and goes.
-        store: handler of the channel "store"; None if there is none.
         grace: seconds for which a site whose connection is lost may dial again.
 
     Attributes:
@@ -67,7 +51,6 @@ class Relay:
         life: int,
         now: float,
         journal: Journal,
-        store: Store | None = None,
         grace: float = GRACE,
     ) -> None:
         self.names = tuple(names)
@@ -76,7 +59,7 @@ class Relay:
         self.leaving: list[Session] = []
         self._rules, self._grace = rules, grace
         self._journal = journal
-        self._store = store
+        self._store = Store()
         self._ending = False  # the run; whoever dials in waits for the next one
         self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that was given up, and why
         self._ahead: list[deque[int]] = [deque() for _ in self.names]  # ENDs of later steps than the open one
@@ -254,8 +237,6 @@ class Relay:
             raise FrameError(f"a control message {type(message).__name__} is not expected")
 
     def _serve(self, session: Session, request: bytes) -> None:
-        if self._store is None:
-            raise FrameError("this hub has no store")
         for slot, reply in self._store.handle(session.slot, request):
             receiver = self.sessions.get(("store", slot))
             if receiver is not None:
@@ -291,6 +272,7 @@ class Relay:
     def _begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
         self._ending = False
+        self._store.reset()
         self.membership = Membership(self.names, self._rules, self.membership.life + 1, now)
         for session in [each for (channel, _), each in self.sessions.items() if channel == "training"]:
             session.waits = False

@@ -23,7 +23,7 @@ from .actions import Refuse, Rules
 from .frames import FrameError, pack_control
 from .journal import Journal
 from .kits import Kit
-from .relay import GRACE, Relay, Store
+from .relay import GRACE, Relay
 from .session import Session
 from .strangers import Arrival, Farewell, Stranger
 
@@ -41,7 +41,6 @@ class Hub:
         kit: the hub's kit.
         rules: rules of the membership; None to require all sites.
         listen: host and port to listen at; None for those of the kit's roster, if its host is one of this machine.
-        store: handler of the channel "store"; None if there is none.
         journal: log of who comes and goes; None to write to the standard error stream.
         grace: seconds for which a site whose connection is lost may dial again.
 
@@ -60,7 +59,6 @@ class Hub:
         rules: Rules | None = None,
         *,
         listen: tuple[str, int] | None = None,
-        store: Store | None = None,
         journal: Journal | None = None,
         grace: float = GRACE,
     ) -> None:
@@ -71,7 +69,7 @@ class Hub:
         self.journal = journal or Journal(lambda line: print(line, file=sys.stderr, flush=True))
         rules = rules or Rules(min_sites=len(kit.roster.sites))
         life = secrets.randbits(62) + 1
-        self.relay = Relay(kit.roster.sites, rules, life, time.monotonic(), self.journal, store, grace)
+        self.relay = Relay(kit.roster.sites, rules, life, time.monotonic(), self.journal, grace)
         self._context = tls.hub_context(kit)
         self._listener = _listen(*(listen or kit.roster.address()), given=listen is not None)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
