@@ -19,10 +19,12 @@ from .actions import Accept, Action, Close, Drop, Pause, Refuse, Replay, Resume,
 from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
 from .journal import Journal
 from .membership import Membership
-from .session import Session, check_hello
+from .session import PING_SECONDS, Session, check_hello
 from .store import Store
+from .sums import Sums
 
 GRACE = 5.0  # seconds
+_ALIVE_SECONDS = 3 * PING_SECONDS
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
 
@@ -62,6 +64,7 @@ class Relay:
         self._store = Store()
         self._ending = False  # the run; whoever dials in waits for the next one
         self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that was given up, and why
+        self._sums = Sums(len(self.names))
         self._ahead: list[deque[int]] = [deque() for _ in self.names]  # ENDs of later steps than the open one
 
     # Connections.
@@ -93,7 +96,7 @@ class Relay:
             return session, self._welcome(True, session.received)
         if session is not None:
             if session.stream is not None:
-                return None, self._used_twice(name)
+                return None, self._used_twice(session, now)
             self.drop(session, "another process has dialled in as this site", now)
         gone = self._gone.get(key)
         if gone is not None and gone[0] == hello.instance:
@@ -125,9 +128,11 @@ class Relay:
         rules = self._rules
         return Welcome(resumed, received, rules.min_sites, round(rules.site_timeout * 1000), round(self._grace * 1000))
 
-    def _used_twice(self, name: str) -> Refuse:
-        reason = f"another process is connected as site {name!r}; should it be dead, try again"
-        return Refuse(name, f"{reason} in {self._rules.site_timeout:g} s", True)
+    def _used_twice(self, session: Session, now: float) -> Refuse:
+        """Return the refusal of a second process of a site; for good if the first one is certainly alive."""
+        alive = now < session.heard + _ALIVE_SECONDS
+        advice = "" if alive else f"; should it be dead, try again in {self._rules.site_timeout:g} s"
+        return Refuse(session.name, f"another process is connected as site {session.name!r}{advice}", not alive)
 
     def drop(self, session: Session, reason: str, now: float) -> None:
         """End a session, and the site's part in training if the session is that of training.
@@ -166,6 +171,8 @@ class Relay:
         """Return whether frames of a site may be read: there is room in all queues that they go to."""
         if session.channel == "store":
             return not session.full
+        if session.channel == "training" and self._sums.is_ahead(session.slot):
+            return False
         return not any(
             other.full
             for (channel, _), other in self.sessions.items()
@@ -214,6 +221,11 @@ class Relay:
             for other in self._training():
                 if other is not session:
                     other.send(frame)
+        elif head.kind is Kind.SUMMAND:
+            total = self._sums.add(head, body, self.membership.participants, self.membership.attempt)
+            if total is not None:
+                for other in self._training():
+                    other.send(total)
         else:
             raise FrameError(f"{head.kind.name} frames are not expected")
 
@@ -272,6 +284,7 @@ class Relay:
     def _begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
         self._ending = False
+        self._sums.clear()
         self._store.reset()
         self.membership = Membership(self.names, self._rules, self.membership.life + 1, now)
         for session in [each for (channel, _), each in self.sessions.items() if channel == "training"]:

@@ -166,7 +166,8 @@ def test_a_name_used_twice_is_refused_with_the_reason_on_both_ends(hub):
     a, _ = together(hub)
     second = TestSite(hub.kit("a"), hub.address)
     assert isinstance(second.answer, Refuse)
-    assert "another process is connected as site 'a'" in second.answer.reason
+    assert second.answer.reason == "another process is connected as site 'a'"
+    assert not second.answer.retry
     hub.await_line("a: another process is connected as site 'a'")
     a.pump()
     assert hub.hub.relay.sessions["training", 0].stream is not None
