@@ -25,3 +25,7 @@ class PolicyError(KitError):
 
 class RefusedError(SiteError):
     """A connection between hub and site was refused; the message is the reason, and dialing again does not help."""
+
+
+class SealingError(SiteError):
+    """A sealed message is not what its site has sent, or sites cannot agree on keys; the message names the site."""
