@@ -27,7 +27,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from cryptography import x509
@@ -78,6 +78,7 @@ class Agreement:
     Attributes:
         slots: slots of the sites that take part.
         offer: this site's first message, of `OFFER_BYTES`.
+        keys: the secrets; only after `confirmation`. Messages that they open come from sites that have them.
 
     Raises:
         KitError: if the kit's own certificate is not valid.
@@ -140,10 +141,13 @@ class Agreement:
         contributions[self._kit.slot] = self._contribution
         material = b"".join(contributions[slot] for slot in self.slots)
         self._group = extract(material, self._transcript, "group")
+        names = dict(enumerate(self._kit.roster.sites))
+        pairs = {slot: extract(pair, self._transcript, "messages") for slot, pair in self._pairs.items()}
+        self.keys = Keys(self._kit.slot, names, derive(self._group, "messages"), pairs)
         return self._code(self._kit.slot)
 
-    def keys(self, confirmations: Mapping[int, bytes]) -> Keys:
-        """Check the other sites' confirmations, and return the secrets.
+    def check(self, confirmations: Mapping[int, bytes]) -> None:
+        """Check the other sites' confirmations; nothing may be sent by the secrets before.
 
         Args:
             confirmations: third messages by slot; this site's own is not needed.
@@ -155,11 +159,7 @@ class Agreement:
         for slot in self._others():
             if not hmac.compare_digest(bytes(confirmations[slot]), self._code(slot)):
                 raise self._error(slot, "it has not got the same secret as this site, or its confirmation was altered")
-        names = dict(enumerate(self._kit.roster.sites))
-        pairs = {slot: extract(pair, self._transcript, "messages") for slot, pair in self._pairs.items()}
-        keys = Keys(self._kit.slot, names, derive(self._group, "messages"), pairs)
         del self._private, self._contribution, self._group, self._pairs
-        return keys
 
     def _others(self) -> list[int]:
         return [slot for slot in self.slots if slot != self._kit.slot]
@@ -256,23 +256,6 @@ class Agreement:
     def _error(self, slot: int, what: str) -> SealingError:
         site = f"site {slot} ({self._kit.roster.sites[slot]})"
         return SealingError(f"no key can be agreed on with {site}: {what}")
-
-
-def negotiate(kit: Kit, gather: Callable[[bytes, int], Mapping[int, bytes]]) -> Keys:
-    """Return the secrets that all sites agree on.
-
-    Args:
-        kit: this site's kit.
-        gather: function of this site's message and the size of each of the others', which sends it to all others and
-            returns theirs by slot.
-
-    Raises:
-        SealingError: if a message of another site was altered, or the site may not take part.
-    """
-    agreement = Agreement(kit)
-    offers = gather(agreement.offer, OFFER_BYTES)
-    shares = gather(agreement.share(offers), agreement.share_bytes)
-    return agreement.keys(gather(agreement.confirmation(shares), CONFIRMATION_BYTES))
 
 
 def roster_digest(roster: Roster) -> bytes:

@@ -1,26 +1,26 @@
 """Sealing: payloads encrypted between sites, so that the hub passes on what it cannot read (AES-256-GCM).
 
-A message is cut into pieces, each of which fits a frame and is sealed by itself: a site can send the first before it
-has sealed the last, and a receiver opens pieces as they arrive. A sealed piece is the number of the piece (8 bytes),
-the encrypted content and a tag (16 bytes): 0.04% of a full frame.
+A message is cut into pieces, each of which fills a frame and is sealed by itself: the hub passes them on as they come,
+and a receiver opens them as they arrive. A sealed piece is the number of the piece (8 bytes), the encrypted content and
+a tag (16 bytes): 0.04% of a full frame.
 
-**Keys.** Each sender encrypts by keys of its own, which are derived from the secret that `dadplug.hub.key_agreement`
+**Keys.** Each sender encrypts by keys of its own, which are derived from the secrets that `dadplug.hub.key_agreement`
 has agreed on. The number of a piece, counted over all messages of the sender, is the nonce, and every 2**20 pieces
 (64 GB) the key changes. A process agrees on new secrets when it starts, so that no nonce is used twice with a key.
 
-**Associated data.** A tag covers the sender's slot, the exchange, the number of the message in this exchange, the place
-of the piece in the message, and the size of the message. So a piece that the hub alters, repeats, moves to another
-place, message, exchange, sender or run, or leaves out, is found out before anything of it is used.
+**Order.** A receiver opens a sender's pieces in the order of their numbers, without gaps, and a tag covers the head of
+the frame: sender, kind, step, exchange, place in the message, size. So a piece that the hub alters, repeats, leaves out
+or moves to another place, message, exchange, sender or run is found out before anything of it is used.
 
 Sealing does not hide who sends, when and how much, nor what sites write to the key-value store of torch.distributed
-(addresses, counters), to which dadplug writes no data of training.
+(addresses, counters), to which dadplug writes no data of training. A hub can still end a run.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cryptography.exceptions import InvalidTag
@@ -29,37 +29,15 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
 from ..errors import SealingError
-from .frames import PIECE_BYTES
+from .frames import PIECE_BYTES, Head
 
 SECRET_BYTES = 32
 _NUMBER = struct.Struct(">Q")
-_PLACE = struct.Struct(">HIQQQ")  # slot, exchange, number of the message, offset, size of the message
 _TAG_BYTES = 16
 OVERHEAD = _NUMBER.size + _TAG_BYTES  # bytes that a piece grows by
 OPEN_BYTES = PIECE_BYTES - OVERHEAD  # content of a piece, at most
 _PIECES_BITS = 20  # a key seals 2**20 pieces
 _LAST = 1 << 63
-
-
-@dataclass(frozen=True)
-class Place:
-    """Place of a message in what a site sends.
-
-    Attributes:
-        slot: slot of the sender.
-        exchange: number of the exchange.
-        occurrence: number of the message among those of the sender in this exchange.
-        nbytes: size of the message, before it is sealed.
-    """
-
-    slot: int
-    exchange: int
-    occurrence: int
-    nbytes: int
-
-    def pack(self, offset: int) -> bytes:
-        """Return the place of the piece at an offset, in bytes."""
-        return _PLACE.pack(self.slot, self.exchange, self.occurrence, offset, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -77,37 +55,47 @@ class Keys:
     names: Mapping[int, str]
     group: bytes = field(repr=False)
     pairs: Mapping[int, bytes] = field(repr=False)
-    _taken: set[int | None] = field(default_factory=set, repr=False, compare=False)
+    _taken: set[tuple[int, bytes] | None] = field(default_factory=set, repr=False, compare=False)
 
-    def sealer(self, to: int | None = None) -> Sealer:
-        """Return what seals this site's messages.
-
-        Args:
-            to: slot of the only receiver; None for messages to all sites.
+    def sealer(self) -> Sealer:
+        """Return what seals this site's messages to all others.
 
         Raises:
             RuntimeError: if it has been returned before: a second one would begin with the same nonces.
         """
-        if to in self._taken:
-            raise RuntimeError("these keys have a sealer already, and a second one would repeat its nonces")
-        self._taken.add(to)
-        return Sealer(_sender_secret(self._shared(to), self.slot), self.slot)
+        return self._sealer(None, self.group)
 
-    def opener(self, slot: int, *, pair: bool = False) -> Opener:
-        """Return what opens the messages of another site.
+    def opener(self, slot: int) -> Opener:
+        """Return what opens the messages of another site to all.
 
         Args:
             slot: slot of the sender.
-            pair: whether the messages are for this site only.
         """
-        return Opener(_sender_secret(self._shared(slot if pair else None), slot), slot, self.names[slot])
+        return Opener(derive(self.group, "sender", slot), slot, self.names[slot])
 
-    def _shared(self, other: int | None) -> bytes:
-        return self.group if other is None else self.pairs[other]
+    def pair(self, other: int, context: bytes) -> tuple[Sealer, Opener]:
+        """Return what seals and opens the messages of a stream between this site and one other.
+
+        Args:
+            other: slot of the other site.
+            context: name of the stream, the same at both ends and different from that of all others.
+
+        Raises:
+            RuntimeError: if they have been returned before.
+        """
+        secret = derive(self.pairs[other], "stream", context.hex())
+        sealer = self._sealer((other, context), secret)
+        return sealer, Opener(derive(secret, "sender", other), other, self.names[other])
+
+    def _sealer(self, use: tuple[int, bytes] | None, secret: bytes) -> Sealer:
+        if use in self._taken:
+            raise RuntimeError("these keys have a sealer already, and a second one would repeat its nonces")
+        self._taken.add(use)
+        return Sealer(derive(secret, "sender", self.slot), self.slot)
 
 
 class Sealer:
-    """Encryption of the messages of one sender.
+    """Encryption of the messages of one sender. Not to be used by two threads at once.
 
     Args:
         secret: the sender's secret.
@@ -120,27 +108,34 @@ class Sealer:
         self._number = 0  # of the next piece
         self._process = os.getpid()
 
-    def seal(self, exchange: int, occurrence: int, content: bytes | memoryview) -> Iterator[bytes]:
-        """Seal a message.
+    def frames(self, head: Head, content: memoryview) -> Iterator[bytes]:
+        """Seal a message, and cut it into frames. They have to be sent in this order, before those of other messages.
 
         Args:
-            exchange: number of the exchange.
-            occurrence: number of the message among those of this exchange. A message whose place is used again, since
-                an attempt to send it was given up, is encrypted by other nonces.
+            head: head of the frames; offset and length are filled in.
             content: the message, of bytes.
 
         Yields:
-            The sealed pieces; none for an empty message.
+            The frames; none for an empty message.
+        """
+        for index, begin in enumerate(range(0, len(content), OPEN_BYTES)):
+            yield self.frame(head._replace(offset=index * PIECE_BYTES), content[begin : begin + OPEN_BYTES])
+
+    def frame(self, head: Head, content: bytes | memoryview) -> bytes:
+        """Seal a piece, and return its frame.
+
+        Args:
+            head: head of the frame; the length is filled in.
+            content: content of the piece, `OPEN_BYTES` at most.
 
         Raises:
             RuntimeError: in a process that was forked after the agreement, or when all numbers have been used.
         """
-        content = memoryview(content)
-        place = Place(self._slot, exchange, occurrence, len(content))
-        for offset in range(0, len(content), OPEN_BYTES):
-            number = self._next_number()
-            piece = content[offset : offset + OPEN_BYTES]
-            yield _NUMBER.pack(number) + self._ciphers[number].encrypt(_nonce(number), piece, place.pack(offset))
+        number = self._next_number()
+        head = head._replace(length=len(content) + OVERHEAD)
+        place = head._replace(slot=self._slot).pack()
+        sealed = self._ciphers[number].encrypt(_nonce(number), content, place)
+        return b"".join((head.pack(), _NUMBER.pack(number), sealed))
 
     def _next_number(self) -> int:
         if os.getpid() != self._process:
@@ -153,7 +148,7 @@ class Sealer:
 
 
 class Opener:
-    """Decryption of the messages of one sender.
+    """Decryption of the messages of one sender, in the order in which they were sent.
 
     Args:
         secret: the sender's secret.
@@ -164,58 +159,49 @@ class Opener:
     def __init__(self, secret: bytes, slot: int, name: str) -> None:
         self._ciphers = _Ciphers(secret)
         self._slot = slot
-        self._name = name
+        self._site = f"site {slot} ({name})"
+        self._number = 0  # of the next piece
 
-    def open_piece(self, exchange: int, occurrence: int, nbytes: int, offset: int, piece: bytes) -> bytes:
-        """Decrypt a piece, and check that it is what the sender has put at this place.
+    def open(self, head: Head, body: bytes | memoryview) -> bytes:
+        """Decrypt a frame, and check that it is the next one of its sender.
 
         Args:
-            exchange: number of the exchange.
-            occurrence: number of the message among those of this exchange.
-            nbytes: size of the message, before it was sealed.
-            offset: place of the piece's content in the message.
-            piece: the sealed piece.
+            head: head of the frame; its slot is not used.
+            body: body of the frame.
+
+        Returns:
+            The content of the piece.
 
         Raises:
             SealingError: if it is anything else.
         """
-        expected = min(OPEN_BYTES, nbytes - offset) + OVERHEAD
-        if offset % OPEN_BYTES or not OVERHEAD < expected == len(piece):
-            raise self._error(exchange, offset, f"has {len(piece)} bytes, not {expected}")
-        (number,) = _NUMBER.unpack_from(piece)
-        if number >= _LAST:
-            raise self._error(exchange, offset, "has an impossible number")
-        place = Place(self._slot, exchange, occurrence, nbytes)
-        cipher = self._ciphers[number]
+        if len(body) <= OVERHEAD:
+            raise self._error(head, f"is not sealed: it has {len(body)} bytes")
+        (number,) = _NUMBER.unpack_from(body)
+        if number != self._number:
+            raise self._error(head, f"has the number {number}, and {self._number} comes next")
+        place = head._replace(slot=self._slot).pack()
         try:
-            return cipher.decrypt(_nonce(number), memoryview(piece)[_NUMBER.size :], place.pack(offset))
+            content = self._ciphers[number].decrypt(_nonce(number), memoryview(body)[_NUMBER.size :], place)
         except InvalidTag:
-            raise self._error(exchange, offset, "is not what it has sent at this place") from None
+            raise self._error(head, "is not what it has sent at this place") from None
+        self._number += 1
+        return content
 
-    def open(self, exchange: int, occurrence: int, nbytes: int, pieces: Iterable[bytes]) -> bytes:
-        """Decrypt a message of which all pieces are here.
-
-        Args:
-            exchange: number of the exchange.
-            occurrence: number of the message among those of this exchange.
-            nbytes: size of the message, before it was sealed.
-            pieces: the sealed pieces.
-
-        Raises:
-            SealingError: if they are not what the sender has sent.
-        """
-        content = bytearray()
-        for piece in pieces:
-            content += self.open_piece(exchange, occurrence, nbytes, len(content), piece)
-        if len(content) != nbytes:
-            raise self._error(exchange, len(content), "is missing")
-        return bytes(content)
-
-    def _error(self, exchange: int, offset: int, what: str) -> SealingError:
+    def _error(self, head: Head, what: str) -> SealingError:
         return SealingError(
-            f"a sealed message of {self._name} (exchange {exchange}): the piece at byte {offset} {what}. The hub, or "
-            "someone who controls it, has altered, repeated, exchanged or left out what passes through it"
+            f"a sealed message of {self._site}: the piece at byte {head.offset} of exchange {head.exchange} {what}. "
+            "The hub, or who controls it, has altered, repeated, exchanged or left out what passes through it"
         )
+
+
+def opened_offset(offset: int) -> int:
+    """Return the place of a piece in its message, from its place in the sealed one.
+
+    Args:
+        offset: the place in the sealed message.
+    """
+    return offset // PIECE_BYTES * OPEN_BYTES
 
 
 def sealed_size(nbytes: int) -> int:
@@ -261,10 +247,6 @@ class _Ciphers:
         if self._cipher is None or index != self._index:
             self._index, self._cipher = index, AESGCM(derive(self._secret, "pieces", index))
         return self._cipher
-
-
-def _sender_secret(shared: bytes, slot: int) -> bytes:
-    return derive(shared, "sender", slot)
 
 
 def _nonce(number: int) -> bytes:

@@ -11,9 +11,11 @@ import pytest
 from dadplug.errors import KitError, SealingError
 from dadplug.hub import key_agreement, provision
 from dadplug.hub.certificates import current_time
+from dadplug.hub.frames import Head, Kind
 from dadplug.hub.key_agreement import OFFER_BYTES, Agreement
 from dadplug.hub.kits import Kit
 
+HEAD_BYTES = 32
 SITES = ["a", "b", "c"]
 
 
@@ -47,12 +49,12 @@ def run(kits, hubs=(None, None, None)):
     """Return the secrets of all sites by slot, or the error of each, for a hub that does something in each round."""
     sites = {slot: Agreement(kit) for slot, kit in kits.items()}
     messages = {slot: site.offer for slot, site in sites.items()}
-    for number, name in enumerate(("share", "confirmation", "keys")):
+    for number, name in enumerate(("share", "confirmation", "check")):
         received = relay(messages, hubs[number])
         messages = {slot: attempt(getattr(site, name), received[slot]) for slot, site in sites.items()}
         if any(isinstance(each, Exception) for each in messages.values()):
             return messages
-    return messages
+    return {slot: site.keys for slot, site in sites.items()}
 
 
 def test_all_sites_get_the_same_secret_and_every_pair_its_own(kits):
@@ -64,8 +66,9 @@ def test_all_sites_get_the_same_secret_and_every_pair_its_own(kits):
         keys.pairs[other] == pairs[frozenset((slot, other))] for slot, keys in results.items() for other in keys.pairs
     )
     assert len({results[0].group, *pairs.values()}) == 4
-    (piece,) = results[0].sealer().seal(1, 0, b"content")
-    assert results[2].opener(0).open(1, 0, 7, [piece]) == b"content"
+    head = Head(Kind.PAYLOAD, 0, exchange=1)
+    frame = results[0].sealer().frame(head, b"content")
+    assert results[2].opener(0).open(Head.unpack(frame[:HEAD_BYTES]), frame[HEAD_BYTES:]) == b"content"
 
 
 def test_one_site_and_two_sites_agree_too(tmp_path):
@@ -96,7 +99,9 @@ def test_the_secret_depends_on_every_contribution(kits, monkeypatch):
         sites[2]._contribution = contribution
         shares = {slot: site.share({s: each.offer for s, each in sites.items()}) for slot, site in sites.items()}
         codes = {slot: site.confirmation(shares) for slot, site in sites.items()}
-        groups |= {site.keys(codes).group for site in sites.values()}
+        for site in sites.values():
+            site.check(codes)
+            groups.add(site.keys.group)
     assert len(groups) == 2
 
 
@@ -239,9 +244,10 @@ def test_a_part_of_the_sites_can_agree(kits):
     offers = {slot: site.offer for slot, site in sites.items()}
     shares = {slot: site.share(offers) for slot, site in sites.items()}
     codes = {slot: site.confirmation(shares) for slot, site in sites.items()}
-    results = [site.keys(codes) for site in sites.values()]
-    assert results[0].group == results[1].group
-    assert set(results[0].pairs) == {2}
+    for site in sites.values():
+        site.check(codes)
+    assert sites[0].keys.group == sites[2].keys.group
+    assert set(sites[0].keys.pairs) == {2}
 
 
 def test_sites_that_expect_different_participants_do_not_agree(kits):

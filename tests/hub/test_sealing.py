@@ -10,11 +10,12 @@ import pytest
 
 from dadplug.errors import SealingError, SiteError
 from dadplug.hub import sealing
-from dadplug.hub.frames import PIECE_BYTES, FrameReader, Head, Kind, frames
-from dadplug.hub.sealing import OPEN_BYTES, OVERHEAD, Keys, sealed_size
+from dadplug.hub.frames import PIECE_BYTES, FrameReader, Head, Kind
+from dadplug.hub.sealing import OPEN_BYTES, OVERHEAD, Keys, opened_offset, sealed_size
 
 NAMES = {0: "a", 1: "b", 2: "c"}
 SIZES = [0, 1, OPEN_BYTES - 1, OPEN_BYTES, OPEN_BYTES + 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 1 << 20]
+HEAD = Head(Kind.PAYLOAD, 0, step=3, exchange=5)
 
 
 def make_keys(slot: int, group: bytes = b"g" * 32) -> Keys:
@@ -33,137 +34,174 @@ def opener():
     return make_keys(1).opener(0)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_message_of_any_size_arrives_in_pieces_that_fit_frames(size, sealer, opener):
-    message = os.urandom(size)
-    pieces = list(sealer.seal(7, 3, memoryview(message)))
-    assert all(OVERHEAD < len(piece) <= PIECE_BYTES for piece in pieces)
-    assert sum(map(len, pieces)) == sealed_size(size)
-    assert opener.open(7, 3, size, pieces) == message
-    # Frames of 64 kB are exactly the pieces, so that a receiver can open each frame as it arrives.
-    wire = b"".join(pieces)
-    received = []
+def seal(sealer, content, head=HEAD):
+    """Return the frames of a sealed message as a hub gets them."""
     reader = FrameReader(lambda head: None)
-    for head, body in frames(Head(Kind.PAYLOAD, 0, exchange=7), memoryview(wire)):
-        received += [frame.body for frame in reader.feed(head + bytes(body))]
-    assert received == pieces
+    return [frame for each in sealer.frames(head, memoryview(content)) for frame in reader.feed(each)]
 
 
-def test_pieces_can_be_opened_in_any_order(sealer, opener):
-    message = os.urandom(3 * OPEN_BYTES + 5)
-    pieces = list(sealer.seal(1, 0, message))
-    opened = bytearray(len(message))
-    for index in (2, 0, 3, 1):
-        offset = index * OPEN_BYTES
-        content = opener.open_piece(1, 0, len(message), offset, pieces[index])
-        opened[offset : offset + len(content)] = content
-    assert bytes(opened) == message
+def opened(opener, frames, size):
+    """Return the message that frames hold."""
+    content = bytearray(size)
+    for head, body in frames:
+        piece = opener.open(head, body)
+        offset = opened_offset(head.offset)
+        content[offset : offset + len(piece)] = piece
+    return bytes(content)
+
+
+def refusal(opener, frames, size=0):
+    """Return the error that frames lead to."""
+    return hub_kits.attempt(lambda: opened(opener, frames, size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_message_of_any_size_arrives_in_pieces_that_fill_frames(size, sealer, opener):
+    message = os.urandom(size)
+    frames = seal(sealer, message)
+    assert all(OVERHEAD < len(frame.body) <= PIECE_BYTES for frame in frames)
+    assert all(len(frame.body) == PIECE_BYTES for frame in frames[:-1])
+    assert sum(len(frame.body) for frame in frames) == sealed_size(size)
+    assert [frame.head.offset for frame in frames] == list(range(0, sealed_size(size), PIECE_BYTES))
+    assert opened(opener, frames, size) == message
+
+
+def test_messages_of_several_exchanges_can_follow_each_other(sealer, opener):
+    messages = [os.urandom(size) for size in SIZES]
+    heads = [HEAD._replace(exchange=number % 3, step=number) for number in range(len(SIZES))]
+    for message, head in zip(messages, heads, strict=True):
+        assert opened(opener, seal(sealer, message, head), len(message)) == message
 
 
 def test_equal_messages_do_not_look_equal(sealer):
     message = bytes(2 * OPEN_BYTES)
-    seen = [piece[:-16][8:] for occurrence in range(3) for piece in sealer.seal(1, occurrence, message)]
-    seen += [piece[:-16][8:] for piece in sealer.seal(1, 0, message)]  # a place that is used again
-    assert len(set(seen)) == 8
-    assert len({piece[:100] for piece in seen}) == 8
+    seen = [frame.body[8:] for _ in range(3) for frame in seal(sealer, message)]
+    assert len({body[:16] for body in seen}) == 6
 
 
-@pytest.mark.parametrize("size", [1, 100, OPEN_BYTES + 1])
+def test_what_is_sealed_does_not_hold_the_content(sealer):
+    sentinel = b"an activation of a patient"
+    assert all(sentinel not in frame.body for frame in seal(sealer, sentinel * 10000))
+
+
+@pytest.mark.parametrize("size", [1, 100, OPEN_BYTES])
 def test_a_change_of_any_byte_is_found_out(size, sealer, opener):
-    message = os.urandom(size)
-    pieces = list(sealer.seal(5, 2, message))
-    whole = b"".join(pieces)
-    for position in {*range(0, len(whole), max(1, len(whole) // 150)), *range(40), len(whole) - 1}:
-        if position >= len(whole):
-            continue
-        altered = bytearray(whole)
+    (frame,) = seal(sealer, os.urandom(size))
+    length = len(frame.body)
+    for position in {*range(0, length, max(1, length // 150)), *range(min(40, length)), length - 1}:
+        altered = bytearray(frame.body)
         altered[position] ^= 1 << (position % 8)
-        parts = [bytes(altered[i : i + PIECE_BYTES]) for i in range(0, len(altered), PIECE_BYTES)]
-        with pytest.raises(SealingError, match=r"of a \(exchange 5\)"):
-            opener.open(5, 2, size, parts)
-    assert opener.open(5, 2, size, pieces) == message  # a forgery does not spoil what follows
+        error = refusal(opener, [(frame.head, bytes(altered))], size)
+        assert isinstance(error, SealingError), position
+        assert "site 0 (a)" in str(error)
+    opener.open(frame.head, frame.body)  # a forgery does not spoil what follows
 
 
-def test_a_piece_is_good_for_its_place_only(sealer, opener):
+def test_a_change_of_the_head_is_found_out(sealer, opener):
+    (frame,) = seal(sealer, b"content")
+    for change in (
+        {"kind": Kind.STATE},
+        {"step": 4},
+        {"exchange": 6},
+        {"offset": PIECE_BYTES},
+        {"tag": 1},
+        {"length": frame.head.length - 1},
+    ):
+        assert isinstance(refusal(opener, [(frame.head._replace(**change), frame.body)], 7), SealingError), change
+    assert opener.open(frame.head, frame.body) == b"content"
+
+
+def test_pieces_count_in_the_order_in_which_they_were_sent(sealer):
     size = 3 * OPEN_BYTES
-    first = list(sealer.seal(5, 0, b"1" * size))
-    second = list(sealer.seal(5, 1, b"2" * size))
-    other = list(sealer.seal(6, 0, b"3" * size))
-    longer = list(sealer.seal(5, 0, b"4" * (size + OPEN_BYTES)))
+    first, second = seal(sealer, b"1" * size), seal(sealer, b"2" * size)
     attacks = {
-        "reordered pieces": [first[1], first[0], first[2]],
-        "a repeated piece": [first[0], first[0], first[2]],
+        "the second piece first": [first[1], first[0], first[2]],
+        "a repeated piece": [first[0], first[0]],
         "a piece left out": [first[0], first[2]],
-        "the end left out": first[:2],
-        "a piece too many": [*first, first[2]],
-        "a piece of the message after": [first[0], second[1], first[2]],
-        "the message after": second,
-        "another exchange": other,
-        "a longer message": longer[:3],
-        "an empty piece": [first[0], b"", *first[1:]],
-        "a short piece": [first[0][:-1], *first[1:]],
-        "a long piece": [first[0] + b"0", *first[1:]],
-        "two pieces exchanged by halves": [first[0][:100] + first[1][100:], *first[1:]],
+        "the end left out": [*first[:2], *second],
+        "a message left out": second,
+        "a repeated message": [*first, *first],
+        "the next message's content": [first[0], (first[1].head, second[1].body)],
+        "a piece in the place of another": [(first[1].head._replace(offset=0), first[1].body)],
+        "an empty piece": [(first[0].head, b"")],
+        "a short piece": [(first[0].head, first[0].body[:-1])],
+        "a long piece": [(first[0].head, first[0].body + b"0")],
+        "halves of two pieces": [(first[0].head, first[0].body[:100] + first[1].body[100:])],
     }
-    for attack, pieces in attacks.items():
-        error = hub_kits.attempt(lambda: opener.open(5, 0, size, pieces))  # noqa: B023 (called at once)
+    for attack, frames in attacks.items():
+        error = refusal(make_keys(1).opener(0), frames, size)
         assert isinstance(error, SealingError), attack
-    assert opener.open(5, 0, size, first) == b"1" * size
+        assert "altered, repeated, exchanged or left out" in str(error)
+    assert opened(make_keys(1).opener(0), [*first, *second], size) == b"2" * size
 
 
 def test_a_message_counts_as_its_sender_s_only(sealer):
-    message = b"0" * 100
-    (piece,) = sealer.seal(1, 0, message)
-    (of_c,) = make_keys(2).sealer().seal(1, 0, message)
-    for slot, found in ((2, piece), (0, of_c)):
-        with pytest.raises(SealingError, match=NAMES[slot]):
-            make_keys(1).opener(slot).open(1, 0, len(message), [found])
-    assert make_keys(1).opener(2).open(1, 0, len(message), [of_c]) == message
+    (frame,) = seal(sealer, b"content")
+    (of_c,) = seal(make_keys(2).sealer(), b"content", HEAD._replace(slot=2))
+    for slot, (head, body) in ((2, frame), (0, of_c)):
+        error = refusal(make_keys(1).opener(slot), [(head._replace(slot=slot), body)], 7)
+        assert isinstance(error, SealingError)
+        assert NAMES[slot] in str(error)
+    assert make_keys(1).opener(2).open(*of_c) == b"content"
 
 
 def test_a_message_of_another_run_is_found_out(opener):
-    message = b"0" * 100
-    with pytest.raises(SealingError, match="altered, repeated, exchanged or left out"):
-        opener.open(1, 0, 100, make_keys(0, b"another run's secret of 32 bytes").sealer().seal(1, 0, message))
+    frames = seal(make_keys(0, b"another run's secret of 32 bytes").sealer(), b"content")
+    assert isinstance(refusal(opener, frames, 7), SealingError)
 
 
-def test_a_message_to_one_site_is_not_readable_to_others_nor_sent_back():
-    pieces = list(make_keys(0).sealer(to=1).seal(1, 0, b"for b"))
-    assert make_keys(1).opener(0, pair=True).open(1, 0, 5, pieces) == b"for b"
-    for opener in (make_keys(2).opener(0, pair=True), make_keys(1).opener(0), make_keys(0).opener(1, pair=True)):
-        with pytest.raises(SealingError):
-            opener.open(1, 0, 5, pieces)
+def test_a_stream_of_two_sites_is_readable_to_them_only():
+    context = b"stream"
+    sealer, back = make_keys(0).pair(1, context)
+    # In what a site sends, the slot of a MESSAGE names the receiver; in what the hub sends, the sender.
+    sent = Head.unpack(sealer.frame(Head(Kind.MESSAGE, 1), b"for b")[:32])
+    assert sent.slot == 1
+    frame = sealer.frame(Head(Kind.MESSAGE, 1), b"for b, too")
+    answer, opener = make_keys(1).pair(0, context)
+    arrived = sent._replace(slot=0, length=len(frame) - 32)
+    first = make_keys(0).pair(1, context)[0].frame(Head(Kind.MESSAGE, 1), b"for b")[32:]
+    assert opener.open(sent._replace(slot=0), first) == b"for b"
+    assert opener.open(arrived, frame[32:]) == b"for b, too"
+    others = [
+        make_keys(2).pair(0, context)[1],
+        make_keys(1).pair(0, b"another stream")[1],
+        make_keys(1).opener(0),
+        back,
+    ]
+    for other in others:
+        assert isinstance(refusal(other, [(sent._replace(slot=0), first)], 5), SealingError)
+    reply = answer.frame(Head(Kind.MESSAGE, 0), b"for a")
+    assert back.open(Head.unpack(reply[:32])._replace(slot=1), reply[32:]) == b"for a"
 
 
 def test_no_number_is_used_twice_and_keys_change(sealer, opener, monkeypatch):
     monkeypatch.setattr(sealing, "_PIECES_BITS", 2)
     message = os.urandom(5 * OPEN_BYTES)
-    pieces = [piece for occurrence in range(4) for piece in sealer.seal(1, occurrence, message)]
-    assert [int.from_bytes(piece[:8], "big") for piece in pieces] == list(range(20))
-    for occurrence in (3, 0, 2, 1):  # over changes of the key, forth and back
-        assert opener.open(1, occurrence, len(message), pieces[5 * occurrence : 5 * occurrence + 5]) == message
+    frames = [frame for _ in range(4) for frame in seal(sealer, message)]
+    assert [int.from_bytes(frame.body[:8], "big") for frame in frames] == list(range(20))
+    assert opened(opener, frames, len(message)) == message
     secret = sealing.derive(make_keys(0).group, "sender", 0)
-    keys = {sealing.derive(secret, "pieces", index) for index in range(5)}
-    assert len(keys) == 5
+    assert len({sealing.derive(secret, "pieces", index) for index in range(5)}) == 5
     # The fifth piece is the first one under the second key, and its number counts on.
     cipher = sealing.AESGCM(sealing.derive(secret, "pieces", 1))
-    place = sealing.Place(0, 1, 0, len(message))
-    assert cipher.decrypt((4).to_bytes(12, "big"), pieces[4][8:], place.pack(4 * OPEN_BYTES)) == message[-OPEN_BYTES:]
+    head, body = frames[4]
+    assert cipher.decrypt((4).to_bytes(12, "big"), body[8:], head.pack()) == message[4 * OPEN_BYTES :]
 
 
 def test_a_second_sealer_of_the_same_keys_is_refused():
     keys = make_keys(0)
     keys.sealer()
-    keys.sealer(to=1)
-    for to in (None, 1):
+    keys.pair(1, b"1")
+    for again in (keys.sealer, lambda: keys.pair(1, b"1")):
         with pytest.raises(RuntimeError, match="repeat its nonces"):
-            keys.sealer(to)
-    keys.sealer(to=2)
+            again()
+    keys.pair(1, b"2")
+    keys.pair(2, b"1")
 
 
 def _seal_in_child(sealer, queue):
     try:
-        list(sealer.seal(1, 0, b"x"))
+        sealer.frame(HEAD, b"x")
     except RuntimeError as error:
         queue.put(str(error))
 
