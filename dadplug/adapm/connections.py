@@ -1,4 +1,4 @@
-"""TCP connections between the sites of a parameter manager: set-up, and messages in both directions.
+"""Connections between the sites of a parameter manager: set-up, and messages in both directions.
 
 The thread that has a message writes it to the socket. Only data that the kernel has no room for is left to the
 background thread, since a switch between threads takes longer than sending a small message.
@@ -47,7 +47,8 @@ class Connection:
 
     def __init__(self, rank: int, connected: socket.socket, head: Callable[[Any, int], Head]) -> None:
         connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connected.family in (socket.AF_INET, socket.AF_INET6):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rank = rank
         self.socket = connected
         self.heard = self.sent = time.monotonic()

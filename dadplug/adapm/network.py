@@ -14,12 +14,12 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ..exchange import Traffic
-from .connections import Connection, connect_sites
+from .connections import Connection
 from .messages import Head, Kind, Message, ProtocolError
 
 _CLOSE = 1.0  # seconds to send the last messages
@@ -45,31 +45,19 @@ class Network:
     may be called from any thread, but not concurrently.
 
     Args:
-        rank: this site.
-        exchange: function that gathers one object per site, by rank; called on all sites together.
+        sockets: connected sockets by rank, of `dadplug.adapm.connections.connect_sites` or of a hub.
         timeout: seconds without a heartbeat after which a connection counts as lost.
         traffic: meter of sent bytes.
         widths: width of each table; the caller appends to it when tables are added.
-        name: function that returns the name of a site for messages.
 
     Attributes:
         connections: connections by rank.
         lendable: whether `lend` is supported.
-
-    Raises:
-        SiteError: if a site does not connect.
     """
 
     def __init__(
-        self,
-        rank: int,
-        exchange: Callable[[Any], list[Any]],
-        timeout: float,
-        traffic: Traffic,
-        widths: Sequence[int],
-        name: Callable[[int], str],
+        self, sockets: Mapping[int, socket.socket], timeout: float, traffic: Traffic, widths: Sequence[int]
     ) -> None:
-        sockets = connect_sites(rank, exchange, timeout, name)
         sites = len(sockets) + 1
         self._traffic = traffic
         self._timeout = timeout

@@ -21,6 +21,7 @@ COMMANDS = {
     "request": ("request", "make a key at a site, and a request for its certificate"),
     "sign": ("sign", "sign the request of a site"),
     "renew": ("renew", "renew the certificate of the hub or one site"),
+    "check": ("check", "check the kit of this site, and the way to the hub"),
     "revoke": ("revoke", "revoke the certificates of the hub or one site"),
 }
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback

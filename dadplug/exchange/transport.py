@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -134,6 +135,22 @@ class Transport(ABC):
     @abstractmethod
     def prefers_gather(self, nbytes: int) -> bool:
         """Return whether each site sums tensors of `nbytes` bytes sooner by itself than an all-reduce does."""
+
+    def open_streams(self, timeout: float) -> dict[int, socket.socket] | None:
+        """Open a byte stream to each other site over this transport's network; all sites must call it together.
+
+        Nothing may be sent on a stream before all sites have exchanged something else afterwards.
+
+        Args:
+            timeout: seconds to connect.
+
+        Returns:
+            Connected sockets by rank; None where the sites reach each other by themselves.
+
+        Raises:
+            SiteError: if the network cannot be reached.
+        """
+        return None
 
     def lost(self, error: BaseException, peer: int | None = None) -> SiteError:
         """Convert a connection's error into one that names the site that is gone.

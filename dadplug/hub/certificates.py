@@ -236,6 +236,11 @@ def read_revocation_list(pem: bytes, authority: Certificate, place: str) -> tupl
     return {entry.serial_number: entry.revocation_date_utc for entry in found}, number
 
 
+def revocation_list_end(pem: bytes) -> datetime:
+    """Return the time until which a revocation list is valid; `read_revocation_list` checks the list itself."""
+    return x509.load_pem_x509_crl(pem).next_update_utc or datetime.max.replace(tzinfo=timezone.utc)
+
+
 def is_issued_by(certificate: Certificate, authority: Certificate) -> bool:
     """Return whether an authority has signed a certificate."""
     try:

@@ -260,7 +260,8 @@ class Hello(NamedTuple):
         version: version of the protocol.
         instance: random number of its process.
         position: the last step that it has closed.
-        channel: "training", "parameters" for the parameter manager's connection, or "store" for small values by key.
+        channel: "training", "parameters" for the parameter manager's connection, "store" for small values by key, or
+            "check", see `dadplug.hub.check_channel`.
         received: number of frames of the hub that it has received before its connection was lost; 0 at first.
     """
 

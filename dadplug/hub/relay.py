@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .actions import Accept, Action, Close, Drop, Pause, Refuse, Replay, Resume, Rules, Start
+from .check_channel import CheckHandler
 from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
 from .journal import Journal
 from .membership import Membership
@@ -63,6 +64,7 @@ class Relay:
         self._journal = journal
         self._store = Store()
         self._ending = False  # the run; whoever dials in waits for the next one
+        self._checks: dict[int, CheckHandler] = {}  # by slot
         self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that was given up, and why
         self._sums = Sums(len(self.names))
         self._ahead: list[deque[int]] = [deque() for _ in self.names]  # ENDs of later steps than the open one
@@ -169,7 +171,7 @@ class Relay:
 
     def readable(self, session: Session) -> bool:
         """Return whether frames of a site may be read: there is room in all queues that they go to."""
-        if session.channel == "store":
+        if session.channel in ("store", "check"):
             return not session.full
         if session.channel == "training" and self._sums.is_ahead(session.slot):
             return False
@@ -203,6 +205,9 @@ class Relay:
             self._take_control(session, body, now)
         elif session.channel == "store":
             self._serve(session, body)
+        elif session.channel == "check":
+            for answer in self._checks.setdefault(session.slot, CheckHandler(session.slot)).handle(frame):
+                session.send(answer)
         elif head.kind is Kind.MESSAGE:
             receiver = self.sessions.get((session.channel, head.slot))
             if receiver is not None:
@@ -318,3 +323,8 @@ class Relay:
         if session.stream is not None:
             session.send(pack_control(Drop(session.slot, step, reason), 0))
             self.leaving.append(session)
+        if session.channel == "parameters":  # the streams of the other sites with this one have ended
+            for other in [each for (channel, _), each in self.sessions.items() if channel == "parameters"]:
+                other.send(pack_control(Drop(session.slot, step, reason), 0))
+        elif session.channel == "check":
+            self._checks.pop(session.slot, None)

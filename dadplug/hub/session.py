@@ -5,7 +5,7 @@ from __future__ import annotations
 from .frames import Frame, FrameError, FrameReader, Head, Hello, Kind, Welcome, pack_control
 from .stream import Progress, SendQueue, Stream
 
-CHANNELS = ("training", "parameters", "store")
+CHANNELS = ("training", "parameters", "store", "check")
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
 KEPT_BYTES = 64 << 20  # the same for bytes that have not been acknowledged
 PING_SECONDS = 1.0
@@ -14,6 +14,7 @@ _ALLOWED = {  # kinds of frames that a site may send, by channel
     "training": (Kind.PAYLOAD, Kind.SUMMAND, Kind.END, Kind.STATE, Kind.CONTROL, Kind.PING),
     "parameters": (Kind.MESSAGE, Kind.CONTROL, Kind.PING),
     "store": (Kind.MESSAGE, Kind.CONTROL, Kind.PING),
+    "check": (Kind.PAYLOAD, Kind.CONTROL, Kind.PING),
 }
 _TO_SLOT = (Kind.STATE, Kind.MESSAGE)  # kinds whose slot names the receiver
 

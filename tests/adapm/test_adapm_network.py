@@ -70,17 +70,11 @@ def test_messages_come_as_they_were_sent(kind):
 
 
 @pytest.fixture
-def pair(monkeypatch):
+def pair():
     """Two ends of a connection."""
     made = socket.socketpair()
     for each in made:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-    plain = socket.socket.setsockopt
-    monkeypatch.setattr(
-        socket.socket,
-        "setsockopt",
-        lambda self, level, *rest: None if level == socket.IPPROTO_TCP else plain(self, level, *rest),
-    )
     ends = [Connection(rank, each, lambda buffer, at: Head(buffer, at, WIDTHS, 2)) for rank, each in enumerate(made)]
     yield ends
     for each in ends:
@@ -193,7 +187,12 @@ def test_a_site_that_does_not_come_is_named_within_the_timeout():
 
 def networks(timeout):
     meeting = Meeting(2)
-    return together(2, lambda rank: Network(rank, meeting.at(rank), timeout, Traffic(), WIDTHS, "site {}".format))
+
+    def network(rank):
+        sockets = connect_sites(rank, meeting.at(rank), timeout, "site {}".format)
+        return Network(sockets, timeout, Traffic(), WIDTHS)
+
+    return together(2, network)
 
 
 def receive(network):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ..background import Background
+from ..connections import connect_sites
 from ..engine import TECHNIQUES, Engine
 from ..interfaces import Completion
 from ..messages import Message
@@ -33,9 +34,10 @@ class BuiltinBackend(Backend):
         self._background: Background | None = None
         self._engine = self.engine = Engine(self.rank, self.world_size, technique, self._send)
         if self.world_size > 1:
-            name = self.transport.sites.__getitem__
-            network = Network(self.rank, self.transport.gather_objects, timeout, self.traffic, self._widths, name)
-            self.transport.gather_objects(None)  # all sites are connected
+            gather, name = self.transport.gather_objects, self.transport.sites.__getitem__
+            sockets = self.transport.open_streams(timeout) or connect_sites(self.rank, gather, timeout, name)
+            network = Network(sockets, timeout, self.traffic, self._widths)
+            gather(None)  # all sites are connected
             self.transport.sites.watch(self)
             self._background = Background(self.transport, self._engine, network, timeout, interval)
 

@@ -1,0 +1,364 @@
+"""Check of a site's kit and of the way to its hub, step by step, each with a verdict and advice."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import ssl
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import KitError, RefusedError
+from ..exchange.deadline import within
+from . import tls
+from .actions import FRESH, Refuse
+from .certificates import current_time, revocation_list_end
+from .check_channel import MOST_BYTES, NUMBER, Request
+from .files import REVOKED, read_file
+from .frames import (
+    VERSION,
+    FrameError,
+    FrameReader,
+    Head,
+    Hello,
+    Kind,
+    Leave,
+    Welcome,
+    frames,
+    pack_control,
+    read_control,
+)
+from .kits import Kit
+
+_SOON = timedelta(days=30)
+_CLOCK_NOTE, _CLOCK_FAILED = (
+    5.0,
+    3000.0,
+)  # seconds of difference; certificates are valid from an hour before they are made
+_ROUND_TRIPS = 10
+_FIRST_BYTES = 1 << 16  # of the measurements of the rate; each has four times as many as the one before
+_LAST_BYTES = 1 << 22
+_ENOUGH_SECONDS = 0.3  # for a measurement of the rate
+
+State = Literal["ok", "note", "failed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Verdict on one item.
+
+    Attributes:
+        item: the item.
+        state: "ok", "note" for something that will need attention, or "failed".
+        text: what was found.
+        advice: what to do; empty where nothing has to be done.
+    """
+
+    item: str
+    state: State
+    text: str
+    advice: str = ""
+
+
+def check_kit(folder: Path, address: tuple[str, int] | None = None, timeout: float = 5.0) -> Iterator[Finding]:
+    """Check a kit and the way to its hub. The items that a failed one prevents are left out.
+
+    Args:
+        folder: folder of the kit.
+        address: host and port of the hub; None for those of the kit.
+        timeout: seconds for each step.
+
+    Yields:
+        The findings, as they are made.
+    """
+    try:
+        kit = Kit.load(folder)
+        if kit.is_hub:
+            raise KitError(f"{folder} is the kit of the hub: check the kit of a site")
+    except KitError as error:
+        yield Finding("kit", "failed", str(error), "Copy the kit again, or ask the project's operator for a new one.")
+        return
+    yield Finding("kit", "ok", f"{kit.name}, site {kit.slot} of {kit.roster.project}")
+    yield from _files(kit)
+    host, port = address or kit.roster.address()
+    yield from _way(kit, host, port, timeout)
+
+
+# The files of the kit
+
+
+def _files(kit: Kit) -> Iterator[Finding]:
+    now = current_time()
+    renew = f"Ask the project's operator to run `renew {kit.name}`."
+    begin, end = kit.certificate.not_valid_before_utc, kit.certificate.not_valid_after_utc
+    yield _dates("certificate", begin, end, now, renew)
+    begin, end = kit.authority.not_valid_before_utc, kit.authority.not_valid_after_utc
+    yield _dates("authority", begin, end, now, "All kits have to be made anew, by a new authority.")
+    end = revocation_list_end(read_file(kit.folder / REVOKED))
+    yield _dates("revocations", None, end, now, "Ask the project's operator for a new revoked.pem.")
+    if kit.certificate.serial_number in kit.revoked:
+        yield Finding("revoked", "failed", "this kit's certificate has been revoked", "Ask the operator for a new kit.")
+    modes = "all modes" if kit.policy.modes is None else "modes " + (", ".join(kit.policy.modes) or "none")
+    inputs = "" if kit.policy.share_inputs else ", share_inputs=False"
+    place = kit.roster.hub_at
+    where = f"site {place} runs the hub" if place else "a third party runs the hub: modes with factors are refused"
+    yield Finding("policy", "ok", f"{modes}{inputs}; {where}")
+
+
+def _dates(item: str, begin: datetime | None, end: datetime, now: datetime, advice: str) -> Finding:
+    if begin is not None and now < begin:
+        text = f"not valid before {begin:%Y-%m-%d %H:%M} UTC; this machine's clock says {now:%Y-%m-%d %H:%M}"
+        return Finding(item, "failed", text, "Correct this machine's clock.")
+    if now > end:
+        text = f"expired on {end:%Y-%m-%d %H:%M} UTC; this machine's clock says {now:%Y-%m-%d %H:%M}"
+        return Finding(item, "failed", text, advice)
+    days = (end - now).days
+    text = f"valid until {end:%Y-%m-%d} ({days} days)"
+    return Finding(item, "note", text, advice) if end - now < _SOON else Finding(item, "ok", text)
+
+
+# The way to the hub
+
+
+def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
+    """Go the way to the hub as far as possible."""
+    addresses: list[Any] = []
+    yield _resolve(host, port, timeout, addresses)
+    if not addresses:
+        return
+    finding, connection = _connect(addresses, timeout)
+    yield finding
+    if connection is None:
+        return
+    finding, secure = _encrypt(kit, connection, host, port)
+    yield finding
+    if secure is None:
+        return
+    try:
+        tls.read_verdict(kit, secure, host, port)
+        line = _Line(kit, secure)
+        line.open()
+    except (RefusedError, OSError, FrameError) as error:
+        yield Finding("hub", "failed", str(error), _advice(str(error), kit))
+        secure.close()
+        return
+    yield Finding("hub", "ok", f"it accepts {kit.name}")
+    try:
+        yield from _measurements(line)
+        line.close()
+    except (OSError, FrameError) as error:
+        yield Finding("measurements", "failed", f"the connection was lost: {error}", _LINK)
+    finally:
+        secure.close()
+
+
+_LINK = "Repeat the check. If it fails again, a firewall or a proxy on the way may cut connections."
+
+
+def _resolve(host: str, port: int, timeout: float, addresses: list[Any]) -> Finding:
+    """Resolve the hub's name, within a time; append the addresses."""
+    try:
+        found = within(timeout, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except TimeoutError:
+        text = f"{host} was not resolved within {timeout:g} s"
+        return Finding(
+            "name", "failed", text, "The name server of this machine does not answer: see its network settings."
+        )
+    except OSError as error:
+        text = f"{host} cannot be resolved: {error.strerror or error}"
+        advice = "Check this machine's name server, and ask the operator whether the name of the hub has changed."
+        return Finding("name", "failed", text, advice)
+    addresses += found
+    texts = dict.fromkeys(str(each[4][0]) for each in found)
+    return Finding("name", "ok", host if host in texts else f"{host} is {', '.join(texts)}")
+
+
+def _connect(addresses: Sequence[Any], timeout: float) -> tuple[Finding, socket.socket | None]:
+    """Connect to the first address that answers."""
+    finding = None
+    for family, kind, protocol, _, place in addresses:
+        name = f"{place[0]}:{place[1]}"
+        connection = socket.socket(family, kind, protocol)
+        connection.settimeout(timeout)
+        begin = time.monotonic()
+        try:
+            connection.connect(place)
+        except OSError as error:
+            connection.close()
+            finding = finding or Finding("port", "failed", *_unreachable(name, error, timeout))
+            continue
+        took = time.monotonic() - begin
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Finding("port", "ok", f"{name} accepts connections, after {1e3 * took:.1f} ms"), connection
+    assert finding is not None
+    return finding, None
+
+
+def _unreachable(name: str, error: OSError, timeout: float) -> tuple[str, str]:
+    """Return what a failed connection means, and what to do."""
+    if isinstance(error, TimeoutError):
+        return f"{name} does not answer within {timeout:g} s", (
+            "A firewall drops the packets, or the hub's machine is down. This site has to be allowed to open TCP "
+            f"connections to {name}, and the hub's machine to accept them."
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return f"{name} refuses connections", (
+            "The machine is up, but nothing listens at this port: start the hub (`python -m dadplug hub KIT`), and "
+            "compare the port with that in roster.json. Some firewalls answer in this way, too."
+        )
+    return f"{name} cannot be reached: {error.strerror or error}", "Check this machine's network and its routes."
+
+
+def _encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> tuple[Finding, ssl.SSLSocket | None]:
+    try:
+        secure = tls.encrypt(kit, connection, host, port)
+    except (RefusedError, OSError) as error:
+        return Finding("TLS", "failed", str(error), _advice(str(error), kit)), None
+    found: dict[str, Any] = dict(secure.getpeercert() or {})
+    end = f"; the hub's certificate is valid until {found['notAfter']}" if "notAfter" in found else ""
+    cipher = (secure.cipher() or ("", "", 0))[0]
+    return Finding("TLS", "ok", f"{secure.version()}, {cipher}{end}"), secure
+
+
+_ADVICE = {  # by a part of the error
+    "another authority": "The kits are of two projects, or of two calls of `provision`. Use kits of one.",
+    "been revoked": "Ask the project's operator for a new kit.",
+    "not valid yet": "Compare the clocks of both machines (`date -u`).",
+    "expired": "Compare the clocks of both machines (`date -u`), then have the expired kit renewed.",
+    "does not have the": "Dial a name that the hub's certificate has, or have one added: `renew hub --hub-name NAME`.",
+    "not speak TLS": "Something else listens at this port, or a proxy is in between.",
+    "speaks HTTP": "A web server listens at this port, or a proxy is in between.",
+    "not a site of": "The newest roster.json has to be copied into the hub's kit.",
+    "another process is connected": "Another check of this kit runs, or has just ended. Repeat it in a few seconds.",
+    "version": "Install the same version of dadplug at this site and at the hub.",
+    "closed the connection": "Something else may listen at this port, or a firewall cuts connections.",
+    "has not answered": "Something else may listen at this port, or a firewall holds the encrypted connection up.",
+}
+
+
+def _advice(reason: str, kit: Kit) -> str:
+    found = (advice for part, advice in _ADVICE.items() if part in reason)
+    return next(found, f"The log of the hub of {kit.roster.project} has the reason, too.")
+
+
+class _Line:
+    """Connection of the channel "check". Everything blocks, up to the timeout of the connection."""
+
+    def __init__(self, kit: Kit, connection: ssl.SSLSocket) -> None:
+        self._connection, self._slot, self._sites = connection, kit.slot, len(kit.roster.sites)
+        self._reader = FrameReader(lambda head: None)
+        self._frames: list[tuple[Head, bytes]] = []
+
+    def open(self) -> None:
+        """Introduce this site.
+
+        Raises:
+            RefusedError: if the hub refuses the check.
+            OSError: if the connection is lost.
+            FrameError: if the hub sends something else than an answer.
+        """
+        hello = Hello(VERSION, secrets.randbits(62), FRESH, "check")
+        self._connection.sendall(pack_control(hello, self._slot))
+        head, body = self._receive()
+        if head.kind is not Kind.CONTROL:
+            raise FrameError(f"a {head.kind.name} frame where an answer to Hello is due")
+        answer = read_control(body, self._sites)
+        if isinstance(answer, Refuse):
+            raise RefusedError(f"the hub refuses the check: {answer.reason}")
+        if not isinstance(answer, Welcome):
+            raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
+
+    def request(self, request: Request, content: bytes) -> None:
+        """Send a request."""
+        for packed, body in frames(Head(Kind.PAYLOAD, self._slot, tag=request), memoryview(content)):
+            self._connection.sendall(packed + bytes(body))
+
+    def answer(self, request: Request, nbytes: int) -> bytes:
+        """Receive the answer to a request.
+
+        Args:
+            request: the request.
+            nbytes: size of the answer.
+        """
+        content = bytearray()
+        while len(content) < nbytes:
+            head, body = self._receive()
+            if head.kind is Kind.PAYLOAD and head.tag == request:
+                content += body
+            elif head.kind is not Kind.PING:
+                raise FrameError(f"a {head.kind.name} frame where the answer to a check is due")
+        return bytes(content)
+
+    def time(self) -> tuple[float, float]:
+        """Return the round trip, in seconds, and how far the hub's clock is ahead of this machine's."""
+        begin, sent = time.time(), time.monotonic()
+        self.request(Request.TIME, b"?")
+        theirs = NUMBER.unpack(self.answer(Request.TIME, NUMBER.size))[0] / 1e9
+        took = time.monotonic() - sent
+        return took, theirs - begin - took / 2
+
+    def close(self) -> None:
+        """Take leave of the hub."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(pack_control(Leave(""), self._slot))
+
+    def _receive(self) -> tuple[Head, bytes]:
+        while not self._frames:
+            content = self._connection.recv(1 << 17)
+            if not content:
+                raise ConnectionError("the hub has closed the connection")
+            self._frames += self._reader.feed(content)
+        return self._frames.pop(0)
+
+
+def _measurements(line: _Line) -> Iterator[Finding]:
+    trips, ahead = zip(*(line.time() for _ in range(_ROUND_TRIPS)))
+    trip = statistics.median(trips)
+    yield _clock(min(zip(trips, ahead))[1])
+    yield Finding("round trip", "ok", f"{1e3 * trip:.1f} ms, the median of {_ROUND_TRIPS}")
+    up = _rate(trip, lambda size: _upload(line, size))
+    down = _rate(trip, lambda size: _download(line, size))
+    yield Finding("rate", "ok", f"up {_text(up)}, down {_text(down)}")
+
+
+def _clock(ahead: float) -> Finding:
+    text = f"the hub's clock is {abs(ahead):.2f} s {'ahead' if ahead > 0 else 'behind'}"
+    if abs(ahead) < _CLOCK_NOTE:
+        return Finding("clock", "ok", text)
+    advice = "Let both machines get their time from a time server (NTP): certificates are checked by the clock."
+    return Finding("clock", "note" if abs(ahead) < _CLOCK_FAILED else "failed", text, advice)
+
+
+def _upload(line: _Line, size: int) -> None:
+    line.request(Request.UP, bytes(size))
+    line.time()
+
+
+def _download(line: _Line, size: int) -> None:
+    line.request(Request.DOWN, NUMBER.pack(size))
+    line.answer(Request.DOWN, size)
+
+
+def _rate(trip: float, transfer: Callable[[int], None]) -> float:
+    """Return the rate of transfers in bytes per second, of growing size until one takes long enough."""
+    size, total = _FIRST_BYTES, 0
+    while True:
+        begin = time.monotonic()
+        transfer(size)
+        took = time.monotonic() - begin
+        total += size
+        if took > _ENOUGH_SECONDS + trip or size == _LAST_BYTES:
+            assert total <= MOST_BYTES
+            return size / max(took - trip, 1e-6)
+        size *= 4
+
+
+def _text(rate: float) -> str:
+    bits = 8 * rate / 1e6
+    return f"{bits:,.0f} Mbit/s" if bits >= 10 else f"{bits:.2g} Mbit/s"

@@ -1,0 +1,298 @@
+"""`python -m dadplug check`: verdicts and advice for kits and hubs that work, and for all that can be wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import socket
+import threading
+from datetime import timedelta
+
+import hub_kits
+import pytest
+from running_hub import TIMEOUT, TestSite, running_hub, together, until
+
+from dadplug.cli.commands import main
+from dadplug.hub import Project, check, check_channel, provision
+from dadplug.hub.actions import Refuse
+from dadplug.hub.certificates import current_time
+from dadplug.hub.check_channel import MOST_BYTES, NUMBER, CheckHandler, Request
+from dadplug.hub.frames import Frame, FrameError, Head, Kind
+
+ITEMS = [
+    "kit",
+    "certificate",
+    "authority",
+    "revocations",
+    "policy",
+    "name",
+    "port",
+    "TLS",
+    "hub",
+    "clock",
+    "round trip",
+]
+
+
+def findings(folder, address=None, timeout=TIMEOUT):
+    return list(check.check_kit(folder, address, timeout))
+
+
+def failure(folder, address=None, timeout=TIMEOUT):
+    """Return the only finding that has failed; it is the last one."""
+    found = findings(folder, address, timeout)
+    assert [each for each in found if each.state == "failed"] == [found[-1]]
+    assert found[-1].advice
+    return found[-1]
+
+
+def running(capsys, *arguments) -> tuple[int, str]:
+    """Run the command; return its exit status and what it prints."""
+    status = main(["check", *map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+def test_a_kit_that_works(tmp_path, capsys):
+    with running_hub(tmp_path / "kits") as hub:
+        found = findings(tmp_path / "kits" / "a")
+        assert [each.item for each in found] == [*ITEMS, "rate"]
+        assert {each.state for each in found} == {"ok"}
+        assert "TLSv1.3" in found[ITEMS.index("TLS")].text
+        assert "site a runs the hub" in found[ITEMS.index("policy")].text
+        status, text = running(capsys, tmp_path / "kits" / "b")
+        assert status == 0
+        assert text.splitlines()[-1] == "ok: this site can take part"
+        status, text = running(capsys, tmp_path / "kits" / "b", "--address", f"localhost:{hub.address[1]}")
+        assert status == 1
+        assert "does not have the host name that was dialed" in text
+        assert "--hub-name" in text
+
+
+def test_a_check_does_not_disturb_training(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        sites = together(hub)
+        assert findings(tmp_path / "kits" / "a")[-1].item == "rate"
+        sites[0].send(Kind.PAYLOAD, b"payload")
+        assert sites[1].take(Kind.PAYLOAD).body == b"payload"
+        assert not [line for line in hub.log if "left" in line]
+
+
+def test_one_check_a_site_at_a_time(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        first = TestSite(hub.kit("a"), hub.address, "check")
+        found = failure(tmp_path / "kits" / "a")
+        assert found.item == "hub"
+        assert "another process is connected" in found.text
+        assert "Repeat it" in found.advice
+        assert findings(tmp_path / "kits" / "b")[-1].item == "rate"
+        first.leave()
+        until(lambda: not hub.hub.relay.sessions)
+        assert findings(tmp_path / "kits" / "a")[-1].item == "rate"
+
+
+@pytest.mark.parametrize(
+    ("ahead", "state"), [(0, "ok"), (-60, "note"), (60, "note"), (4000, "failed"), (-4000, "failed")]
+)
+def test_the_difference_of_the_clocks(tmp_path, monkeypatch, ahead, state):
+    real = check_channel.time.time_ns
+    monkeypatch.setattr(CheckHandler.__init__, "__defaults__", (lambda: real() + ahead * 10**9,))
+    with running_hub(tmp_path / "kits"):
+        clock = {each.item: each for each in findings(tmp_path / "kits" / "a")}["clock"]
+    assert clock.state == state
+    assert ("NTP" in clock.advice) == (state != "ok")
+    if ahead:
+        assert f"{abs(ahead)}." in clock.text or f"{abs(ahead) - 1}.9" in clock.text
+        assert ("ahead" in clock.text) == (ahead > 0)
+
+
+# What is wrong with the way
+
+
+def test_a_hub_that_is_down(tmp_path, capsys):
+    with running_hub(tmp_path / "kits"):
+        pass
+    found = failure(tmp_path / "kits" / "a")
+    assert (found.item, "refuses connections" in found.text) == ("port", True)
+    assert "start the hub" in found.advice
+    status, text = running(capsys, tmp_path / "kits" / "a")
+    assert status == 1
+    assert text.splitlines()[-1] == "failed"
+
+
+@pytest.fixture
+def kits(tmp_path):
+    return hub_kits.make(tmp_path / "kits", hub="127.0.0.1:8470")
+
+
+def test_a_firewall_that_drops_packets(kits):
+    """A listener whose queue is full answers nothing, as a firewall does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as opened:
+        for _ in range(3):
+            filling = opened.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(server.getsockname())
+        found = failure(kits / "a", server.getsockname(), 0.5)
+    assert (found.item, "does not answer within 0.5 s" in found.text) == ("port", True)
+    assert "firewall" in found.advice
+
+
+def test_a_name_that_does_not_resolve(kits, monkeypatch):
+    def fail(*args, **kwargs):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    found = failure(kits / "a", ("hub.example.org", 8470))
+    assert (found.item, "Name or service not known" in found.text) == ("name", True)
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: released.wait(TIMEOUT))
+    found = failure(kits / "a", ("hub.example.org", 8470), 0.2)
+    released.set()
+    assert (found.item, "within 0.2 s" in found.text) == ("name", True)
+
+
+@contextlib.contextmanager
+def answering(content: bytes):
+    """Run a server that answers each connection with some bytes; None to close it, empty to remain silent."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as kept:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    kept.enter_context(connection)
+                    if content:
+                        connection.sendall(content)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "advice"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "does not speak TLS", "Something else listens"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak TLS|speaks HTTP", "listens at this port"),
+        (b"", "has not answered within 0.5 s", "Something else may listen"),
+    ],
+)
+def test_something_else_listens(kits, content, reason, advice):
+    with answering(content) as address:
+        found = failure(kits / "a", address, 0.5)
+    assert found.item == "TLS"
+    assert re.search(reason, found.text)
+    assert advice in found.advice
+
+
+# What is wrong with the kit
+
+
+def test_a_hub_of_another_authority(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        others = hub_kits.make(tmp_path / "others")
+        found = failure(others / "a", hub.address)
+    assert (found.item, "another authority" in found.text) == ("TLS", True)
+    assert "Use kits of one" in found.advice
+
+
+def test_certificates_that_have_expired_or_will_soon(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        kits = tmp_path / "kits"
+        provision.renew(kits, "a", days=10)
+        found = {each.item: each for each in findings(kits / "a")}
+        assert found["certificate"].state == "note"
+        assert "(9 days)" in found["certificate"].text or "(10 days)" in found["certificate"].text
+        assert "`renew a`" in found["certificate"].advice
+        assert found["rate"].state == "ok"
+        provision.renew(kits, "b", days=1, now=current_time() - timedelta(days=5))
+        found = {each.item: each for each in findings(kits / "b")}
+        assert found["certificate"].state == found["hub"].state == "failed"
+        assert "expired on" in found["certificate"].text
+        assert "expired by the other end's clock" in found["hub"].text
+        assert hub.log
+
+
+def test_a_certificate_of_the_future(tmp_path):
+    kits = tmp_path / "kits"
+    provision.provision(
+        Project.parse(hub_kits.PROJECT | {"hub": "127.0.0.1:9"}), kits, current_time() + timedelta(days=3)
+    )
+    found = {each.item: each for each in findings(kits / "a")}
+    assert found["certificate"].state == found["authority"].state == "failed"
+    assert "Correct this machine's clock" in found["certificate"].advice
+
+
+def test_a_revoked_kit(tmp_path):
+    kits = tmp_path / "kits"
+    with running_hub(kits):
+        pass
+    provision.revoke(kits, "a")
+    shutil.copy(kits / "authority" / "revoked.pem", kits / "hub" / "revoked.pem")
+    with running_hub(kits):
+        found = failure(kits / "a")
+        assert (found.item, "has been revoked" in found.text) == ("hub", True)
+        assert "new kit" in found.advice
+        shutil.copy(kits / "authority" / "revoked.pem", kits / "a" / "revoked.pem")
+        assert {each.item for each in findings(kits / "a") if each.state == "failed"} == {"revoked", "hub"}
+
+
+def test_folders_that_are_no_kits_of_sites(kits, capsys):
+    for folder, reason in ((kits / "hub", "is the kit of the hub"), (kits / "nobody", "is not a folder")):
+        found = failure(folder)
+        assert (found.item, reason in found.text) == ("kit", True)
+    (kits / "a" / "key.pem").chmod(0o644)
+    status, text = running(capsys, kits / "a")
+    assert status == 1
+    assert "chmod 600" in text
+
+
+def test_a_hub_of_a_third_party_is_pointed_out(tmp_path):
+    entries = {name: value for name, value in hub_kits.PROJECT.items() if name != "hub_at"}
+    provision.provision(Project.parse(entries | {"hub": "127.0.0.1:9"}), tmp_path / "kits")
+    found = {each.item: each for each in findings(tmp_path / "kits" / "a")}
+    assert "modes with factors are refused" in found["policy"].text
+
+
+def test_a_hub_of_another_version(tmp_path, monkeypatch):
+    with running_hub(tmp_path / "kits"):
+        monkeypatch.setattr(check, "VERSION", 99)
+        found = failure(tmp_path / "kits" / "a")
+    assert "speaks version 99 of the protocol" in found.text
+    assert "same version" in found.advice
+
+
+# The hub's part
+
+
+def frame(tag: int, body: bytes) -> Frame:
+    return Frame(Head(Kind.PAYLOAD, 0, length=len(body), tag=tag), body)
+
+
+def test_the_handler_answers_and_is_bounded():
+    handler = CheckHandler(0, lambda: 123456789)
+    (answer,) = handler.handle(frame(Request.TIME, b"?"))
+    assert answer[-8:] == NUMBER.pack(123456789)
+    assert handler.handle(frame(Request.UP, bytes(50_000))) == []
+    assert sum(map(len, handler.handle(frame(Request.DOWN, NUMBER.pack(100_000))))) == 100_000 + 2 * 32
+    with pytest.raises(FrameError, match="more than"):
+        handler.handle(frame(Request.DOWN, NUMBER.pack(MOST_BYTES)))
+    for wrong in (frame(3, b"x"), frame(Request.DOWN, b"1")):
+        with pytest.raises(FrameError, match="unknown request"):
+            CheckHandler(0).handle(wrong)
+    for request, body in ((Request.UP, bytes(50_000)), (Request.TIME, b"?")):
+        with pytest.raises(FrameError, match=f"more than {MOST_BYTES} bytes or 1000 requests"):
+            repeat(CheckHandler(0), frame(request, body))
+
+
+def repeat(handler: CheckHandler, request: Frame) -> None:
+    for _ in range(1001):
+        handler.handle(request)
+
+
+def test_a_site_that_asks_for_too_much_is_given_up(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        site = TestSite(hub.kit("a"), hub.address, "check")
+        assert not isinstance(site.answer, Refuse)
+        site.send(Kind.PAYLOAD, NUMBER.pack(MOST_BYTES + 1), tag=Request.DOWN)
+        until(lambda: not hub.hub.relay.sessions)
