@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..exchange import Traffic, Transport, open_transport
 from ..exchange.addresses import choose_interface, gloo_interface
-from ..exchange.membership import describe
+from ..exchange.exit_reasons import describe
 from ..model_sync.samples import batch_size
 from ..model_sync.uneven_inputs import takes_part
 from ..options import Options

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import MismatchError, NonFiniteError, SiteError
-from ..exchange.membership import announce
+from ..exchange.exit_reasons import announce
 from ..options import Options
 
 # `--rank` is the number of the site.

@@ -1,9 +1,9 @@
 """Exchange between sites: transports, payloads, wire formats and the traffic meter."""
 
 from .factory import open_transport
-from .membership import Sites
 from .objects import gather_objects
 from .rendezvous import DEFAULT_TIMEOUT, connect
+from .sites import Sites
 from .topology import Hierarchy
 from .traffic import Traffic
 from .transport import Gather, Reduction, Transport

@@ -300,7 +300,7 @@ class FactorBucket:
         late = [[index for index in range(len(self.slots)) if extra[index][site]] for site in sites]
         sizes = [sum(sum(self.slots[index].sizes(extra[index][site])) for index in late[site]) for site in sites]
         self._check_sizes(extra, sizes)
-        gather = self._transport.gather(self._by_rank(sizes), self._wire.dtype)
+        gather = self._transport.gather_again(self._gather, self._by_rank(sizes), self._wire.dtype)
 
         def cut(payload: Tensor, site: int) -> dict[tuple[int, int], FactorPayload]:
             shares, start = {}, 0

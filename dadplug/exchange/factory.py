@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -12,12 +13,28 @@ from .addresses import gloo_interface
 from .deadline import within
 from .group_transport import GroupTransport
 from .hierarchy import HierarchicalTransport
-from .membership import Sites, introduce
+from .membership import introduce
 from .objects import gather_objects
 from .single_site import SingleSite
+from .sites import Sites
 from .topology import Hierarchy, Nodes, members_of, node_id
 from .traffic import Traffic
 from .transport import Transport
+
+Recognise = Callable[[dist.ProcessGroup], bool]
+Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float], Transport]
+
+_networks: list[tuple[Recognise, Open]] = []
+
+
+def register_network(recognise: Recognise, open_network: Open) -> None:
+    """Register a network with a transport of its own.
+
+    Args:
+        recognise: returns whether a process group is one of the network.
+        open_network: opens a transport for such a group; takes group, meter, device and timeout.
+    """
+    _networks.append((recognise, open_network))
 
 
 def open_transport(
@@ -50,6 +67,9 @@ def open_transport(
     ranks = dist.get_process_group_ranks(parent)
     if len(ranks) == 1:
         return SingleSite(traffic, device, timeout)
+    for recognise, open_network in _networks:
+        if recognise(parent):
+            return open_network(parent, traffic, device, timeout)
     sites = introduce(parent, timeout)
     local = group is not None
     if hierarchy is not None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .membership import Sites
 from .objects import MAX_BYTES, gather_objects
+from .sites import Sites
 from .socket_setup import connect_sockets
 from .socket_transport import PeerSockets, SocketGather
 from .traffic import Traffic

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .group_transport import GroupTransport
-from .membership import Sites
+from .sites import Sites
 from .topology import Nodes
 from .traffic import Traffic
 from .transport import Gather, Reduction

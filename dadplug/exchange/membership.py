@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
-import sys
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import SiteError
+from .exit_reasons import add_announcer, watch_exit
 from .exit_reports import Report
 from .objects import gather_objects
+from .sites import Sites
 from .status import Member, Silence, Status, ask, status_server, tell
 
 _STATUS_SECONDS = 1.0  # for answers to a status request
@@ -39,8 +38,8 @@ def is_timeout(error: BaseException) -> bool:
     return any(words in str(error).lower() for words in ("timed out", "timeout"))
 
 
-class Sites:
-    """Sites of a process group by name, with their exit reasons.
+class ProcessSites(Sites):
+    """Processes of a process group as sites, with their exit reasons.
 
     A closed connection shows neither which site is at fault (another may have exited because of it) nor why. So a site
     that exits reports the reason to all others, and a site whose connection is closed, or whose wait times out, asks
@@ -52,48 +51,25 @@ class Sites:
     """
 
     def __init__(self, rank: int, members: Sequence[Member]) -> None:
-        self.rank = rank
+        super().__init__(rank, [member.name for member in members])
         self.members = list(members)
         self._others = [other for other in range(len(members)) if other != rank]
         self._rank_of = {member.token: other for other, member in enumerate(members) if member.token}
-        self._transports: weakref.WeakSet[Any] = weakref.WeakSet()
         self._reached: set[int] = set()
         if self._others:
             _watch_exit(self)
             answers = self._ask()
             self._reached = {other for other in self._others if isinstance(answers[other], Status)}
 
-    def __getitem__(self, rank: int) -> str:
-        return f"site {rank} ({self.members[rank].name})"
-
-    def of(self, ranks: Sequence[int]) -> Sites:
-        """Return the sites of a subgroup.
-
-        Args:
-            ranks: their ranks in this group.
-        """
-        return Sites(ranks.index(self.rank), [self.members[rank] for rank in ranks])
-
-    def announce(self, reason: str) -> None:
-        """Report this site's exit reason to all other sites."""
-        announce(reason)
+    def of(self, ranks: Sequence[int]) -> ProcessSites:
+        return ProcessSites(ranks.index(self.rank), [self.members[rank] for rank in ranks])
 
     def begin_session(self) -> None:
         """Begin a session, as all sites do together: reports of earlier sessions no longer count in it."""
         members = [self.members[other] for other in self._others if self.members[other].token]
         _tell(members, status_server().begin_session(member.token for member in members))
 
-    def watch(self, transport: Any) -> None:
-        """Close a transport when the process ends: its threads abort an interpreter that ends before them."""
-        self._transports.add(transport)
-
-    def close_transports(self) -> None:
-        """Close the transports that are still open."""
-        for transport in list(self._transports):
-            transport.close()
-
     def found_lost(self) -> SiteError | None:
-        """Return an error if another site has reported that a site is lost; send nothing."""
         for report in self._reports().values():
             culprit = self._rank_of.get(report.lost, self.rank)
             if culprit != self.rank:
@@ -107,13 +83,6 @@ class Sites:
         return None
 
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
-        """Convert a transport's error into one that names the site that is lost, with its exit reason if known.
-
-        Args:
-            error: what the transport raised.
-            timeout: seconds after which a silent site counts as lost.
-            peer: rank of the site at the other end of the connection, if known.
-        """
         in_time = not is_timeout(error)
         deadline = time.monotonic() + _GRACE_SECONDS
         while True:
@@ -195,19 +164,11 @@ class Sites:
         return SiteError(f"{names} {'are' if several else 'is'} gone: {reason}")
 
 
-_watched: weakref.WeakSet[Sites] = weakref.WeakSet()
-_of_default_group: tuple[object, Sites] | None = None
+_watched: weakref.WeakSet[ProcessSites] = weakref.WeakSet()
+_of_default_group: tuple[object, ProcessSites] | None = None
 
 
-def announce(reason: str, unless_announced: bool = False) -> None:
-    """Report this process's exit reason to all sites that it knows.
-
-    Args:
-        reason: the reason.
-        unless_announced: keep a reason that has been reported before.
-    """
-    # A SiteError says less than the report of the lost site, which has been made before.
-    keep = unless_announced or reason.startswith(SiteError.__name__)
+def _announce(reason: str, keep: bool) -> None:
     if _watched and not (keep and status_server().has_reported):
         _report_to_all(reason)
 
@@ -225,37 +186,19 @@ def _tell(members: Sequence[Member], reports: Mapping[bytes, Report]) -> None:
     tell(dict(enumerate(informed)), reports, _REPORT_SECONDS)
 
 
-def _watch_exit(sites: Sites) -> None:
-    """Register the report at exit: an uncaught exception, or the end of the program."""
-    if not _watched:
-        atexit.unregister(_at_exit)
-        atexit.register(_at_exit)
+def _watch_exit(sites: ProcessSites) -> None:
     _watched.add(sites)
+    add_announcer(_announce)
+    watch_exit(sites)
 
 
-def _at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # the uncaught exception, if any
-    if error is not None:
-        announce(describe(error))
-    announce("its program ended, while others were still at work", unless_announced=True)
-    for sites in list(_watched):
-        sites.close_transports()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def describe(error: BaseException) -> str:
-    """Return the type and text of an exception, as in the last line of a traceback."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def introduce_default(sites: Sites) -> None:
+def introduce_default(sites: ProcessSites) -> None:
     """Store the sites of the default group, for `introduce`."""
     global _of_default_group
     _of_default_group = dist.group.WORLD, sites
 
 
-def introduce(group: dist.ProcessGroup, timeout: float) -> Sites:
+def introduce(group: dist.ProcessGroup, timeout: float) -> ProcessSites:
     """Return the sites of a process group; all of them must call it together.
 
     Args:
@@ -278,8 +221,8 @@ def introduce(group: dist.ProcessGroup, timeout: float) -> Sites:
     try:
         members = gather_objects(own_member(), group, lambda work: work.wait(timedelta(seconds=timeout)))
     except RuntimeError as error:
-        raise Sites(rank, unknown).lost(error, timeout) from error
-    sites = Sites(rank, members)
+        raise ProcessSites(rank, unknown).lost(error, timeout) from error
+    sites = ProcessSites(rank, members)
     sites.begin_session()
     if group is dist.group.WORLD:
         introduce_default(sites)

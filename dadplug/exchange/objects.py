@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,24 +41,58 @@ def gather_objects(
         TypeError: in all processes, if the object of one cannot be sent.
         ValueError: if another process has sent something that is no such object.
     """
-    refusal: Exception | None = None
-    try:
-        own = codec.encode(item)
-    except (TypeError, ValueError) as error:
-        refusal, own = error, codec.encode(Refusal(str(error)))
+    own, refusal = encode_object(item)
     device, count = _device_of(group), dist.get_world_size(group)
     size = torch.tensor([len(own)], dtype=torch.int64, device=device)
     sizes = [torch.zeros_like(size) for _ in range(count)]
     wait(dist.all_gather(sizes, size, group=group, async_op=True))
     lengths = [int(each) for each in sizes]
-    for rank, length in enumerate(lengths):
-        if not 0 <= length <= MAX_BYTES:
-            raise ValueError(f"process {rank} announces an object of {length} bytes: there may be {MAX_BYTES} at most")
+    check_lengths(lengths)
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     every = [torch.empty_like(padded) for _ in range(count)]
     wait(dist.all_gather(every, padded, group=group, async_op=True))
     contents = (part[:length].cpu().numpy().data for part, length in zip(every, lengths, strict=True))
+    return decode_objects(contents, refusal)
+
+
+def encode_object(item: Any) -> tuple[bytes, Exception | None]:
+    """Encode this process's object.
+
+    Args:
+        item: what `dadplug.exchange.codec.encode` takes.
+
+    Returns:
+        What to send to the others, and the error if the object cannot be sent.
+    """
+    try:
+        return codec.encode(item), None
+    except (TypeError, ValueError) as error:
+        return codec.encode(Refusal(str(error))), error
+
+
+def check_lengths(lengths: Iterable[int]) -> None:
+    """Check the sizes in bytes that processes announce, before memory is allocated by them.
+
+    Raises:
+        ValueError: if one is out of range.
+    """
+    for rank, length in enumerate(lengths):
+        if not 0 <= length <= MAX_BYTES:
+            raise ValueError(f"process {rank} announces an object of {length} bytes: there may be {MAX_BYTES} at most")
+
+
+def decode_objects(contents: Iterable[bytes | memoryview], refusal: Exception | None) -> list[Any]:
+    """Decode the objects of all processes.
+
+    Args:
+        contents: what they have sent, by rank.
+        refusal: the error of this process's own object, if it could not be sent.
+
+    Raises:
+        TypeError: if the object of one could not be sent.
+        ValueError: if one has sent something that is no such object.
+    """
     objects = [codec.decode(content) for content in contents]
     for rank, each in enumerate(objects):
         if isinstance(each, Refusal):

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..errors import SiteError
 from .addresses import choose_interface, gloo_interface
 from .deadline import within
-from .membership import Sites, introduce_default
+from .membership import ProcessSites, introduce_default
 from .roll_call import RollCall
 
 DEFAULT_TIMEOUT = 300.0  # seconds
@@ -63,7 +63,7 @@ def connect(
         owner = "site 0, which hosts the meeting point,"
         store = _within(timeout, owner, lambda: _open_store(host, port, rank, timeout))
     members = RollCall(store, rank, num_nodes, timeout, deadline, owner).run()
-    sites = Sites(rank, members)
+    sites = ProcessSites(rank, members)
     limit = timedelta(seconds=timeout)
     prefixed = dist.PrefixStore("dadplug/group", store)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .membership import Sites, own_name
+from .membership import ProcessSites, own_name
 from .status import Member
 from .traffic import Traffic
 from .transport import Gather, Reduction, Transport
@@ -40,7 +40,7 @@ class SingleSite(Transport):
     """
 
     def __init__(self, traffic: Traffic, device: torch.device, timeout: float) -> None:
-        super().__init__(Sites(0, [Member(own_name(), "", 0, b"")]), traffic, 0, device, timeout)
+        super().__init__(ProcessSites(0, [Member(own_name(), "", 0, b"")]), traffic, 0, device, timeout)
 
     def close(self) -> None:
         pass

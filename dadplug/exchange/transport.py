@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
-from .membership import Sites
+from .sites import Sites
 from .topology import Nodes
 from .traffic import Traffic
 
@@ -80,7 +80,7 @@ class Transport(ABC):
         self.sites = sites
         self.traffic = traffic
         self.rank = rank
-        self.world_size = len(sites.members)
+        self.world_size = len(sites)
         self.device = device
         self.timeout = timeout
         self.copies = self.world_size - 1
@@ -107,6 +107,19 @@ class Transport(ABC):
             sizes: number of elements of each site's payload, by rank.
             dtype: type of the elements.
         """
+
+    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        """Prepare a second all-gather of a step, which only the steps have that turn out to need it.
+
+        Args:
+            first: the gather whose second round it is; a gather may have one in each step.
+            sizes: number of elements of each site's payload, by rank.
+            dtype: type of the elements.
+        """
+        return self.gather(sizes, dtype)
+
+    def end_step(self) -> None:  # noqa: B027  (most networks need not know)
+        """Take note that a training step's exchanges are over at this site."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Reduction:

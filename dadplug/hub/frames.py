@@ -44,6 +44,7 @@ PIECE_BYTES = 1 << 16  # of a frame's body, at most
 VERSION = 1
 
 _HEAD = struct.Struct("<HBBHHIQQI")
+HEAD_BYTES = _HEAD.size
 _MAGIC = 0xDAD9
 _LONGEST_TEXT = 2000  # characters
 

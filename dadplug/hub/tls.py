@@ -159,7 +159,7 @@ def accept(connection: socket.socket, context: ssl.SSLContext, kit: Kit, timeout
         if isinstance(error, RefusedError):
             with contextlib.suppress(OSError):  # the site may have gone
                 secure.sendall(refusal(str(error)))
-        _close(secure)
+        end(secure)
         if isinstance(error, TimeoutError):
             raise RefusedError(f"the other end has not finished the TLS handshake within {timeout:g} s") from error
         raise _translated(error) from error
@@ -236,7 +236,7 @@ def read_verdict(kit: Kit, connection: ssl.SSLSocket, host: str, port: int) -> N
 def _given_up(connection: socket.socket, error: RefusedError | OSError, host: str, port: int) -> RefusedError | OSError:
     """Close a connection to the hub after an error, and return the error to raise."""
     timeout = connection.gettimeout() or 0.0
-    _close(connection)
+    end(connection)
     if isinstance(error, TimeoutError):
         return TimeoutError(f"{host}:{port} accepts connections, but has not answered within {timeout:g} s")
     return _translated(error, f"{host}:{port}: ")
@@ -279,14 +279,18 @@ def _printable(text: bytes) -> str:
     return "".join(each if each.isprintable() else "?" for each in text.decode(errors="replace"))
 
 
-def _close(connection: socket.socket) -> None:
+def end(connection: socket.socket, seconds: float = _DRAIN) -> None:
     """Close a connection so that what was sent last arrives.
 
     A socket that is closed with bytes unread resets the connection, and the other end may lose the alert or the reason.
+
+    Args:
+        connection: the connection.
+        seconds: time for which each part of what still arrives is awaited.
     """
     # The TLS layer is left out: an alert, if any, has been sent.
     with contextlib.suppress(OSError), socket.socket(fileno=connection.detach()) as raw:
-        raw.settimeout(_DRAIN)
+        raw.settimeout(seconds)
         raw.shutdown(socket.SHUT_WR)
         for _ in range(16):
             if not raw.recv(65536):

@@ -129,6 +129,7 @@ class Reducer:
             handler.finish(headers, write, keep)
             handler.missing = len(handler.units)
         self._launched = 0
+        context.transport.end_step()
         context.complete_payloads.clear()
         context.faults.clear()
         names = [unit.name for unit in self._units]

@@ -14,7 +14,7 @@ from catalyst.core.engine import Engine
 
 from ...exchange import Traffic, Transport, open_transport
 from ...exchange.addresses import gloo_interface
-from ...exchange.membership import describe
+from ...exchange.exit_reasons import describe
 from ...reduction import GradientReduction
 from .loaders import DeviceLoader, site_loader
 from .metrics import merge_metrics

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dadplug.exchange import Traffic, membership, open_transport
 from dadplug.exchange.exit_reports import Report, ReportHistory
-from dadplug.exchange.membership import Sites, introduce
+from dadplug.exchange.membership import ProcessSites, introduce
 from dadplug.exchange.status import StatusServer
 
 CLOSED = RuntimeError("Connection closed by peer")
@@ -68,13 +68,13 @@ def servers(monkeypatch) -> list[StatusServer]:
         server.close()
 
 
-def failure(sites: Sites) -> str:
+def failure(sites: ProcessSites) -> str:
     return str(sites.lost(CLOSED, 60))
 
 
 def test_an_error_before_a_session_is_the_reason_why_it_does_not_begin(servers):
     own, other, _ = servers
-    sites = Sites(0, [own.member, other.member])
+    sites = ProcessSites(0, [own.member, other.member])
     other.make_reports([own.member.token], "OSError: no data")
     sites.begin_session()  # which the other site never does
     assert failure(sites) == "site 1 (two) is gone: OSError: no data"
@@ -84,7 +84,7 @@ def test_an_error_before_a_session_is_the_reason_why_it_does_not_begin(servers):
 
 def test_a_site_that_failed_in_an_earlier_session_does_not_hide_one_whose_process_has_ended(servers):
     own, other, third = servers
-    sites = Sites(0, [server.member for server in servers])
+    sites = ProcessSites(0, [server.member for server in servers])
     other.make_reports([own.member.token], "OSError: no data")
     sites.begin_session()
     third.close()

@@ -1,0 +1,400 @@
+"""Connection of a site to the hub, whose frames survive the loss of the TCP connection under them.
+
+The thread that sends writes as much as the kernel takes, and the thread that waits reads. A thread of its own sees to
+the rest: it pings, dials again when the connection is lost, and moves what the kernel has no room for. While nothing is
+left to move it waits for the end of the connection only, so that arriving payloads wake up nobody while backward
+computes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import ssl
+import threading
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+
+from ..errors import MismatchError, RefusedError, SiteError
+from . import tls
+from .actions import FRESH, Refuse
+from .forked import close_in_children
+from .frames import VERSION, FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
+from .kits import Kit
+from .numbered import NumberedFrames
+from .receiver import FrameReceiver
+
+REDIAL_SECONDS = 30.0  # after which a hub that cannot be reached is given up
+_DIAL_SECONDS = 5.0  # for each part of the start of a connection
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to dial
+_PING_SECONDS = 1.0
+KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer
+_BATCH_SECONDS = 0.001  # between two reads of the thread, so that it does not wake up for each packet
+_LOST = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
+
+
+class HubConnection(ABC):
+    """Connection of one channel.
+
+    Args:
+        kit: kit of this site.
+        channel: the channel, see `dadplug.hub.frames.Hello`.
+        address: host and port of the hub; None for those of the kit.
+
+    Attributes:
+        rank: slot of this site.
+        names: names of the sites, by slot.
+        outage: reason of the present loss of the connection; empty while there is one.
+    """
+
+    def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
+        self.kit = kit
+        self.rank = kit.slot
+        self.names = list(kit.roster.sites)
+        self.world_size = len(self.names)
+        self.address = address or kit.roster.address()
+        self.lock = threading.Lock()  # of everything below; OpenSSL's objects are not made for two threads
+        self._channel = channel
+        self._instance = secrets.randbits(62)
+        self._connection: ssl.SSLSocket | None = None
+        self._frames = NumberedFrames(self.rank, self._room, self._complete)
+        self._failure: Exception | None = None
+        self.outage = ""  # reason of the present loss of the connection
+        self._lost_at = 0.0
+        self._heard = 0.0
+        self._silence = REDIAL_SECONDS  # without a byte, while somebody waits, after which the connection is given up
+        self._waiting = 0  # threads in `attend`
+        self._closed = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._thread: threading.Thread | None = None
+        close_in_children(self)
+
+    # What a channel does with what arrives; called with the lock held.
+
+    @abstractmethod
+    def room(self, head: Head) -> memoryview:
+        """Return room for the body of a frame that is arriving, of any kind but CONTROL and PING.
+
+        The frame may be lost before its end, and then comes again from its beginning.
+
+        Raises:
+            FrameError: to refuse the frame, which ends the connection for good.
+            MismatchError: the same, where the sites run different programs.
+        """
+
+    @abstractmethod
+    def complete(self, head: Head, body: memoryview) -> None:
+        """Take a frame that is complete; errors as in `room`."""
+
+    def control(self, message: object) -> None:  # noqa: B027  (not every channel gets announcements)
+        """Take an announcement of the hub."""
+
+    # Start and end
+
+    def start(self, timeout: float) -> None:
+        """Dial until the hub answers.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            RefusedError: if the hub refuses this site.
+            SiteError: if it cannot be reached in time.
+        """
+        deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+        while True:
+            try:
+                self._dial(min(_DIAL_SECONDS, max(0.1, deadline - time.monotonic())))
+                break
+            except (OSError, FrameError) as error:
+                if time.monotonic() + pause > deadline:
+                    raise SiteError(f"{self.hub} cannot be reached for {timeout:g} s: {error}") from error
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._thread = threading.Thread(target=self._run, name=f"dadplug-hub-{self._channel}", daemon=True)
+        self._thread.start()
+
+    @property
+    def hub(self) -> str:
+        """Name of the hub."""
+        return f"the hub at {self.address[0]}:{self.address[1]}"
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has been closed, or has failed."""
+        return self._closed or self._failure is not None
+
+    def check(self) -> None:
+        """Raise the error with which the connection has failed, if it has.
+
+        Raises:
+            SiteError: if this site or its hub is lost, or the connection has been closed.
+            MismatchError: if the sites run different programs.
+        """
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args) from self._failure
+        if self._closed:
+            raise SiteError(f"this process has closed its connection to {self.hub}")
+
+    def fail(self, error: Exception) -> None:
+        """Give the connection up; every later use raises the error. To be called with the lock held."""
+        self._failure = self._failure or error
+        self._disconnect()
+        self._wake()
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Send what is left, and close the connection. May be called twice.
+
+        Args:
+            seconds: time for the rest, at most.
+        """
+        if self._closed:
+            return
+        deadline = time.monotonic() + seconds
+        while not self.closed and time.monotonic() < deadline:
+            with self.lock:
+                self.transfer()
+                if self._connection is not None and self._frames.idle:
+                    break
+            time.sleep(0.002)
+        with self.lock:
+            connection, self._connection, self._closed = self._connection, None, True
+        self._wake()
+        if connection is not None:
+            tls.end(connection, max(0.05, deadline - time.monotonic()))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """Close the sockets at once, also in a forked child, where another thread may have held the lock."""
+        self._closed = True
+        connection = self._connection
+        for each in (connection, self._wake_read, self._wake_write):
+            if each is not None:
+                with suppress(OSError):
+                    each.close()
+
+    # Frames
+
+    def post(self, head: Head, content: memoryview | bytes) -> None:
+        """Send a message, cut into frames; return at once. The content is copied.
+
+        Args:
+            head: head of the frames, without offset and length; an empty content is sent as one frame of a kind
+                without a body.
+            content: the message, of bytes.
+
+        Raises:
+            SiteError: if the connection has been given up.
+        """
+        with self.lock:
+            self.check()
+            self._frames.append_message(head, content)
+            self._flush_or_disconnect()
+            behind = self._frames.blocked
+        if behind and not self._waiting:
+            self._wake()
+
+    def post_control(self, message: object) -> None:
+        """Send a control message."""
+        with self.lock:
+            self.check()
+            self._frames.append(pack_control(message, self.rank))
+            self._flush_or_disconnect()
+
+    def attend(self, seconds: float) -> None:
+        """Wait until something can be sent or received, or for a time; then call `transfer` with the lock held.
+
+        Raises:
+            SiteError: if the connection has been given up.
+        """
+        self.check()
+        with self.lock:
+            connection, events = self._connection, select.POLLIN
+            if self._frames.blocked:
+                events |= select.POLLOUT
+            if connection is not None and time.monotonic() - self._heard > self._silence:
+                self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
+                connection = None
+        if connection is None:
+            time.sleep(min(seconds, 0.005))
+            return
+        poll = select.poll()
+        with suppress(OSError, ValueError):  # closed meanwhile
+            poll.register(connection, events)
+            poll.poll(1e3 * seconds)
+
+    def transfer(self) -> None:
+        """Send and receive what is possible at the moment. To be called with the lock held."""
+        self._flush_or_disconnect()
+        if self._connection is None:
+            return
+        try:
+            if self._frames.receive():
+                self._heard = time.monotonic()
+        except OSError as error:
+            self._lose(error)
+        except MismatchError as error:
+            self.fail(error)
+        except FrameError as error:
+            self.fail(SiteError(f"{self.hub} does not speak the protocol of this version: {error}"))
+        self._flush_or_disconnect()  # an acknowledgement
+
+    def _complete(self, head: Head, body: memoryview) -> None:
+        if head.kind is Kind.CONTROL:
+            self.control(read_control(bytes(body), self.world_size))
+        else:
+            self.complete(head, body)
+
+    def _room(self, head: Head) -> memoryview:
+        if head.slot >= self.world_size:
+            raise FrameError(f"a frame of slot {head.slot}: there are {self.world_size} sites")
+        return memoryview(bytearray(head.length)) if head.kind is Kind.CONTROL else self.room(head)
+
+    def _flush_or_disconnect(self) -> None:
+        if self._connection is None:
+            return
+        try:
+            self._frames.flush()
+        except OSError as error:
+            self._lose(error)
+
+    # Loss and return of the connection
+
+    def _lose(self, error: OSError) -> None:
+        """Take note that the connection is lost; the thread dials again."""
+        self.outage, self._lost_at = tls.explain(error), time.monotonic()
+        self._disconnect()
+        self._wake()
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        self._frames.detach()
+        if connection is not None:
+            with suppress(OSError):
+                connection.close()
+
+    def _dial(self, seconds: float) -> None:
+        """Dial once, and go on where the last connection was lost.
+
+        Raises:
+            RefusedError: if the hub refuses this site for good.
+            OSError: if it cannot be reached, or may accept this site later.
+            FrameError: if it sends something that is no answer.
+        """
+        connection = tls.dial(self.kit, seconds, self.address)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = Hello(VERSION, self._instance, FRESH, self._channel, self._frames.received)
+            connection.sendall(pack_control(hello, self.rank))
+            welcome = self._read_answer(connection)
+            with self.lock:
+                if self._closed:
+                    raise OSError("closed")
+                self._install(connection, welcome)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _read_answer(self, connection: ssl.SSLSocket) -> Welcome:
+        def room(head: Head) -> memoryview:
+            if head.kind is not Kind.CONTROL:
+                raise FrameError(f"a {head.kind.name} frame where an answer to Hello is due")
+            return memoryview(bytearray(head.length))
+
+        receiver = FrameReceiver(connection, room)
+        while receiver.receive() is None:
+            pass
+        answer = read_control(bytes(receiver.body), self.world_size)
+        if isinstance(answer, Refuse):
+            if answer.retry:
+                raise ConnectionError(f"it refuses this site at present: {answer.reason}")
+            raise RefusedError(f"{self.hub} refuses {self.kit.name}: {answer.reason}")
+        if not isinstance(answer, Welcome):
+            raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
+        return answer
+
+    def _install(self, connection: ssl.SSLSocket, welcome: Welcome) -> None:
+        if self._thread is not None and not welcome.resumed:
+            raise RefusedError(f"{self.hub} has been restarted, or has given this site up: {self.outage}")
+        self._frames.attach(connection, welcome.received)
+        self._silence = max(1.0, welcome.timeout_ms / 1e3)
+        self._heard = time.monotonic()
+        self._connection, self.outage = connection, ""
+        self._flush_or_disconnect()
+
+    # The thread
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._wake_write.send(b"\0")
+
+    def _run(self) -> None:
+        """Ping, dial again, and move what the kernel has no room for."""
+        ping = time.monotonic() + _PING_SECONDS
+        while not self.closed:
+            if self._connection is None:
+                self._return()
+                continue
+            ready = self._poll(max(0.0, ping - time.monotonic()))
+            with self.lock:
+                if self._connection is None:
+                    continue
+                if ready & _LOST or (ready and not self._waiting):
+                    self.transfer()
+                if time.monotonic() >= ping:
+                    ping = time.monotonic() + _PING_SECONDS
+                    self._frames.ping()
+                    self._flush_or_disconnect()
+            if ready & select.POLLIN:
+                time.sleep(_BATCH_SECONDS)
+
+    def _poll(self, seconds: float) -> int:
+        """Wait for what the thread has to do; return the events of the connection."""
+        poll = select.poll()
+        with self.lock:
+            connection = self._connection
+            if connection is None:
+                return 0
+            events = getattr(select, "POLLRDHUP", 0)
+            if not self._waiting:
+                events |= select.POLLOUT * self._frames.blocked
+                events |= select.POLLIN * (self.expects() > KERNEL_BYTES)
+            number = connection.fileno()
+            poll.register(number, events)
+            poll.register(self._wake_read, select.POLLIN)
+        ready = dict(poll.poll(1e3 * seconds))
+        if ready.pop(self._wake_read.fileno(), 0):
+            with suppress(OSError):
+                self._wake_read.recv(4096)
+        return ready.get(number, 0)
+
+    def expects(self) -> int:
+        """Return how many bytes are expected."""
+        return 0
+
+    def _return(self) -> None:
+        """Dial until the connection is back, or the hub has to be given up."""
+        pause, error = _FIRST_PAUSE, None
+        while not self.closed and self._connection is None:
+            try:
+                self._dial(_DIAL_SECONDS)
+                return
+            except (SiteError, FrameError) as refused:
+                with self.lock:
+                    self.fail(refused if isinstance(refused, SiteError) else SiteError(f"{self.hub}: {refused}"))
+                return
+            except OSError as lost:
+                error = lost
+            if time.monotonic() - self._lost_at > REDIAL_SECONDS:
+                with self.lock:
+                    self.fail(SiteError(f"{self.hub} cannot be reached for {REDIAL_SECONDS:g} s: {error}"))
+                return
+            self.outage = tls.explain(error)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)

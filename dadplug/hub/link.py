@@ -1,0 +1,295 @@
+"""Link of a site to its hub, over which training exchanges messages with the other sites.
+
+Messages are matched by sender and exchange. The number of an exchange is that of its channel, an index of the transport
+or process group in the order in which a site makes them, and its number there; all sites make theirs in one order.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from ..errors import MismatchError, SiteError
+from ..exchange.exit_reasons import add_announcer, remove_announcer
+from .actions import Drop, Pause, Start
+from .actions import Resume as Resumption
+from .connection import KERNEL_BYTES, HubConnection
+from .frames import FrameError, Head, Kind, Leave
+from .inbox import Inbox, Incoming
+from .kits import Kit
+
+DEFAULT_TIMEOUT = 300.0  # seconds
+CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
+_NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
+_POLL_SECONDS = 0.02  # the thread of the connection may read what another one waits for
+_LONGEST_REASON = 1000  # characters
+_ENDED = "its program has ended"
+
+
+class HubLink(HubConnection):
+    """Link of one site. Made by `open`.
+
+    Attributes:
+        step: number of the open step.
+        gone: reasons of the sites that are lost, by slot, in the order in which they were lost.
+        left: whether this site has told the hub that it leaves.
+    """
+
+    def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
+        super().__init__(kit, channel, address)
+        self.step = 1
+        self.gone: dict[int, str] = {}
+        self.left = False
+        self._inbox = Inbox(self.names, self.rank)
+        self._started = False
+        self._pause = ""
+        self._channels = 0
+
+    @classmethod
+    def open(
+        cls,
+        kit: Kit,
+        channel: str = "training",
+        timeout: float = DEFAULT_TIMEOUT,
+        address: tuple[str, int] | None = None,
+    ) -> HubLink:
+        """Dial the hub, and wait until training starts, for which all sites have to be there.
+
+        Args:
+            kit: kit of this site.
+            channel: the channel, see `dadplug.hub.frames.Hello`; only "training" waits.
+            timeout: seconds for all of it.
+            address: host and port of the hub; None for those of the kit.
+
+        Raises:
+            KitError: if the kit's certificate is not valid at present.
+            RefusedError: if the hub refuses this site.
+            SiteError: if the hub cannot be reached, or a site does not come, in time.
+        """
+        kit.check_dates()
+        deadline = time.monotonic() + timeout
+        link = cls(kit, channel, address)
+        try:
+            link.start(timeout)
+            if channel == "training":
+                link._wait_for_start(deadline, timeout)
+                add_announcer(link._announce)
+        except BaseException:
+            link.close(0.2)
+            raise
+        return link
+
+    def _wait_for_start(self, deadline: float, timeout: float) -> None:
+        notice = time.monotonic() + _NOTICE_SECONDS
+        while True:
+            with self.lock:
+                self.transfer()
+            self.check()
+            if self._started:
+                return
+            if time.monotonic() > deadline:
+                raise SiteError(f"training has not started within {timeout:g} s: {self._pause or self.hub_state}")
+            if time.monotonic() > notice:
+                notice += _NOTICE_SECONDS
+                print(f"dadplug: {self._pause or self.hub_state}", file=sys.stderr, flush=True)
+            self.attend(_POLL_SECONDS)
+
+    @property
+    def hub_state(self) -> str:
+        """State of the connection in words."""
+        return f"{self.hub} cannot be reached: {self.outage}" if self.outage else f"{self.hub} has not answered"
+
+    def name(self, slot: int) -> str:
+        """Return a site's name for messages."""
+        return f"site {slot} ({self.names[slot]})"
+
+    # Frames that arrive
+
+    def room(self, head: Head) -> memoryview:
+        if head.kind is Kind.PAYLOAD:
+            if head.slot == self.rank:
+                raise FrameError("a frame of this site itself")
+        elif head.kind is not Kind.SUM or head.slot:
+            raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
+        return self._inbox.room(head)
+
+    def complete(self, head: Head, body: memoryview) -> None:
+        if head.kind not in (Kind.PAYLOAD, Kind.SUM):
+            raise FrameError(f"a {head.kind.name} frame is not expected")
+        self._inbox.complete(head, body)
+
+    def control(self, message: object) -> None:
+        if isinstance(message, Start):
+            self._started, self.step = True, message.position.step + 1
+        elif isinstance(message, Pause):
+            self._pause = message.reason
+        elif isinstance(message, Resumption):
+            self._pause = ""
+        elif isinstance(message, Drop) and message.slot == self.rank:
+            self.fail(SiteError(f"{self.hub} has given this site up: {message.reason or _ENDED}"))
+        elif isinstance(message, Drop) and self._started:
+            self.gone.setdefault(message.slot, message.reason or _ENDED)
+
+    # Messages
+
+    def new_channel(self) -> int:
+        """Return the first number of the exchanges of a new channel; all sites must make theirs in one order."""
+        self._channels += 1
+        return (self._channels - 1) << CHANNEL_BITS
+
+    def send(
+        self, exchange: int, content: memoryview, kind: Kind = Kind.PAYLOAD, tag: int = 0, slot: int | None = None
+    ) -> None:
+        """Send a message; return at once. The content is copied, and an empty one is not sent.
+
+        Args:
+            exchange: number of the exchange.
+            content: the message, of bytes.
+            kind: kind of its frames.
+            tag: their tag, see `dadplug.hub.frames.Head`.
+            slot: slot of the receiver, for the kinds that name it.
+
+        Raises:
+            SiteError: if the link has failed.
+        """
+        if len(content):
+            self.post(Head(kind, self.rank if slot is None else slot, self.step, exchange, tag=tag), content)
+
+    def expect(self, slot: int, exchange: int, buffer: memoryview, kind: Kind = Kind.PAYLOAD) -> Incoming:
+        """Expect a message.
+
+        Args:
+            slot: the sender; 0 for a sum.
+            exchange: number of the exchange.
+            buffer: room for it, of bytes, which has to stay until it has arrived.
+            kind: kind of its frames.
+
+        Returns:
+            The message, for `wait`.
+
+        Raises:
+            SiteError: if the link has failed.
+            MismatchError: if the site has sent another message.
+        """
+        with self.lock:
+            self.check()
+            try:
+                return self._inbox.expect((kind, slot, exchange), buffer)
+            except MismatchError as error:
+                self.fail(error)
+                raise
+
+    def wait(self, incoming: Sequence[Incoming], timeout: float) -> None:
+        """Wait until messages have arrived. After an error that is not the link's own, it may be called again.
+
+        Args:
+            incoming: the messages.
+            timeout: seconds without anything of them after which their senders count as lost.
+
+        Raises:
+            SiteError: if a site or the hub is lost or silent.
+            MismatchError: if the sites do not run the same program.
+        """
+        missing = [message for message in incoming if not message.done]
+        if not missing:
+            return
+        deadline, before = time.monotonic() + timeout, -1
+        with self.lock:
+            self._waiting += 1
+        try:
+            while True:
+                with self.lock:
+                    self.transfer()
+                missing = [message for message in missing if not message.done]
+                if not missing:
+                    break
+                self._check_gone(missing)
+                received, now = sum(message.received for message in missing) - len(missing) * 2**40, time.monotonic()
+                if received != before:
+                    deadline, before = now + timeout, received
+                if now > deadline:
+                    self._raise_silence(missing, timeout)
+                self.attend(_POLL_SECONDS)
+        finally:
+            with self.lock:
+                self._waiting -= 1
+                behind = self._frames.blocked or self.expects() > KERNEL_BYTES
+            if behind and not self._waiting:
+                self._wake()
+
+    def _check_gone(self, missing: Sequence[Incoming]) -> None:
+        """Raise an error if a message will never arrive, which names the site that was lost first."""
+        self.check()
+        if self.gone and any(message.key[0] is Kind.SUM or message.key[1] in self.gone for message in missing):
+            found = self.first_lost()
+            assert found is not None
+            raise found
+
+    def first_lost(self) -> SiteError | None:
+        """Return an error that names the site that was lost first; None if none is known to be lost."""
+        for slot, reason in list(self.gone.items()):
+            return SiteError(f"{self.name(slot)} is gone: {reason}")
+        return None
+
+    def _raise_silence(self, missing: Sequence[Incoming], timeout: float) -> None:
+        if self.outage:
+            raise SiteError(f"{self.hub} cannot be reached for {timeout:g} s: {self.outage}")
+        slots = sorted({message.key[1] for message in missing if message.key[0] is Kind.PAYLOAD})
+        for slot in slots:
+            if self._inbox.early_of(slot):
+                raise MismatchError(
+                    f"{self.name(slot)} and {self.name(self.rank)} are not at the same exchange: every site must call "
+                    "synchronize() equally often, with the same model; a site that has run out of data calls idle()"
+                )
+        names = ", ".join(map(self.name, slots)) or "one of the other sites"
+        raise SiteError(
+            f"{names} {'have' if len(slots) > 1 else 'has'} not answered for {timeout:g} s, though the hub is "
+            "connected to it: it is stopped or busy. A site that may be this slow needs a larger timeout="
+        )
+
+    def expects(self) -> int:
+        return self._inbox.expected_bytes
+
+    # Steps, and the end
+
+    def end_step(self) -> None:
+        """Tell the hub that this site's part of the open step is over."""
+        self.post(Head(Kind.END, self.rank, self.step), b"")
+        self.step += 1
+
+    def _announce(self, reason: str, keep: bool) -> None:
+        """Take this process's exit reason."""
+        self.leave(reason)  # a later reason finds the link closed
+
+    def leave(self, reason: str) -> None:
+        """Tell the hub why this site leaves, and close the link; the first reason counts.
+
+        Args:
+            reason: the reason, which the other sites get; empty where training is complete.
+        """
+        if self.left or self.closed:
+            return
+        self.left = True
+        self.post_control(Leave(reason[:_LONGEST_REASON]))
+        super().close()
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Leave, unless that has been done, and close the link. May be called twice."""
+        remove_announcer(self._announce)
+        self.leave("")
+        super().close(seconds)
+
+
+_current: HubLink | None = None
+
+
+def current_link() -> HubLink | None:
+    """Return the link of this process; None where it is not connected by a kit."""
+    return _current
+
+
+def set_current_link(link: HubLink | None) -> None:
+    """Set the link of this process."""
+    global _current
+    _current = link

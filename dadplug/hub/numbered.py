@@ -1,0 +1,131 @@
+"""Numbered frames in both directions over a connection that may be lost and replaced. Without threads and locks."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+
+from .frames import PIECE_BYTES, Head, Kind, frames
+from .receiver import FrameReceiver
+from .stream import SendQueue, Stream
+
+_PING_BYTES = 1 << 22  # received bytes after which the other end gets an acknowledgement
+
+
+class NumberedFrames:
+    """Frames that a site sends and receives on one channel.
+
+    Args:
+        rank: slot of the site.
+        room: returns room for the body of a frame that is arriving.
+        complete: takes a frame that is complete, in the room that `room` has returned.
+
+    Attributes:
+        received: number of frames that have been received, pings excluded.
+        bytes_sent: bytes of the frames that have been handed over for sending.
+        blocked: whether the connection has no room for what is to be sent.
+    """
+
+    def __init__(
+        self, rank: int, room: Callable[[Head], memoryview], complete: Callable[[Head, memoryview], None]
+    ) -> None:
+        self._rank, self._room, self._complete = rank, room, complete
+        self._queue = SendQueue()
+        self._stream: Stream | None = None
+        self._sending: bytes | None = None  # frame that the connection has not taken yet
+        self._ping_due = False
+        self._unacknowledged = 0  # bytes received since the last ping
+        self.received = 0
+        self.bytes_sent = 0
+
+    def attach(self, connection: ssl.SSLSocket, received: int) -> None:
+        """Take a new connection, and send again what the last one has lost.
+
+        Args:
+            connection: the connection, after the answer to `Hello`.
+            received: number of frames that the other end has received before.
+
+        Raises:
+            FrameError: if the other end cannot have received so many.
+        """
+        self._queue.resume(received)
+        self._stream, self._sending = Stream(connection), None
+        self._receiver = FrameReceiver(connection, self._room)
+
+    def detach(self) -> None:
+        """Forget the connection, which is lost."""
+        self._stream = self._sending = None
+
+    @property
+    def blocked(self) -> bool:
+        return self._sending is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the connection has taken all frames."""
+        return self._sending is None and self._queue.following is None
+
+    def append(self, frame: bytes) -> None:
+        """Append a frame to those that are to be sent."""
+        self._queue.append(frame)
+        self.bytes_sent += len(frame)
+
+    def append_message(self, head: Head, content: memoryview | bytes) -> None:
+        """Append a message, cut into frames; an empty one as a frame without a body."""
+        if not len(content):
+            self.append(head.pack())
+        elif len(content) <= PIECE_BYTES:
+            self.append(b"".join((head._replace(length=len(content)).pack(), content)))
+        else:
+            for packed, body in frames(head, memoryview(content)):
+                self.append(b"".join((packed, body)))
+
+    def ping(self) -> None:
+        """Send an acknowledgement at the next opportunity."""
+        self._ping_due = True
+
+    def flush(self) -> None:
+        """Send as much as the connection takes.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        stream, queue = self._stream, self._queue
+        while stream is not None:
+            frame = self._sending
+            if frame is None:
+                if self._ping_due:
+                    self._ping_due, self._unacknowledged = False, 0
+                    frame = Head(Kind.PING, self._rank, self.received).pack()
+                else:
+                    frame = queue.following
+                    if frame is None:
+                        return
+            if stream.send(frame) != "done":
+                self._sending = frame
+                return
+            self._sending = None
+            if frame is queue.following:
+                queue.advance()
+
+    def receive(self) -> bool:
+        """Receive what has arrived.
+
+        Returns:
+            Whether anything has.
+
+        Raises:
+            OSError: if the connection is lost.
+            FrameError: if the other end does not keep to the protocol.
+        """
+        receiver, before = self._receiver, self._receiver.nbytes
+        while self._stream is not None and (head := receiver.receive()) is not None:
+            self._unacknowledged += head.length
+            if head.kind is Kind.PING:
+                self._queue.acknowledge(head.step)
+            else:
+                self.received += 1
+                self._complete(head, receiver.body)
+        if self._unacknowledged >= _PING_BYTES:
+            self.ping()
+        return receiver.nbytes > before

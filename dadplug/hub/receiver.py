@@ -1,0 +1,67 @@
+"""Reader of frames that receives each body where it belongs, without copies in between."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+
+from .frames import HEAD_BYTES, Head
+
+
+class FrameReceiver:
+    """Reader of one connection's frames, which arrive in parts of any size. Not to be used by two threads at once.
+
+    Args:
+        connection: the connection; it may block or not.
+        room: returns room for the body of a frame by its head, and raises an error to refuse the frame.
+
+    Attributes:
+        body: body of the last frame; what `room` has returned for it.
+        nbytes: bytes received so far.
+    """
+
+    def __init__(self, connection: ssl.SSLSocket, room: Callable[[Head], memoryview]) -> None:
+        self._connection = connection
+        self._room = room
+        self._head_bytes = memoryview(bytearray(HEAD_BYTES))
+        self._head: Head | None = None
+        self._target = self._head_bytes
+        self._filled = 0
+        self.body = memoryview(b"")
+        self.nbytes = 0
+
+    def receive(self) -> Head | None:
+        """Receive the next frame.
+
+        Returns:
+            Its head; None where more has to arrive first. Call again until None: decrypted bytes wake up no poll.
+
+        Raises:
+            FrameError: if what arrives is no frame.
+            OSError: if the connection is lost, or the other end has closed it.
+        """
+        while True:
+            target, filled = self._target, self._filled
+            try:
+                count = self._connection.recv_into(target[filled:] if filled else target)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return None
+            if not count:
+                raise ConnectionError("the other end has closed the connection")
+            self.nbytes += count
+            filled += count
+            if filled < len(target):
+                self._filled = filled
+                continue
+            self._filled = 0
+            if self._head is None:
+                head = Head.unpack(target)
+                if head.length:
+                    self._target = self._room(head)
+                    self._head = head
+                    continue
+                self.body = target[:0]
+            else:
+                head, self._head = self._head, None
+                self.body, self._target = target, self._head_bytes
+            return head

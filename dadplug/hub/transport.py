@@ -1,0 +1,172 @@
+"""Transport over a site's link to its hub, which passes payloads on and adds up summands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..exchange.objects import check_lengths, decode_objects, encode_object
+from ..exchange.traffic import Traffic
+from ..exchange.transport import Gather, Reduction, Transport
+from .inbox import Incoming
+from .link import CHANNEL_BITS, HubLink
+from .members import HubSites
+
+_SECOND_ROUND = 1 << 23  # bit of the number of a gather's second round
+_COLLECTIVES = 1 << 22  # first number of those that are used once, and their count
+_PACKET_BYTES = 1 << 14  # that cost less than the hub's work
+assert 2 * _COLLECTIVES == _SECOND_ROUND < 1 << CHANNEL_BITS
+
+
+class HubTransport(Transport):
+    """Messages between the sites of a hub. All buffers lie on the CPU.
+
+    Args:
+        link: the link.
+        traffic: the meter; it counts what this site sends to the hub.
+        timeout: seconds after which a silent site counts as lost.
+        group: process group of the sites, if there is one.
+    """
+
+    def __init__(self, link: HubLink, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(HubSites(link), traffic, link.rank, torch.device("cpu"), timeout)
+        self.link = link
+        self.ring = 1.0
+        self._group = group
+        self._channel = link.new_channel()
+        self._gathers = self._collectives = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("this link to a hub has no process group: connect by dadplug.connect(kit=...)")
+        return self._group
+
+    def close(self) -> None:
+        """Nothing: the link is the process's, and outlives this transport."""
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        self._gathers += 1
+        if self._gathers >= _COLLECTIVES:
+            raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
+        return HubGather(self, self._channel | self._gathers, sizes, dtype)
+
+    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        assert isinstance(first, HubGather)
+        return HubGather(self, first.exchange | _SECOND_ROUND, sizes, dtype)
+
+    def end_step(self) -> None:
+        self.link.end_step()
+
+    def next_collective(self) -> int:
+        """Return the number of an exchange that takes place once."""
+        self._collectives = (self._collectives + 1) % _COLLECTIVES
+        return self._channel | _COLLECTIVES | self._collectives
+
+    def all_reduce(self, tensor: Tensor) -> Reduction:
+        return _GatheredSum(self, tensor)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        sizes = [tensor.numel() * (rank == 0) for rank in range(self.world_size)]
+        gather = HubGather(self, self.next_collective(), sizes, tensor.dtype)
+        if self.rank == 0:
+            gather.payload.copy_(tensor.detach().reshape(-1))
+        gather.launch()
+        first = gather.wait()[0]
+        if self.rank:
+            tensor.detach().copy_(first.view(tensor.shape))
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        return self._gather_bytes(content if self.rank == 0 else b"")[0].tobytes()
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        own, refusal = encode_object(item)
+        return decode_objects(self._gather_bytes(own), refusal)
+
+    def _gather_bytes(self, own: bytes) -> list[memoryview]:
+        """Gather byte strings of all sites, by rank; sizes go first, and are checked before memory is allocated."""
+        gather = HubGather(self, self.next_collective(), [1] * self.world_size, torch.int64)
+        gather.payload[0] = len(own)
+        gather.launch()
+        lengths = [int(size) for size in gather.wait()]
+        check_lengths(lengths)
+        gather = HubGather(self, self.next_collective(), lengths, torch.uint8)
+        if own:
+            gather.payload.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        gather.launch()
+        return [bytes_of(payload) for payload in gather.wait()]
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        peers = self.world_size - 1  # one other site sends as much as the hub would
+        return peers == 1 or peers * nbytes <= _PACKET_BYTES
+
+
+class HubGather(Gather):
+    """Gather of payloads that the hub passes on.
+
+    Args:
+        transport: the transport.
+        exchange: number of the exchange.
+        sizes: number of elements of each site's payload, by rank.
+        dtype: type of the elements.
+
+    Attributes:
+        exchange: number of the exchange.
+    """
+
+    def __init__(self, transport: HubTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        self.exchange = exchange
+        self._transport = transport
+        self._payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self.payload = self._payloads[transport.rank]
+        self._own = bytes_of(self.payload)
+        self._others = [
+            (rank, bytes_of(payload))
+            for rank, payload in enumerate(self._payloads)
+            if rank != transport.rank and payload.numel()
+        ]
+        self._incoming: list[Incoming] = []
+
+    def post(self) -> None:
+        if not self._incoming and self._others:
+            expect = self._transport.link.expect
+            self._incoming = [expect(rank, self.exchange, buffer) for rank, buffer in self._others]
+
+    def launch(self) -> None:
+        self.post()
+        self._transport.traffic.add(len(self._own))
+        self._transport.link.send(self.exchange, self._own)
+
+    def wait(self) -> list[Tensor]:
+        if self._incoming:
+            with self._transport.traffic.waiting():
+                self._transport.link.wait(self._incoming, self._transport.timeout)
+            self._incoming = []
+        return self._payloads
+
+
+class _GatheredSum(Reduction):
+    """Sum that every site computes from the addends of all, in the order of ranks; narrow types in single precision."""
+
+    def __init__(self, transport: HubTransport, tensor: Tensor) -> None:
+        self._tensor = tensor
+        sizes = [tensor.numel()] * transport.world_size
+        self._gather = HubGather(transport, transport.next_collective(), sizes, tensor.dtype)
+        self._gather.payload.copy_(tensor.detach().reshape(-1))
+        self._gather.launch()
+
+    def wait(self) -> None:
+        first, *others = self._gather.wait()
+        total = first.to(torch.promote_types(first.dtype, torch.float32)) if first.is_floating_point() else first
+        for payload in others:
+            total += payload
+        self._tensor.detach().copy_(total.view(self._tensor.shape))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, which share its memory."""
+    return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
