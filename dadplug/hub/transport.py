@@ -12,6 +12,8 @@ from torch import Tensor
 from ..exchange.objects import check_lengths, decode_objects, encode_object
 from ..exchange.traffic import Traffic
 from ..exchange.transport import Gather, Reduction, Transport
+from .dtypes import CODES
+from .frames import Kind
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
 from .members import HubSites
@@ -68,6 +70,8 @@ class HubTransport(Transport):
         return self._channel | _COLLECTIVES | self._collectives
 
     def all_reduce(self, tensor: Tensor) -> Reduction:
+        if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
+            return _HubSum(self, tensor)
         return _GatheredSum(self, tensor)
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -147,6 +151,26 @@ class HubGather(Gather):
                 self._transport.link.wait(self._incoming, self._transport.timeout)
             self._incoming = []
         return self._payloads
+
+
+class _HubSum(Reduction):
+    """Sum that the hub computes from the summands of all sites, in the order of ranks."""
+
+    def __init__(self, transport: HubTransport, tensor: Tensor) -> None:
+        self._transport = transport
+        self._tensor = tensor.detach()
+        self._staged = self._tensor.to(transport.device).reshape(-1)
+        content, exchange = bytes_of(self._staged), transport.next_collective()
+        # The link copies what it sends, so that the sum can arrive where the summand lies.
+        self._incoming = transport.link.expect(0, exchange, content, Kind.SUM)
+        transport.traffic.add(len(content))
+        transport.link.send(exchange, content, Kind.SUMMAND, CODES[tensor.dtype])
+
+    def wait(self) -> None:
+        with self._transport.traffic.waiting():
+            self._transport.link.wait([self._incoming], self._transport.timeout)
+        if self._staged.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self._staged.view(self._tensor.shape))
 
 
 class _GatheredSum(Reduction):

@@ -1,0 +1,101 @@
+"""Relay between a site and its hub that resets their connection after a number of bytes."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from contextlib import suppress
+
+_RESET = b"\1\0\0\0\0\0\0\0"  # SO_LINGER of 0 s
+
+
+class CuttingRelay:
+    """Relay of TCP connections on loopback; a context manager.
+
+    Args:
+        target: address of the hub.
+
+    Attributes:
+        address: address that the site dials.
+        counts: bytes that were passed on, from the site (0) and from the hub (1).
+        cuts: connections that were reset.
+        hold: whether bytes are held back, as on a dead link.
+        refuse: whether new connections are reset at once.
+    """
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.counts = [0, 0]
+        self.cuts = 0
+        self.hold = self.refuse = False
+        self._cut_at: tuple[int, int] | None = None  # direction and count
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> CuttingRelay:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self._thread.join(10)
+        for pair in self._pairs:
+            for each in pair:
+                each.close()
+        self._listener.close()
+
+    def cut_after(self, direction: int, nbytes: int) -> None:
+        """Reset the connection once so many more bytes have been passed on in a direction."""
+        self._cut_at = direction, self.counts[direction] + nbytes
+
+    def cut(self) -> None:
+        """Reset the connections that are open."""
+        pairs, self._pairs = self._pairs, []
+        self.cuts += len(pairs)
+        for pair in pairs:
+            for each in pair:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                each.close()
+
+    def _run(self) -> None:
+        while not self._ended:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._listener, selectors.EVENT_READ)
+                for pair in self._pairs:
+                    for direction in (0, 1) if not self.hold else ():
+                        selector.register(pair[direction], selectors.EVENT_READ, (direction, pair))
+                for key, _ in selector.select(0.02):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        with suppress(OSError):  # another pair may have been cut meanwhile
+                            self._pass_on(*key.data)
+
+    def _accept(self) -> None:
+        site, _ = self._listener.accept()
+        if self.refuse:
+            site.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            site.close()
+        else:
+            self._pairs.append((site, socket.create_connection(self._target)))
+
+    def _pass_on(self, direction: int, pair: tuple[socket.socket, socket.socket]) -> None:
+        if pair not in self._pairs:
+            return
+        limit = 1 << 16
+        if self._cut_at is not None and self._cut_at[0] == direction:
+            limit = max(0, min(limit, self._cut_at[1] - self.counts[direction]))
+        content = pair[direction].recv(limit) if limit else b""
+        pair[1 - direction].sendall(content)
+        self.counts[direction] += len(content)
+        if self._cut_at is not None and self.counts[self._cut_at[0]] >= self._cut_at[1]:
+            self._cut_at = None
+            self.cut()
+        elif not content and limit:
+            self._pairs.remove(pair)
+            for each in pair:
+                each.close()
