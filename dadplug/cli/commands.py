@@ -22,6 +22,7 @@ COMMANDS = {
     "sign": ("sign", "sign the request of a site"),
     "renew": ("renew", "renew the certificate of the hub or one site"),
     "check": ("check", "check the kit of this site, and the way to the hub"),
+    "hub": ("hub", "run the hub, which all sites dial, until it gets SIGTERM"),
     "revoke": ("revoke", "revoke the certificates of the hub or one site"),
 }
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback

@@ -23,7 +23,7 @@ PUBLIC = 0o644
 _FOLDER = 0o700
 
 
-def write_file(path: Path, content: bytes, mode: int = PUBLIC) -> None:
+def write_file(path: Path, content: bytes, mode: int = PUBLIC, durable: bool = True) -> None:
     """Write a file, or replace it as a whole.
 
     The content goes to a temporary file in the same folder, which is renamed once it is on the disk. After an error or
@@ -33,6 +33,7 @@ def write_file(path: Path, content: bytes, mode: int = PUBLIC) -> None:
         path: path of the file, in a folder that exists.
         content: bytes to write.
         mode: permissions of the file, whatever the umask.
+        durable: wait until the content is on the disk; otherwise a crash of the machine may lose it.
 
     Raises:
         OSError: if the file cannot be written.
@@ -43,12 +44,14 @@ def write_file(path: Path, content: bytes, mode: int = PUBLIC) -> None:
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    if durable:
+        _sync_folder(path.parent)
 
 
 def write_folder(folder: Path, files: Mapping[str, tuple[bytes, int]]) -> None:

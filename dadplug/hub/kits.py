@@ -111,6 +111,45 @@ class Kit:
             raise KitError(f"the certificate of {self.folder} has been revoked")
 
 
+class KitWatch:
+    """Watch of a kit's files.
+
+    Args:
+        kit: the kit that has been read.
+    """
+
+    def __init__(self, kit: Kit) -> None:
+        self._kit = kit
+        self._seen = self._look()
+
+    def changed(self) -> Kit | None:
+        """Read the kit again if one of its files has changed; otherwise return None.
+
+        Raises:
+            KitError: if it cannot be used in place of the old one.
+        """
+        seen = self._look()
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        kit = Kit.load(self._kit.folder)
+        kit.check_dates()
+        if kit.roster != self._kit.roster or kit.name != self._kit.name:
+            raise KitError(f"the roster of {kit.folder} has changed: it is used once the hub starts again")
+        self._kit = kit
+        return kit
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        found: list[tuple[int, int, int] | None] = []
+        for name in (CA, CERTIFICATE, KEY, NEXT_KEY, REVOKED):
+            try:
+                state = (self._kit.folder / name).stat()
+                found.append((state.st_ino, state.st_size, state.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return found
+
+
 def find_key(folder: Path, certificate: Certificate) -> Path:
     """Return the path of the key in a kit that fits its certificate.
 

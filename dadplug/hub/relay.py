@@ -20,8 +20,9 @@ from .check_channel import CheckHandler
 from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
 from .journal import Journal
 from .membership import Membership
-from .session import PING_SECONDS, Session, check_hello
+from .session import FULL_BYTES, PING_SECONDS, Session, check_hello
 from .store import Store
+from .stream import SendQueue
 from .sums import Sums
 
 GRACE = 5.0  # seconds
@@ -45,6 +46,7 @@ class Relay:
         membership: the membership.
         sessions: sessions by channel and slot.
         leaving: sessions that have ended, whose last frames are still to be sent.
+        pause: for whom training waits; empty while it goes on.
     """
 
     def __init__(
@@ -60,12 +62,15 @@ class Relay:
         self.membership = Membership(self.names, rules, life, now)
         self.sessions: dict[tuple[str, int], Session] = {}
         self.leaving: list[Session] = []
+        self.pause = ""
         self._rules, self._grace = rules, grace
         self._journal = journal
         self._store = Store()
         self._ending = False  # the run; whoever dials in waits for the next one
         self._checks: dict[int, CheckHandler] = {}  # by slot
         self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that was given up, and why
+        self._early: dict[int, SendQueue] = {}  # messages to sites that have not opened the channel yet, by slot
+        self._closed: set[int] = set()  # slots of sites that have opened and closed it
         self._sums = Sums(len(self.names))
         self._ahead: list[deque[int]] = [deque() for _ in self.names]  # ENDs of later steps than the open one
 
@@ -111,6 +116,9 @@ class Relay:
             if refused := [action for action in actions if isinstance(action, Refuse)]:
                 return None, refused[0]
         self.sessions[key] = session
+        if hello.channel == "parameters":
+            self._closed.discard(slot)
+            session.queue = self._early.pop(slot, session.queue)
         if session.waits:
             self._tell_to_wait(session)
         elif hello.channel == "training":
@@ -209,16 +217,33 @@ class Relay:
             for answer in self._checks.setdefault(session.slot, CheckHandler(session.slot)).handle(frame):
                 session.send(answer)
         elif head.kind is Kind.MESSAGE:
-            receiver = self.sessions.get((session.channel, head.slot))
-            if receiver is not None:
-                receiver.send(head._replace(slot=session.slot).pack() + body)
+            self._pass_on(session, head, body)
         else:
             self._take_training(session, head, body, now)
+
+    def _pass_on(self, session: Session, head: Head, body: bytes) -> None:
+        """Pass a message on to one site, or keep it until the site opens the channel; that of a site that left is lost.
+
+        Raises:
+            FrameError: if too much is kept.
+        """
+        frame = head._replace(slot=session.slot).pack() + body
+        receiver = self.sessions.get((session.channel, head.slot))
+        if receiver is not None:
+            receiver.send(frame)
+        elif head.slot not in self._closed and ("training", head.slot) in self.sessions:
+            early = self._early.setdefault(head.slot, SendQueue())
+            early.append(frame)
+            if early.nbytes > FULL_BYTES:
+                raise FrameError(
+                    f"{self.names[head.slot]} has not opened the channel that {early.nbytes} bytes wait for"
+                )
 
     def _take_training(self, session: Session, head: Head, body: bytes, now: float) -> None:
         if session.waits or not self.membership.started or head.step < self.membership.open_step:
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
         self.membership.heard(session.slot, now, progress=True)
+        session.record(head, now)
         if head.kind is Kind.END:
             self._take_end(session.slot, head.step, now)
         elif head.kind is Kind.PAYLOAD:
@@ -278,8 +303,10 @@ class Relay:
             if isinstance(action, Start):
                 self._journal.write(f"training starts after step {action.position.step}")
             elif isinstance(action, Pause):
+                self.pause = action.reason
                 self._journal.write(f"paused: {action.reason}")
             elif isinstance(action, Resume):
+                self.pause = ""
                 self._journal.write("training goes on")
         if any(isinstance(action, Close) for action in actions):
             self._end_ahead(now)
@@ -290,6 +317,8 @@ class Relay:
         """Begin a run, with the sites that have waited for the end of the last one."""
         self._ending = False
         self._sums.clear()
+        self._early.clear()
+        self._closed.clear()
         self._store.reset()
         self.membership = Membership(self.names, self._rules, self.membership.life + 1, now)
         for session in [each for (channel, _), each in self.sessions.items() if channel == "training"]:
@@ -317,6 +346,8 @@ class Relay:
     def _end(self, session: Session, reason: str, step: int = 0) -> None:
         key = session.channel, session.slot
         del self.sessions[key]
+        if session.channel == "parameters":
+            self._closed.add(session.slot)
         self._gone[key] = session.instance, reason or "it has left"
         if session.channel == "training":
             self._journal.write(f"{session.name} has left: {reason or 'its training is complete'}")

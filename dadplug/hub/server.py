@@ -14,22 +14,24 @@ import contextlib
 import secrets
 import selectors
 import socket
+import ssl
 import sys
 import time
+from collections.abc import Callable
 
-from ..errors import KitError, RefusedError
+from ..errors import KitError
 from . import tls
 from .actions import Refuse, Rules
 from .frames import FrameError, pack_control
 from .journal import Journal
-from .kits import Kit
+from .kits import Kit, KitWatch
+from .reception import Reception
 from .relay import GRACE, Relay
 from .session import Session
 from .strangers import Arrival, Farewell, Stranger
 
-STRANGERS = 64  # at most at once
-_STRANGERS_A_TURN = 4
 _TICK = 0.1  # seconds
+_REPORT_SECONDS = 0.5
 _LEAVE_SECONDS = 2.0  # for the last frames of a session
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -43,11 +45,14 @@ class Hub:
         listen: host and port to listen at; None for those of the kit's roster, if its host is one of this machine.
         journal: log of who comes and goes; None to write to the standard error stream.
         grace: seconds for which a site whose connection is lost may dial again.
+        report: called twice a second, and at the end.
 
     Attributes:
         kit: the hub's kit.
+        journal: log of who comes and goes.
         address: host and port that it listens at.
         relay: sessions of the sites, and the membership.
+        reception: connections that do not belong to a session.
 
     Raises:
         KitError: if the kit is not that of a hub, is not valid now, or the address cannot be listened at.
@@ -61,6 +66,7 @@ class Hub:
         listen: tuple[str, int] | None = None,
         journal: Journal | None = None,
         grace: float = GRACE,
+        report: Callable[[Hub], None] = lambda hub: None,
     ) -> None:
         if not kit.is_hub:
             raise KitError(f"{kit.folder} is the kit of the site {kit.name}: a hub needs the folder 'hub' of the kits")
@@ -70,22 +76,19 @@ class Hub:
         rules = rules or Rules(min_sites=len(kit.roster.sites))
         life = secrets.randbits(62) + 1
         self.relay = Relay(kit.roster.sites, rules, life, time.monotonic(), self.journal, grace)
-        self._context = tls.hub_context(kit)
-        self._listener = _listen(*(listen or kit.roster.address()), given=listen is not None)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
+        self.reception = Reception(kit, listen, self._selector, self.journal, self._greet)
+        self.address = self.reception.address
+        self._watch = KitWatch(kit)
+        self._report = report
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._selector.register(self._wake, _READ)
-        self._selector.register(self._listener, _READ)
-        self._listening = True
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
         self._leaving: dict[Session, float] = {}  # deadlines
-        self._strangers: list[Stranger] = []  # the oldest first
-        self._farewells: list[Farewell] = []
         self._stopped: str | None = None
-        self._next_tick = 0.0
+        self._next_tick = self._next_report = 0.0
 
     def run(self) -> None:
         """Serve the sites until `stop` is called; then tell them, and close all connections."""
@@ -94,13 +97,12 @@ class Hub:
             while self._stopped is None:
                 self._turn()
             self.relay.close(f"the hub ends: {self._stopped}")
-            self._listening = False
-            self._selector.unregister(self._listener)
-            self._listener.close()
+            self.reception.stop_listening()
             until = time.monotonic() + _LEAVE_SECONDS
-            while (self.relay.leaving or self._leaving or self._farewells) and time.monotonic() < until:
+            while (self.relay.leaving or self._leaving or self.reception.busy) and time.monotonic() < until:
                 self._turn()
             self.journal.write(f"the hub ends: {self._stopped}")
+            self._report(self)
         finally:
             self._close()
 
@@ -131,17 +133,14 @@ class Hub:
                 strangers.append(key.data)
             elif isinstance(key.data, Farewell):
                 if key.data.drain():
-                    self._end_farewell(key.data)
-            elif key.fileobj is self._listener:
+                    self.reception.end_farewell(key.data)
+            elif key.data is self.reception:
                 accepts = True
             else:
                 self._wake.recv(64)
         self._receive(now)
         self._send(now)
-        for stranger in strangers[:_STRANGERS_A_TURN]:
-            self._advance(stranger, now)
-        if accepts:
-            self._accept(now)
+        self.reception.serve(strangers, accepts, now)
         if now >= self._next_tick:
             self._next_tick = now + _TICK
             self._tick(now)
@@ -210,7 +209,7 @@ class Hub:
         del self._leaving[session]
         stream = session.detach("", now)
         if stream is not None:
-            self._add_farewell(socket.socket(fileno=stream.connection.detach()), now)
+            self.reception.see_off(socket.socket(fileno=stream.connection.detach()), now)
 
     def _update_masks(self) -> None:
         """Register what each connection waits for."""
@@ -230,66 +229,15 @@ class Hub:
                 self._selector.modify(connection, wanted, session)
             self._masks[session] = wanted
 
-    # Strangers.
-
-    def _accept(self, now: float) -> None:
-        """Accept a few connections."""
-        for _ in range(_STRANGERS_A_TURN):
-            if len(self._strangers) >= STRANGERS and not self._make_room(now):
-                return
-            try:
-                connection, address = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self.journal.refuse("a connection", str(error), now)
-                return
-            place = f"{address[0]}:{address[1]}"
-            try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                stranger = Stranger(connection, place, self._context, self.kit, now)
-            except OSError as error:
-                connection.close()
-                self.journal.refuse(place, tls.explain(error), now)
-                continue
-            self._strangers.append(stranger)
-            self._selector.register(stranger, _READ, stranger)
-
-    def _make_room(self, now: float) -> bool:
-        """Close the oldest connection that has sent nothing; return whether there was one."""
-        for stranger in self._strangers:
-            if stranger.silent:
-                self._refuse(stranger, "it has sent nothing, and there are many other connections", now)
-                return True
-        return False
-
-    def _advance(self, stranger: Stranger, now: float) -> None:
-        try:
-            arrival = stranger.advance(now)
-        except (RefusedError, OSError) as error:
-            self._refuse(stranger, str(error), now)
-            return
-        if arrival is not None:
-            self._selector.unregister(stranger)
-            self._strangers.remove(stranger)
-            self._welcome(stranger, arrival, now)
-        else:
-            self._selector.modify(stranger, _WRITE if stranger.writing else _READ, stranger)
-
-    def _refuse(self, stranger: Stranger, reason: str, now: float) -> None:
-        self.journal.refuse(stranger.address, reason, now)
-        self._selector.unregister(stranger)
-        self._strangers.remove(stranger)
-        self._add_farewell(stranger.detach(), now)
-
-    def _welcome(self, stranger: Stranger, arrival: Arrival, now: float) -> None:
+    def _greet(self, stranger: Stranger, arrival: Arrival, now: float) -> None:
         """Attach a site's connection to its session, or refuse it."""
         session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
         if session is None or isinstance(answer, Refuse):
             assert isinstance(answer, Refuse)
+            self.reception.refused += 1
             self.journal.refuse(stranger.address, f"{arrival.name}: {answer.reason}", now)
             stranger.refuse(pack_control(answer, 0))
-            self._add_farewell(stranger.detach(), now)
+            self.reception.see_off(stranger.detach(), now)
             return
         if session.stream is not None:
             self._lose(session, "the site has dialled again", now)
@@ -300,70 +248,44 @@ class Hub:
         if answer.resumed:
             self.journal.write(f"{arrival.name} ({session.channel}) has dialled again from {stranger.address}")
 
-    def _add_farewell(self, connection: socket.socket, now: float) -> None:
-        if len(self._farewells) >= STRANGERS:
-            self._end_farewell(self._farewells[0])
-        farewell = Farewell(connection, now)
-        self._farewells.append(farewell)
-        self._selector.register(farewell, _READ, farewell)
-
-    def _end_farewell(self, farewell: Farewell) -> None:
-        self._selector.unregister(farewell)
-        self._farewells.remove(farewell)
-        farewell.close()
-
     # Time.
 
     def _tick(self, now: float) -> None:
         if self._stopped is None:
             self.relay.tick(now)
-        for stranger in [each for each in self._strangers if now >= each.deadline]:
-            self._refuse(stranger, "it has not finished the handshake in time", now)
-        for farewell in [each for each in self._farewells if now >= each.deadline]:
-            self._end_farewell(farewell)
+        self.reception.tick(now)
         for session in [each for each, deadline in self._leaving.items() if now >= deadline]:
             self._lose(session, "it has not read its last frames", now)
         for session in self._masks:
             if session.blocked == "read":
                 session.blocked = None  # such a wish may have been fulfilled without an event
         self.journal.end_period(now)
+        if now >= self._next_report:
+            self._next_report = now + _REPORT_SECONDS
+            self._reload_kit(now)
+            self._report(self)
+
+    def _reload_kit(self, now: float) -> None:
+        """Use the kit's files if they have changed, and end the sessions of revoked certificates."""
+        try:
+            kit = self._watch.changed()
+            if kit is None:
+                return
+            self.reception.use(kit)
+        except (KitError, ssl.SSLError) as error:
+            self.journal.write(f"the kit has changed, and the old one stays in use: {error}")
+            return
+        self.kit = kit
+        self.journal.write("the kit has been read again")
+        for session in list(self.relay.sessions.values()):
+            if session.serial in kit.revoked:
+                self.relay.drop(session, "its certificate has been revoked", now)
 
     def _close(self) -> None:
         for session in [*self.relay.sessions.values(), *self._leaving]:
             if (stream := session.detach("", 0.0)) is not None:
                 stream.close()
-        for stranger in self._strangers:
-            stranger.detach().close()
-        for farewell in self._farewells:
-            farewell.close()
+        self.reception.close()
         self._selector.close()
-        for each in (self._listener, self._wake, self._waker):
+        for each in (self._wake, self._waker):
             each.close()
-
-
-def _listen(host: str, port: int, given: bool) -> socket.socket:
-    """Return a socket that listens at an address.
-
-    Args:
-        host: host name or address of this machine.
-        port: the port; 0 for any.
-        given: whether the user has given the address, rather than the kit.
-
-    Raises:
-        KitError: if that is not possible.
-    """
-    reason: Exception | None = None
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(found):
-            try:
-                listener = socket.create_server(address[:2], family=family, backlog=256)
-            except OSError as error:
-                reason = error
-                continue
-            listener.setblocking(False)
-            return listener
-    except OSError as error:
-        reason = error
-    advice = "" if given else "; if sites reach this machine by another address, give --listen HOST:PORT"
-    raise KitError(f"cannot listen at {host}:{port}: {reason}{advice}")

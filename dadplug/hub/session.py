@@ -43,7 +43,10 @@ class Session:
         stream: the connection; None while it is lost.
         blocked: what the connection has to be ready for before more can be sent; None if it takes bytes.
         full: whether so much is waiting to be sent that those who send to this site are no longer read.
+        created: time at which the site has dialled.
         heard: time at which bytes arrived.
+        progress: steps that the site has ended, and messages of the step after them that it has begun.
+        progressed: time at which a frame other than a ping arrived.
         lost: time at which the connection was lost, and the reason.
         bytes_in: bytes received.
         bytes_out: bytes sent; those that were lost with a connection count again.
@@ -59,7 +62,8 @@ class Session:
         self.stream: Stream | None = None
         self.blocked: Progress | None = None
         self.full = False
-        self.heard = now
+        self.created = self.heard = self.progressed = now
+        self.progress = 0, 0
         self.lost = now, ""
         self.bytes_in = self.bytes_out = 0
         self._world_size = world_size
@@ -126,6 +130,19 @@ class Session:
         if self._unacknowledged >= _PING_BYTES:
             self._ping(now)
         return frames, True
+
+    def record(self, head: Head, now: float) -> None:
+        """Take note of a frame of a step, for `progress`.
+
+        Args:
+            head: its head.
+            now: the time, in seconds.
+        """
+        self.progressed = now
+        if head.kind is Kind.END:
+            self.progress = head.step, 0
+        elif not head.offset:
+            self.progress = self.progress[0], self.progress[1] + 1
 
     def flush(self) -> None:
         """Send what the connection takes.

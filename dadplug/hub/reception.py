@@ -1,0 +1,217 @@
+"""Reception of the hub: listens, leads strangers through their handshakes, and sees off connections that end."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+
+from ..errors import KitError, RefusedError
+from . import tls
+from .journal import Journal
+from .kits import Kit
+from .strangers import Arrival, Farewell, Stranger
+
+STRANGERS = 64  # at most at once
+_A_TURN = 4  # connections that are accepted, and that get on, in a turn of the hub's loop
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Reception:
+    """Connections that do not belong to a session.
+
+    Args:
+        kit: the hub's kit.
+        address: host and port to listen at; None for those of the kit's roster.
+        selector: the hub's selector. Its keys have a `Stranger`, a `Farewell` or this object as their data.
+        journal: log of who is refused.
+        greet: takes a site that has shown who it is, and the time.
+
+    Attributes:
+        address: host and port that the hub listens at.
+        refused: number of connections that were refused.
+
+    Raises:
+        KitError: if the address cannot be listened at.
+    """
+
+    def __init__(
+        self,
+        kit: Kit,
+        address: tuple[str, int] | None,
+        selector: selectors.BaseSelector,
+        journal: Journal,
+        greet: Callable[[Stranger, Arrival, float], None],
+    ) -> None:
+        self.use(kit)
+        self._selector, self._journal, self._greet = selector, journal, greet
+        self._listener = _listen(*(address or kit.roster.address()), given=address is not None)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.refused = 0
+        self._strangers: list[Stranger] = []  # the oldest first
+        self._farewells: list[Farewell] = []
+        self._listens = True
+        selector.register(self._listener, _READ, self)
+
+    def use(self, kit: Kit) -> None:
+        """Use a kit for connections from now on.
+
+        Args:
+            kit: the kit.
+
+        Raises:
+            ssl.SSLError: if a file of the kit is damaged.
+        """
+        self._context = tls.hub_context(kit)
+        self._kit = kit
+
+    @property
+    def busy(self) -> bool:
+        """Whether connections are being ended."""
+        return bool(self._farewells)
+
+    def serve(self, ready: list[Stranger], accepts: bool, now: float) -> None:
+        """Let a few connections get on; the others are ready in the next turn, too.
+
+        Args:
+            ready: strangers that have sent something.
+            accepts: whether there are new connections.
+            now: the time, in seconds.
+        """
+        for stranger in ready[:_A_TURN]:
+            self._advance(stranger, now)
+        if accepts:
+            self._accept(now)
+
+    def stop_listening(self) -> None:
+        """Accept no connection any more."""
+        self._listen(False)
+        self._listener.close()
+
+    def _listen(self, listens: bool) -> None:
+        """Accept connections, or leave them where they are."""
+        if listens and not self._listens and self._listener.fileno() >= 0:
+            self._selector.register(self._listener, _READ, self)
+        elif self._listens and not listens:
+            self._selector.unregister(self._listener)
+        self._listens = listens
+
+    def _accept(self, now: float) -> None:
+        """Accept a few connections."""
+        for _ in range(_A_TURN):
+            if len(self._strangers) >= STRANGERS and not self._make_room(now):
+                self._listen(False)
+                return
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._journal.refuse("a connection", str(error), now)
+                self._listen(False)  # until the next tick
+                return
+            place = f"{address[0]}:{address[1]}"
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                stranger = Stranger(connection, place, self._context, self._kit, now)
+            except OSError as error:
+                connection.close()
+                self._journal.refuse(place, tls.explain(error), now)
+                continue
+            self._strangers.append(stranger)
+            self._selector.register(stranger, _READ, stranger)
+
+    def _make_room(self, now: float) -> bool:
+        """Close the oldest connection that has sent nothing; return whether there was one."""
+        for stranger in self._strangers:
+            if stranger.silent:
+                self._refuse(stranger, "it has sent nothing, and there are many other connections", now)
+                return True
+        return False
+
+    def _advance(self, stranger: Stranger, now: float) -> None:
+        try:
+            arrival = stranger.advance(now)
+        except (RefusedError, OSError) as error:
+            self._refuse(stranger, str(error), now)
+            return
+        if arrival is not None:
+            self._selector.unregister(stranger)
+            self._strangers.remove(stranger)
+            self._greet(stranger, arrival, now)
+        else:
+            self._selector.modify(stranger, _WRITE if stranger.writing else _READ, stranger)
+
+    def _refuse(self, stranger: Stranger, reason: str, now: float) -> None:
+        self.refused += 1
+        self._journal.refuse(stranger.address, reason, now)
+        self._selector.unregister(stranger)
+        self._strangers.remove(stranger)
+        self.see_off(stranger.detach(), now)
+
+    def see_off(self, connection: socket.socket, now: float) -> None:
+        """End a connection such that what was sent last arrives.
+
+        Args:
+            connection: the connection below TLS.
+            now: the time, in seconds.
+        """
+        if len(self._farewells) >= STRANGERS:
+            self.end_farewell(self._farewells[0])
+        farewell = Farewell(connection, now)
+        self._farewells.append(farewell)
+        self._selector.register(farewell, _READ, farewell)
+
+    def end_farewell(self, farewell: Farewell) -> None:
+        """Close a connection that has been seen off."""
+        self._selector.unregister(farewell)
+        self._farewells.remove(farewell)
+        farewell.close()
+
+    def tick(self, now: float) -> None:
+        """End what has taken too long.
+
+        Args:
+            now: the time, in seconds.
+        """
+        self._listen(True)
+        for stranger in [each for each in self._strangers if now >= each.deadline]:
+            self._refuse(stranger, "it has not finished the handshake in time", now)
+        for farewell in [each for each in self._farewells if now >= each.deadline]:
+            self.end_farewell(farewell)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._listener.close()
+        for stranger in self._strangers:
+            stranger.detach().close()
+        for farewell in self._farewells:
+            farewell.close()
+
+
+def _listen(host: str, port: int, given: bool) -> socket.socket:
+    """Return a socket that listens at an address.
+
+    Args:
+        host: host name or address of this machine.
+        port: the port; 0 for any.
+        given: whether the user has given the address, rather than the kit.
+
+    Raises:
+        KitError: if that is not possible.
+    """
+    reason: Exception | None = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                listener = socket.create_server(address[:2], family=family, backlog=256)
+            except OSError as error:
+                reason = error
+                continue
+            listener.setblocking(False)
+            return listener
+    except OSError as error:
+        reason = error
+    advice = "" if given else "; if sites reach this machine by another address, give --listen HOST:PORT"
+    raise KitError(f"cannot listen at {host}:{port}: {reason}{advice}")
