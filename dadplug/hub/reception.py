@@ -99,8 +99,10 @@ class Reception:
     def _accept(self, now: float) -> None:
         """Accept a few connections."""
         for _ in range(_A_TURN):
-            if len(self._strangers) >= STRANGERS and not self._make_room(now):
-                self._listen(False)
+            silent = next((each for each in self._strangers if each.silent), None)  # the oldest such
+            full = len(self._strangers) >= STRANGERS
+            if full and silent is None:
+                self._listen(False)  # until the next tick
                 return
             try:
                 connection, address = self._listener.accept()
@@ -108,26 +110,22 @@ class Reception:
                 return
             except OSError as error:
                 self._journal.refuse("a connection", str(error), now)
-                self._listen(False)  # until the next tick
+                self._listen(False)
                 return
-            place = f"{address[0]}:{address[1]}"
-            try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                stranger = Stranger(connection, place, self._context, self._kit, now)
-            except OSError as error:
-                connection.close()
-                self._journal.refuse(place, tls.explain(error), now)
-                continue
-            self._strangers.append(stranger)
-            self._selector.register(stranger, _READ, stranger)
+            if full and silent is not None:
+                self._refuse(silent, "it has sent nothing, and there are many other connections", now)
+            self._admit(connection, f"{address[0]}:{address[1]}", now)
 
-    def _make_room(self, now: float) -> bool:
-        """Close the oldest connection that has sent nothing; return whether there was one."""
-        for stranger in self._strangers:
-            if stranger.silent:
-                self._refuse(stranger, "it has sent nothing, and there are many other connections", now)
-                return True
-        return False
+    def _admit(self, connection: socket.socket, address: str, now: float) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stranger = Stranger(connection, address, self._context, self._kit, now)
+        except OSError as error:
+            connection.close()
+            self._journal.refuse(address, tls.explain(error), now)
+            return
+        self._strangers.append(stranger)
+        self._selector.register(stranger, _READ, stranger)
 
     def _advance(self, stranger: Stranger, now: float) -> None:
         try:

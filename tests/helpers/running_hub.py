@@ -130,6 +130,7 @@ class TestSite:
         pings: pings of the hub.
         queue: frames to the hub.
         lost: how the connection was lost; None if it was not.
+        redials: whether `take` dials again when the connection is lost.
     """
 
     __test__ = False
@@ -142,20 +143,28 @@ class TestSite:
         self.pings: list[Frame] = []
         self.queue = SendQueue()
         self.answer: Any = None
+        self.redials = False
         self.lost: OSError | None = None
         self.dial()
 
     def dial(self) -> None:
         """Dial the hub, again if need be, and wait for its answer."""
-        connection = tls.dial(self.kit, TIMEOUT, self.address)
-        self.stream = Stream(connection)
-        self.lost = None
-        self._reader = FrameReader(lambda head: None)
-        self._send(pack_control(self.hello._replace(received=self.received), self.slot))
-        self._answered = False
-        until(lambda: self.pump() or self._answered)
-        if isinstance(self.answer, Welcome) and self.answer.resumed:
-            self.queue.resume(self.answer.received)
+        end = time.monotonic() + TIMEOUT
+        while not self._try():
+            assert time.monotonic() < end, f"the hub cannot be reached: {self.lost}"
+
+    def _try(self) -> bool:
+        """Dial once; return whether the hub has answered."""
+        self.lost, self._answered = None, False
+        try:
+            self.stream = Stream(tls.dial(self.kit, TIMEOUT, self.address))
+            self._reader = FrameReader(lambda head: None)
+            self._send(pack_control(self.hello._replace(received=self.received), self.slot))
+        except OSError as error:
+            self.lost = error
+            return False
+        until(lambda: self.pump() or self._answered or self.lost is not None)
+        return self._answered
 
     def _send(self, frame: bytes) -> None:
         while (progress := self.stream.send(frame)) != "done":
@@ -175,6 +184,8 @@ class TestSite:
                 if not self._answered:
                     self.answer = read_control(frame.body, 100)
                     self._answered = True
+                    if isinstance(self.answer, Welcome) and self.answer.resumed:
+                        self.queue.resume(self.answer.received)
                 elif frame.head.kind is Kind.PING:
                     self.pings.append(frame)
                     self.queue.acknowledge(frame.head.step)
@@ -222,7 +233,12 @@ class TestSite:
         def find() -> Frame | None:
             return next((each for each in self.taken if kind is None or each.head.kind is kind), None)
 
-        until(lambda: find() is not None or self.pump() or find() is not None, lambda: f"no {kind} frame has come")
+        def get_on() -> None:
+            if self.lost is not None and self.redials:
+                self.dial()
+            self.pump()
+
+        until(lambda: find() is not None or get_on() or find() is not None, lambda: f"no {kind} frame: {self.lost}")
         frame = find()
         assert frame is not None
         self.taken.remove(frame)
