@@ -18,7 +18,7 @@ FILE = "roster.json"
 HUB = "hub"
 AUTHORITY = "authority"
 _FORMAT = 1
-_ENTRIES = ("name", "hub", "sites", "hub_at", "hub_names", "days", "authority_days", "own_keys", "policy")
+_ENTRIES = ("name", "hub", "sites", "hub_at", "sealed", "hub_names", "days", "authority_days", "own_keys", "policy")
 _LONGEST = 48  # of a common name in a certificate: 64, with a word after it
 
 
@@ -32,6 +32,7 @@ class Roster:
         hub_names: host names and addresses in the hub's certificate; the host of `hub` is the first.
         sites: names of the sites. A site's position is its slot, which is its rank, for good.
         hub_at: name of the site that runs the hub; None where a third party does. The hub decrypts what it passes on.
+        sealed: whether sites encrypt payloads for each other, so that the hub cannot read them.
     """
 
     project: str
@@ -39,6 +40,7 @@ class Roster:
     hub_names: tuple[str, ...]
     sites: tuple[str, ...]
     hub_at: str | None = None
+    sealed: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.project, "project")
@@ -48,6 +50,8 @@ class Roster:
         _check_sites(self.sites)
         if self.hub_at is not None and self.hub_at not in self.sites:
             raise KitError(f"hub_at must name the site that runs the hub, got {self.hub_at!r}")
+        if not isinstance(self.sealed, bool):
+            raise KitError(f"sealed must be true or false, got {self.sealed!r}")
 
     def slot(self, site: str) -> int:
         """Return the slot of a site, from 0.
@@ -91,7 +95,8 @@ class Roster:
                 raise KitError(f"{path}: slots must be 0 to {len(sites) - 1}, each once")
             names = tuple(str(site["name"]) for site in sites)
             hub_names = tuple(map(str, found["hub_names"]))
-            return cls(str(found["project"]), str(found["hub"]), hub_names, names, found.get("hub_at"))
+            sealed = found.get("sealed", False)
+            return cls(str(found["project"]), str(found["hub"]), hub_names, names, found.get("hub_at"), sealed)
         except KitError as error:
             raise error if str(path) in str(error) else KitError(f"{path}: {error}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -146,7 +151,7 @@ class Project:
         name, hub = _entry(table, "name", str), _entry(table, "hub", str)
         names = dict.fromkeys([split_address(hub)[0], *map(canonical, _texts(table, "hub_names", ()))])
         hub_at = _entry(table, "hub_at", str) if "hub_at" in table else None
-        roster = Roster(name, hub, tuple(names), _texts(table, "sites", None), hub_at)
+        roster = Roster(name, hub, tuple(names), _texts(table, "sites", None), hub_at, table.get("sealed", False))
         own_keys = _texts(table, "own_keys", ())
         policies = _entry(table, "policy", dict, {})
         for each in own_keys:

@@ -47,7 +47,7 @@ def provision(found: Project, out: Path, now: datetime | None = None) -> list[st
 
     If the authority exists, the sites that were added to the project get kits, as do those whose kit an interrupted
     call has not made. All other kits remain as they are, but for the roster: the hub's is replaced, and where `hub_at`
-    has changed, those of all kits in the folder.
+    or `sealed` has changed, those of all kits in the folder.
 
     Args:
         found: the project.
@@ -66,14 +66,15 @@ def provision(found: Project, out: Path, now: datetime | None = None) -> list[st
     if folder.exists():
         authority = _load_authority(out)
         before = authority.roster
-        changed = (before.sites, before.hub_at) != (found.roster.sites, found.roster.hub_at)
+        trust_changed = (before.hub_at, before.sealed) != (found.roster.hub_at, found.roster.sealed)
+        changed = trust_changed or before.sites != found.roster.sites
         if further := set(found.roster.hub_names) - set(authority.roster.hub_names):
             raise KitError(
                 f"the hub's certificate has no name {min(further)}: use `renew hub --hub-name {min(further)}`"
             )
         roster = replace(found.roster, hub_names=authority.roster.hub_names)
         authority = authority.extended(roster, found.policies)
-        kits = (HUB, *before.sites) if before.hub_at != roster.hub_at else (HUB,)
+        kits = (HUB, *before.sites) if trust_changed else (HUB,)
         for kit in kits:
             _replace_if_present(out / kit, project.FILE, authority.roster.to_json())
     else:

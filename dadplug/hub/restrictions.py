@@ -32,12 +32,13 @@ class Restrictions:
             PolicyError: if one of the options is not allowed.
         """
         self.policy.check(options)
-        if sends_factors and self.roster.hub_at is None:
+        if sends_factors and self.roster.hub_at is None and not self.roster.sealed:
             raise PolicyError(
                 f"mode={options.mode!r} sends factors of gradients, which the hub of {self.roster.project} could read: "
                 "it decrypts what it passes on, and a third party runs it. Choose a mode without factors, such as "
-                'dsgd or topk. If a site runs the hub, add hub_at = "NAME OF THE SITE" to the project file, repeat '
-                "`provision`, and copy roster.json to the kits"
+                "dsgd or topk, or add sealed = true to the project file, so that sites encrypt for each other; if a "
+                'site runs the hub, add hub_at = "NAME OF THE SITE". Then repeat `provision`, and copy roster.json to '
+                "all kits"
             )
 
 

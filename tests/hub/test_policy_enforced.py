@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from dadplug.hub.restrictions import Restrictions
 
 MEMBER = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a", "b"), "a")
 THIRD_PARTY = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a", "b"))
+SEALED = replace(THIRD_PARTY, sealed=True)
 FACTOR_MODES = ("dad", "edad", "rankdad", "auto")
 OTHER_MODES = ("dsgd", "powersgd", "topk")
 
@@ -95,14 +98,16 @@ def test_factors_do_not_pass_a_hub_of_a_third_party(impose, sent, mode):
     assert not sent
 
 
-def test_gradients_pass_a_hub_of_a_third_party_and_factors_that_of_a_member(impose):
+def test_gradients_pass_a_hub_of_a_third_party_and_factors_that_of_a_member_or_sealed(impose):
     third = impose(Policy(), THIRD_PARTY)
     for mode in OTHER_MODES:
         step(GradientReduction(network(), mode=mode))
     restrictions.lift(third)
-    impose(Policy(), MEMBER)
-    for mode in (*FACTOR_MODES, *OTHER_MODES):
-        step(GradientReduction(network(), mode=mode))
+    for roster in (MEMBER, SEALED):
+        found = impose(Policy(), roster)
+        for mode in (*FACTOR_MODES, *OTHER_MODES):
+            step(GradientReduction(network(), mode=mode))
+        restrictions.lift(found)
 
 
 def test_restrictions_of_several_connections_hold_together(impose):

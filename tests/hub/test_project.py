@@ -59,6 +59,7 @@ def test_a_project_file(tmp_path):
         (('["lyon"]', '["paris"]'), "has no site 'paris'"),
         (('hub_at = "lyon"', 'hub_at = "paris"'), "hub_at must name the site that runs the hub, got 'paris'"),
         (('hub_at = "lyon"', "hub_at = true"), "hub_at must be a text"),
+        (('hub_at = "lyon"', "sealed = 1"), "sealed must be true or false"),
         (("policy.lyon", "policy.paris"), "has no site 'paris'"),
         (("share_inputs = false", "share_inputs = 0"), "policy.lyon: share_inputs must be true or false"),
         (("share_inputs = false", "share_input = false"), "policy.lyon: unknown entry 'share_input'"),
@@ -86,7 +87,7 @@ def test_addresses():
 
 def test_a_roster_is_read_as_it_was_written(tmp_path):
     roster = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("b", "a"))
-    for each in (roster, replace(roster, hub_at="b")):
+    for each in (roster, replace(roster, hub_at="b"), replace(roster, sealed=True)):
         (tmp_path / "roster.json").write_bytes(each.to_json())
         assert Roster.load(tmp_path) == each
     (tmp_path / "roster.json").write_bytes(roster.to_json())
@@ -96,9 +97,9 @@ def test_a_roster_is_read_as_it_was_written(tmp_path):
     found["sites"].reverse()
     (tmp_path / "roster.json").write_text(json.dumps(found))
     assert Roster.load(tmp_path) == roster  # the slot counts, not the position
-    del found["hub_at"]  # a roster of an older version
+    del found["hub_at"], found["sealed"]  # a roster of an older version
     (tmp_path / "roster.json").write_text(json.dumps(found))
-    assert Roster.load(tmp_path).hub_at is None
+    assert (Roster.load(tmp_path).hub_at, Roster.load(tmp_path).sealed) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def test_a_roster_is_read_as_it_was_written(tmp_path):
         ({"hub_names": None}, "is not a roster"),
         ({"hub_at": "b"}, "hub_at must name the site that runs the hub"),
         ({"hub_at": ["a"]}, "hub_at must name the site that runs the hub"),
+        ({"sealed": "false"}, "sealed must be true or false"),
     ],
 )
 def test_a_damaged_roster_is_named(tmp_path, change, reason):

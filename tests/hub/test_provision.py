@@ -130,16 +130,17 @@ def test_a_site_is_added_without_touching_other_sites(kits):
     assert connects(kits, "a")
 
 
-def test_a_change_of_who_runs_the_hub_reaches_all_kits(kits):
+@pytest.mark.parametrize(("entry", "value"), [("hub_at", "b"), ("sealed", True)])
+def test_a_change_of_what_the_hub_can_read_reaches_all_kits(kits, entry, value):
     before = contents(kits)
-    hub_kits.make(kits, hub_at="b")
+    hub_kits.make(kits, **{entry: value})
     after = contents(kits)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {f"{folder}/roster.json" for folder in ("authority", "hub", "a", "b")}
-    assert {Kit.load(kits / name).roster.hub_at for name in ("hub", "a", "b")} == {"b"}
+    assert {getattr(Kit.load(kits / name).roster, entry) for name in ("hub", "a", "b")} == {value}
     assert connects(kits)
     with pytest.raises(KitError, match="`renew` makes new ones"):
-        hub_kits.make(kits, hub_at="b")
+        hub_kits.make(kits, **{entry: value})
 
 
 def test_an_existing_folder_that_is_no_kit_is_left_alone(tmp_path):
