@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 
-from ..errors import MismatchError, RefusedError, SiteError
+from ..errors import MismatchError, RefusedError, SealingError, SiteError
 from . import tls
 from .actions import FRESH, Refuse
 from .forked import close_in_children
@@ -239,7 +239,7 @@ class HubConnection(ABC):
                 self._heard = time.monotonic()
         except OSError as error:
             self._lose(error)
-        except MismatchError as error:
+        except (MismatchError, SealingError) as error:
             self.fail(error)
         except FrameError as error:
             self.fail(SiteError(f"{self.hub} does not speak the protocol of this version: {error}"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from ..errors import MismatchError, SiteError
 from ..exchange.exit_reasons import add_announcer, remove_announcer
@@ -18,6 +19,7 @@ from .connection import KERNEL_BYTES, HubConnection
 from .frames import FrameError, Head, Kind, Leave
 from .inbox import Inbox, Incoming
 from .kits import Kit
+from .link_sealing import AGREEMENT, LinkSealing
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
@@ -34,6 +36,7 @@ class HubLink(HubConnection):
         step: number of the open step.
         gone: reasons of the sites that are lost, by slot, in the order in which they were lost.
         left: whether this site has told the hub that it leaves.
+        sealing: encryption of messages for the other sites, so that the hub cannot read them.
     """
 
     def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
@@ -41,6 +44,9 @@ class HubLink(HubConnection):
         self.step = 1
         self.gone: dict[int, str] = {}
         self.left = False
+        self.sealing = LinkSealing(kit)
+        if self.sealing.required:
+            self._frames.seal = self.sealing.frames
         self._inbox = Inbox(self.names, self.rank)
         self._started = False
         self._pause = ""
@@ -65,6 +71,7 @@ class HubLink(HubConnection):
         Raises:
             KitError: if the kit's certificate is not valid at present.
             RefusedError: if the hub refuses this site.
+            SealingError: if messages have to be sealed, and the sites cannot agree on keys.
             SiteError: if the hub cannot be reached, or a site does not come, in time.
         """
         kit.check_dates()
@@ -74,6 +81,8 @@ class HubLink(HubConnection):
             link.start(timeout)
             if channel == "training":
                 link._wait_for_start(deadline, timeout)
+                if link.sealing.required:
+                    link.sealing.negotiate(kit, partial(link._swap, timeout))
                 add_announcer(link._announce)
         except BaseException:
             link.close(0.2)
@@ -95,6 +104,14 @@ class HubLink(HubConnection):
                 print(f"dadplug: {self._pause or self.hub_state}", file=sys.stderr, flush=True)
             self.attend(_POLL_SECONDS)
 
+    def _swap(self, timeout: float, exchange: int, own: bytes, nbytes: int) -> dict[int, bytes]:
+        """Send a message to all other sites, and return theirs by slot."""
+        found = {slot: bytearray(nbytes) for slot in range(self.world_size) if slot != self.rank}
+        incoming = [self.expect(slot, exchange, memoryview(buffer)) for slot, buffer in found.items()]
+        self.send(exchange, memoryview(own))
+        self.wait(incoming, timeout)
+        return {slot: bytes(buffer) for slot, buffer in found.items()}
+
     @property
     def hub_state(self) -> str:
         """State of the connection in words."""
@@ -112,11 +129,17 @@ class HubLink(HubConnection):
                 raise FrameError("a frame of this site itself")
         elif head.kind is not Kind.SUM or head.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
+        if self.sealing.covers(head):
+            return memoryview(bytearray(head.length))
         return self._inbox.room(head)
 
     def complete(self, head: Head, body: memoryview) -> None:
         if head.kind not in (Kind.PAYLOAD, Kind.SUM):
             raise FrameError(f"a {head.kind.name} frame is not expected")
+        if self.sealing.covers(head):
+            head, content = self.sealing.open(head, body)
+            body = self._inbox.room(head)
+            body[:] = content
         self._inbox.complete(head, body)
 
     def control(self, message: object) -> None:
@@ -135,8 +158,11 @@ class HubLink(HubConnection):
 
     def new_channel(self) -> int:
         """Return the first number of the exchanges of a new channel; all sites must make theirs in one order."""
+        first = self._channels << CHANNEL_BITS
+        if first >= AGREEMENT:
+            raise RuntimeError(f"more than {self._channels} channels have been opened")
         self._channels += 1
-        return (self._channels - 1) << CHANNEL_BITS
+        return first
 
     def send(
         self, exchange: int, content: memoryview, kind: Kind = Kind.PAYLOAD, tag: int = 0, slot: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ..errors import SealingError
-from .frames import Head, Kind
+from .frames import Head, Kind, frames
 from .key_agreement import CONFIRMATION_BYTES, OFFER_BYTES, Agreement
 from .kits import Kit
 from .sealing import Keys, Opener, Sealer, opened_offset
@@ -74,18 +74,25 @@ class LinkSealing:
         return False
 
     def frames(self, head: Head, content: memoryview) -> Iterator[bytes]:
-        """Seal a message, and cut it into frames, to be sent at once and in this order.
+        """Seal a message, unless it is one of the agreement, and cut it into frames.
 
         Args:
             head: head of the frames.
             content: the message, of bytes.
 
+        Yields:
+            The frames, which have to be sent in this order, before those of other messages.
+
         Raises:
             RuntimeError: if it cannot be sealed, since it is of a kind that the hub has to read.
         """
-        if head.kind is not Kind.PAYLOAD or self._sealer is None:
+        if not self.covers(head):
+            for packed, body in frames(head, content):
+                yield b"".join((packed, body))
+        elif head.kind is not Kind.PAYLOAD or self._sealer is None:
             raise RuntimeError(f"a {head.kind.name} message cannot be sealed, which this site's kit requires")
-        return self._sealer.frames(head, content)
+        else:
+            yield from self._sealer.frames(head, content)
 
     def open(self, head: Head, body: memoryview) -> tuple[Head, bytes]:
         """Open a frame that has arrived.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .frames import PIECE_BYTES, Head, Kind, frames
 from .receiver import FrameReceiver
@@ -24,6 +24,7 @@ class NumberedFrames:
         received: number of frames that have been received, pings excluded.
         bytes_sent: bytes of the frames that have been handed over for sending.
         blocked: whether the connection has no room for what is to be sent.
+        seal: function that cuts a message into frames, where it is to be sealed.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class NumberedFrames:
         self._unacknowledged = 0  # bytes received since the last ping
         self.received = 0
         self.bytes_sent = 0
+        self.seal: Callable[[Head, memoryview], Iterable[bytes]] | None = None
 
     def attach(self, connection: ssl.SSLSocket, received: int) -> None:
         """Take a new connection, and send again what the last one has lost.
@@ -74,6 +76,9 @@ class NumberedFrames:
         """Append a message, cut into frames; an empty one as a frame without a body."""
         if not len(content):
             self.append(head.pack())
+        elif self.seal is not None:
+            for frame in self.seal(head, memoryview(content)):
+                self.append(frame)
         elif len(content) <= PIECE_BYTES:
             self.append(b"".join((head._replace(length=len(content)).pack(), content)))
         else:

@@ -106,7 +106,7 @@ class HubTransport(Transport):
 
     def prefers_gather(self, nbytes: int) -> bool:
         peers = self.world_size - 1  # one other site sends as much as the hub would
-        return peers == 1 or peers * nbytes <= _PACKET_BYTES
+        return self.link.sealing.required or peers == 1 or peers * nbytes <= _PACKET_BYTES
 
 
 class HubGather(Gather):
