@@ -30,7 +30,7 @@ def stress(operations: int, technique: str, *, keys: int = 4000, width: int = 4,
     start = time.perf_counter()
     with ParameterManager(technique=technique, timeout=60) as manager:
         table = manager.table("stress", width, rows=keys)
-        rank, sites = manager.rank, manager.world_size
+        rank = manager.rank
         chance = random.Random(seed * 100 + rank)
         generator = torch.Generator().manual_seed(seed * 100 + rank)
         pushed = torch.zeros(keys, width)
@@ -61,12 +61,10 @@ def stress(operations: int, technique: str, *, keys: int = 4000, width: int = 4,
                 under_way.pop(chance.randrange(len(under_way))).wait()
         manager.wait_sync(everywhere=True)
         expected = pushed.clone()
-        if sites > 1:
-            dist.all_reduce(expected)
+        manager.sum_over_sites(expected)
         assert torch.equal(table.pull(torch.arange(keys)), expected), "the sums differ"
         owned = torch.tensor([len(table.owned()[0])])
-        if sites > 1:
-            dist.all_reduce(owned)
+        manager.sum_over_sites(owned)
         assert int(owned) == int((expected != 0).any(1).sum()), "a key has no owner, or two"
         manager.barrier()
         return {"operations": done, "seconds": time.perf_counter() - start, **manager.counts}

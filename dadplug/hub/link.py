@@ -252,6 +252,26 @@ class HubLink(HubConnection):
             assert found is not None
             raise found
 
+    def await_loss(self, seconds: float) -> SiteError | None:
+        """Wait until the hub announces that a site is lost.
+
+        Args:
+            seconds: time to wait, at most.
+
+        Returns:
+            An error that names the site; None if the hub announces nothing in time.
+
+        Raises:
+            SiteError: if the link has failed.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.gone and time.monotonic() < deadline:
+            with self.lock:
+                self.transfer()
+            if not self.gone:
+                self.attend(_POLL_SECONDS)
+        return self.first_lost()
+
     def first_lost(self) -> SiteError | None:
         """Return an error that names the site that was lost first; None if none is known to be lost."""
         for slot, reason in list(self.gone.items()):

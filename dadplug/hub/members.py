@@ -8,6 +8,9 @@ from ..errors import SiteError
 from ..exchange.exit_reasons import watch_exit
 from ..exchange.sites import Sites
 from .link import HubLink
+from .tunnel import check_tunnel
+
+_GRACE_SECONDS = 1.5  # for the hub's announcement of what a lost stream of the parameter manager is due to
 
 
 class HubSites(Sites):
@@ -29,4 +32,19 @@ class HubSites(Sites):
         return self._link.first_lost()
 
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
-        return error if isinstance(error, SiteError) else self._link.first_lost() or SiteError(str(error))
+        if isinstance(error, SiteError):
+            return error
+        try:
+            found = self._link.await_loss(_GRACE_SECONDS)
+            check_tunnel(self._link)
+        except SiteError as failure:  # of the connection to the hub
+            return failure
+        if found is not None:
+            return found
+        who = "one of the other sites" if peer is None else self[peer]
+        if isinstance(error, TimeoutError):
+            return SiteError(
+                f"{who} has not answered for {timeout:g} s, though the hub is connected to it: it is stopped or busy. "
+                "A site that may be this slow needs a larger timeout="
+            )
+        return SiteError(f"{who} is gone: {error}")

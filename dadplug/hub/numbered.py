@@ -67,6 +67,16 @@ class NumberedFrames:
         """Whether the connection has taken all frames."""
         return self._sending is None and self._queue.following is None
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of the frames that the connection has not taken."""
+        return self._queue.unsent_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the frames that the other end has not acknowledged."""
+        return self._queue.nbytes
+
     def append(self, frame: bytes) -> None:
         """Append a frame to those that are to be sent."""
         self._queue.append(frame)

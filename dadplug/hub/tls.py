@@ -288,6 +288,8 @@ def end(connection: socket.socket, seconds: float = _DRAIN) -> None:
         connection: the connection.
         seconds: time for which each part of what still arrives is awaited.
     """
+    if connection.fileno() < 0:  # the TLS layer has closed it, since the other end had reset it
+        return
     # The TLS layer is left out: an alert, if any, has been sent.
     with contextlib.suppress(OSError), socket.socket(fileno=connection.detach()) as raw:
         raw.settimeout(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from .frames import Kind
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
 from .members import HubSites
+from .tunnel import tunnel_of
 
 _SECOND_ROUND = 1 << 23  # bit of the number of a gather's second round
 _COLLECTIVES = 1 << 22  # first number of those that are used once, and their count
@@ -103,6 +105,9 @@ class HubTransport(Transport):
             gather.payload.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         gather.launch()
         return [bytes_of(payload) for payload in gather.wait()]
+
+    def open_streams(self, timeout: float) -> dict[int, socket.socket]:
+        return tunnel_of(self.link, timeout).open(self.gather_objects)
 
     def prefers_gather(self, nbytes: int) -> bool:
         peers = self.world_size - 1  # one other site sends as much as the hub would

@@ -67,7 +67,8 @@ class CuttingRelay:
                 selector.register(self._listener, selectors.EVENT_READ)
                 for pair in self._pairs:
                     for direction in (0, 1) if not self.hold else ():
-                        selector.register(pair[direction], selectors.EVENT_READ, (direction, pair))
+                        with suppress(ValueError):  # another thread has cut it
+                            selector.register(pair[direction], selectors.EVENT_READ, (direction, pair))
                 for key, _ in selector.select(0.02):
                     if key.fileobj is self._listener:
                         self._accept()

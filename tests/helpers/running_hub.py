@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,7 @@ def running_hub(
         settings: further arguments of `Hub`.
     """
     if not folder.exists():
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        hub_kits.make(folder, hub=f"127.0.0.1:{port}", hub_names=[], sites=list(sites))
+        hub_kits.make(folder, hub=f"127.0.0.1:{_free_port()}", hub_names=[], sites=list(sites))
     log: list[str] = []
     kit = Kit.load(folder / "hub")
     hub = Hub(kit, Rules(**({"min_sites": len(sites)} | (rules or {}))), journal=Journal(log.append), **settings)
@@ -104,6 +103,14 @@ def running_hub(
         if failures:
             raise failures[0]
         assert not thread.is_alive(), "the hub has not ended"
+
+
+def _free_port() -> int:
+    """Return a port that no connection gets by chance meanwhile, as those above 32768 on Linux."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def until(condition: Any, message: Any = lambda: "the condition has not come true") -> None:

@@ -1,0 +1,135 @@
+"""Byte streams between two sites over the hub, with flow control of their own.
+
+At each of the two sites a stream has two connected local sockets. The program uses one of them as if it were a TCP
+connection; the tunnel has the other. A message frame of a stream has a kind of its own (its tag):
+
+- `DATA`: bytes; the offset of the head counts all bytes of the stream before them;
+- `ROOM`: how many bytes of the stream may be sent in all, 8 bytes. A receiver grants more once it has passed bytes on
+  to its program, so that a program that does not read holds up its own stream only, and neither site nor hub has to
+  store more than the window;
+- `END`: nothing follows; the program has closed its socket.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from contextlib import suppress
+from enum import IntEnum
+
+from .frames import FrameError
+
+WINDOW = 4 << 20  # bytes that a site may send before the other one has passed any of them on
+ROOM_FORMAT = struct.Struct("<Q")
+_BUFFER = 1 << 20  # bytes of the local sockets, as far as the system allows
+
+
+class Tag(IntEnum):
+    """Kind of a message of a stream."""
+
+    DATA = 0
+    ROOM = 1
+    END = 2
+
+
+class PeerStream:
+    """One site's end of a stream. Its methods are called with the tunnel's lock held.
+
+    Args:
+        channel: number of the channel.
+        slot: slot of the other site.
+
+    Attributes:
+        channel: number of the channel.
+        slot: slot of the other site.
+        local: the tunnel's local socket.
+        program: the program's local socket.
+        sent: bytes that have been sent.
+        granted: bytes that may be sent in all.
+        spilled: bytes that the program has written to its local socket, and that have not been sent.
+        ended: whether the program has closed its socket.
+    """
+
+    def __init__(self, channel: int, slot: int) -> None:
+        self.channel, self.slot = channel, slot
+        self.local, self.program = socket.socketpair()
+        for each in (self.local, self.program):
+            each.setblocking(False)
+            with suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self.sent = self.spilled = 0
+        self.granted = WINDOW
+        self.ended = False
+        self._incoming: deque[memoryview] = deque()
+        self._received = self._passed_on = 0
+        self._announced = WINDOW
+        self._peer_ended = False
+
+    @property
+    def holds_incoming(self) -> bool:
+        """Whether bytes have arrived that the local socket had no room for."""
+        return bool(self._incoming)
+
+    def receive(self, offset: int, body: memoryview) -> None:
+        """Take bytes that have arrived.
+
+        Args:
+            offset: bytes of the stream before them.
+            body: the bytes.
+
+        Raises:
+            FrameError: if they are not the next ones, or more than was granted.
+        """
+        if offset != self._received:
+            raise FrameError(f"bytes of site {self.slot} begin at {offset}, and byte {self._received} comes next")
+        if self._received + len(body) > self._announced:
+            raise FrameError(f"site {self.slot} has sent more than the {self._announced} bytes that it may send")
+        self._received += len(body)
+        self._incoming.append(body)
+
+    def grant(self, content: bytes) -> None:
+        """Take a message `ROOM`.
+
+        Raises:
+            FrameError: if it is damaged.
+        """
+        if len(content) != ROOM_FORMAT.size:
+            raise FrameError(f"a message of {len(content)} bytes where {ROOM_FORMAT.size} are due")
+        self.granted = max(self.granted, ROOM_FORMAT.unpack(content)[0])
+
+    def end(self) -> None:
+        """Let the program read the end of the stream, after what has arrived."""
+        self._peer_ended = True
+
+    def pass_on(self) -> bytes:
+        """Write what has arrived to the local socket, as far as it has room.
+
+        Returns:
+            The content of a message `ROOM` that is to be sent; empty where none is due.
+        """
+        incoming = self._incoming
+        while incoming:
+            try:
+                count = self.local.sendmsg(list(incoming)[:64])
+            except BlockingIOError:
+                break
+            except OSError:  # the program has closed its socket
+                incoming.clear()
+                break
+            self._passed_on += count
+            while incoming and count >= len(incoming[0]):
+                count -= len(incoming.popleft())
+            if count:
+                incoming[0] = incoming[0][count:]
+        if self._peer_ended and not incoming:
+            with suppress(OSError):
+                self.local.shutdown(socket.SHUT_WR)
+        if self._passed_on + WINDOW - self._announced < WINDOW // 4:
+            return b""
+        self._announced = self._passed_on + WINDOW
+        return ROOM_FORMAT.pack(self._announced)
+
+    def close(self) -> None:
+        """Close the tunnel's local socket: the program reads the end of the stream."""
+        self.local.close()

@@ -1,0 +1,377 @@
+"""Byte streams between each pair of sites over one connection to the hub, for the parameter manager.
+
+The thread that writes to a stream encrypts and sends the bytes itself, as long as the connection takes them. What it
+does not take goes into the stream's local socket, whose buffer is bounded, so that a program is held up as by a TCP
+connection. A thread of the tunnel sends that, and passes on what arrives: one switch between threads for a message.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SiteError
+from .actions import Drop
+from .connection import HubConnection
+from .frames import PIECE_BYTES, FrameError, Head, Kind, Leave
+from .peer_stream import PeerStream, Tag
+
+if TYPE_CHECKING:
+    from .kits import Kit
+
+_MOST_UNSENT = 1 << 20  # bytes that the connection has not taken, beyond which streams are held up
+_MOST_KEPT = 32 << 20  # the same for bytes that the hub has not acknowledged
+_PING_SECONDS = 1.0
+_END_SECONDS = 0.1  # for the hub to close the connection
+
+
+class TunnelSocket(socket.socket):
+    """A program's end of a stream: a local socket whose bytes leave at once where the connection takes them.
+
+    Args:
+        tunnel: the tunnel.
+        stream: the stream.
+    """
+
+    def __init__(self, tunnel: Tunnel, stream: PeerStream) -> None:
+        super().__init__(fileno=stream.program.detach())
+        self.setblocking(False)
+        self._tunnel, self._stream = tunnel, stream
+
+    def send(self, data: Any, flags: int = 0, /) -> int:
+        """Send bytes, without blocking; the flags are ignored."""
+        return self._tunnel.write(self._stream, [data], self.spill)
+
+    def sendmsg(self, buffers: Iterable[Any], /, *_: Any) -> int:
+        """Send buffers, without blocking; further arguments are ignored."""
+        return self._tunnel.write(self._stream, list(buffers), self.spill)
+
+    def close(self) -> None:
+        """Close the program's end; the other site reads the end of the stream after all bytes."""
+        self._tunnel.finish(self._stream)
+        super().close()
+
+    def spill(self, buffers: Sequence[Any]) -> int:
+        """Leave buffers to the thread of the tunnel."""
+        return super().sendmsg(buffers)
+
+
+class Tunnel(HubConnection):
+    """Connection to the hub that carries the streams.
+
+    Args:
+        kit: kit of this site.
+        address: host and port of the hub; None for those of the kit.
+    """
+
+    def __init__(self, kit: Kit, address: tuple[str, int] | None = None) -> None:
+        super().__init__(kit, "parameters", address)
+        self._streams: dict[tuple[int, int], PeerStream] = {}  # by channel and slot
+        self._reached: set[PeerStream] = set()  # by messages that have just arrived
+        self._next = 0
+        self._process = os.getpid()
+        self._left = False  # whether the hub has been told that this site leaves
+        self._poller = select.poll()
+        self._watched: dict[int, int] = {}  # events that are polled for, by descriptor
+
+    def open(self, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
+        """Open a stream to each other site; all sites must call it together.
+
+        Args:
+            exchange: function that gathers one object per site, by rank. All sites must call it once more before they
+                send anything.
+
+        Returns:
+            Non-blocking sockets by rank.
+
+        Raises:
+            SiteError: if the connection has been given up, or a site is lost.
+        """
+        self.check()
+        channel = max(exchange(self._next))
+        self._next = channel + 1
+        opened: dict[int, socket.socket] = {}
+        with self.lock:
+            for slot in range(self.world_size):
+                if slot != self.rank:
+                    stream = self._streams[channel, slot] = PeerStream(channel, slot)
+                    opened[slot] = TunnelSocket(self, stream)
+        self._wake()
+        return opened
+
+    def write(self, stream: PeerStream, buffers: Sequence[Any], spill: Callable[[Sequence[Any]], int]) -> int:
+        """Send bytes of a stream, or leave them to the thread.
+
+        Args:
+            stream: the stream.
+            buffers: the bytes.
+            spill: function that writes to the stream's local socket.
+
+        Returns:
+            The number of bytes that were taken.
+
+        Raises:
+            BlockingIOError: if there is no room; the local socket shows when there is.
+            OSError: if the stream is closed.
+        """
+        with self.lock:
+            room = 0 if stream.spilled or self.closed else self._sendable(stream)
+            if not room:
+                count = spill(buffers)
+                stream.spilled += count
+                return count
+            before = stream.sent
+            for parts, size in _pieces(buffers, room):
+                self._append_data(stream, parts, size)
+            count = stream.sent - before
+            self._flush_or_disconnect()
+            behind = self._frames.blocked
+        if behind:
+            self._wake()
+        return count
+
+    def finish(self, stream: PeerStream) -> None:
+        """Tell the other site that a stream ends, unless the thread has to send something before."""
+        if os.getpid() != self._process:
+            return  # in a forked child, where the lock may be held for good
+        with self.lock:
+            if not stream.spilled and not self.closed and (stream.channel, stream.slot) in self._streams:
+                self._append_notice(stream, Tag.END, b"\0")
+                self._flush_or_disconnect()
+                stream.ended = True
+        self._wake()
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Send what is left, and close the connection and all streams. May be called twice.
+
+        Args:
+            seconds: time for the rest, at most.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.closed and any(each.spilled for each in list(self._streams.values())):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        if not self.closed:
+            self._left = True
+            with suppress(SiteError):
+                self.post_control(Leave(""))
+        while not self.closed and self._connection is not None and not self._frames.idle:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        super().close(_END_SECONDS)
+
+    def close_descriptors(self) -> None:
+        """Close all sockets at once, also in a forked child."""
+        super().close_descriptors()
+        for stream in list(self._streams.values()):
+            stream.close()
+
+    # What arrives
+
+    def room(self, head: Head) -> memoryview:
+        """Return room for a frame."""
+        if head.kind is not Kind.MESSAGE or head.slot == self.rank:
+            raise FrameError(f"a {head.kind.name} frame of slot {head.slot} on the channel for parameters")
+        return memoryview(bytearray(head.length))
+
+    def complete(self, head: Head, body: memoryview) -> None:
+        """Take a frame; those of a stream that is closed here are of no use."""
+        stream = self._streams.get((head.exchange, head.slot))
+        if stream is None:
+            return
+        if head.tag == Tag.DATA:
+            stream.receive(head.offset, body)
+        elif head.tag == Tag.ROOM:
+            stream.grant(bytes(body))
+        elif head.tag == Tag.END:
+            stream.end()
+        else:
+            raise FrameError(f"unknown message {head.tag} of a stream")
+        self._reached.add(stream)
+
+    def control(self, message: object) -> None:
+        """Take an announcement: of all sites, those that are lost matter."""
+        if not isinstance(message, Drop) or self._left:
+            return
+        if message.slot == self.rank:
+            self.fail(SiteError(f"{self.hub} has given this site up: {message.reason}"))
+        for stream in self._streams.values():
+            if stream.slot == message.slot:
+                stream.end()
+                self._reached.add(stream)
+
+    # What is sent
+
+    def _sendable(self, stream: PeerStream) -> int:
+        """Return how many bytes of a stream may be sent at present."""
+        room = min(stream.granted - stream.sent, _MOST_UNSENT - self._frames.unsent_bytes)
+        return max(0, min(room, _MOST_KEPT - self._frames.kept_bytes))
+
+    def _append_data(self, stream: PeerStream, parts: Sequence[Any], size: int) -> None:
+        head = Head(Kind.MESSAGE, stream.slot, 0, stream.channel, stream.sent, size, Tag.DATA)
+        self._frames.append(b"".join((head.pack(), *parts)))
+        stream.sent += size
+
+    def _append_notice(self, stream: PeerStream, tag: Tag, content: bytes) -> None:
+        head = Head(Kind.MESSAGE, stream.slot, exchange=stream.channel, length=len(content), tag=tag)
+        self._frames.append(head.pack() + content)
+
+    def _send_spilled(self, stream: PeerStream) -> None:
+        """Send what the program has left in the local socket, or that it has closed its end."""
+        while room := self._sendable(stream):
+            try:
+                content = stream.local.recv(min(room, PIECE_BYTES))
+            except BlockingIOError:
+                return
+            except OSError:  # the program has closed its socket with bytes unread
+                content = b""
+            if not content:
+                if not stream.ended:
+                    self._append_notice(stream, Tag.END, b"\0")
+                self._remove(stream)
+                return
+            stream.spilled -= len(content)
+            self._append_data(stream, [content], len(content))
+
+    def _remove(self, stream: PeerStream) -> None:
+        self._unwatch(stream.local.fileno())
+        self._streams.pop((stream.channel, stream.slot), None)
+        self._reached.discard(stream)
+        stream.close()
+
+    # The thread
+
+    def _run(self) -> None:
+        """Send what the writing threads have left, pass on what arrives, ping, and dial again."""
+        ping = time.monotonic() + _PING_SECONDS
+        while not self.closed:
+            if self._connection is None:
+                if self._left:
+                    break
+                self._watched.clear()
+                self._poller = select.poll()
+                self._return()
+                continue
+            ready = self._wait(max(0.0, ping - time.monotonic()))
+            with self.lock:
+                if self._connection is None:
+                    continue
+                self.transfer()
+                self._serve(ready)
+                self._flush_or_disconnect()
+                if time.monotonic() >= ping:
+                    ping = time.monotonic() + _PING_SECONDS
+                    self._frames.ping()
+                    self._flush_or_disconnect()
+                    if time.monotonic() - self._heard > self._silence:
+                        self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
+        with self.lock:
+            for stream in list(self._streams.values()):
+                self._remove(stream)
+
+    def _serve(self, ready: dict[int, int]) -> None:
+        """Serve the streams that have become ready, or that messages have arrived for."""
+        for stream in list(self._streams.values()):
+            events = ready.get(stream.local.fileno(), 0)
+            if (stream in self._reached or events & select.POLLOUT) and (grant := stream.pass_on()):
+                self._append_notice(stream, Tag.ROOM, grant)
+            if events & ~select.POLLOUT or stream.spilled:
+                self._send_spilled(stream)
+        self._reached.clear()
+
+    def _wait(self, seconds: float) -> dict[int, int]:
+        """Wait until there is something to do; return the events by descriptor."""
+        with self.lock:
+            if self._connection is None:
+                return {}
+            events = select.POLLIN | select.POLLOUT * self._frames.blocked
+            self._watch(self._connection.fileno(), events)
+            self._watch(self._wake_read.fileno(), select.POLLIN)
+            for stream in self._streams.values():
+                events = select.POLLOUT * stream.holds_incoming + select.POLLIN * (self._sendable(stream) > 0)
+                self._watch(stream.local.fileno(), events)
+        ready = dict(self._poller.poll(1e3 * seconds))
+        if self._wake_read.fileno() in ready:
+            with suppress(OSError):
+                self._wake_read.recv(4096)
+        return ready
+
+    def _watch(self, descriptor: int, events: int) -> None:
+        """Poll for events; for none at all where they are 0, since the end of a socket would end every wait."""
+        if not events:
+            self._unwatch(descriptor)
+        elif self._watched.get(descriptor) != events:
+            self._poller.register(descriptor, events)
+            self._watched[descriptor] = events
+
+    def _unwatch(self, descriptor: int) -> None:
+        if self._watched.pop(descriptor, 0):
+            self._poller.unregister(descriptor)
+
+
+def _pieces(buffers: Sequence[Any], most: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut buffers into the parts of frames, up to a number of bytes in all."""
+    parts: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        while len(view) and most:
+            part = view[: min(PIECE_BYTES - size, most)]
+            parts.append(part)
+            size, most, view = size + len(part), most - len(part), view[len(part) :]
+            if size == PIECE_BYTES:
+                yield parts, size
+                parts, size = [], 0
+    if parts:
+        yield parts, size
+
+
+_tunnels: weakref.WeakKeyDictionary[HubConnection, Tunnel] = weakref.WeakKeyDictionary()
+_opening = threading.Lock()
+
+
+def tunnel_of(link: HubConnection, timeout: float) -> Tunnel:
+    """Return the tunnel beside a site's training connection; it dials when first asked for.
+
+    Args:
+        link: the training connection.
+        timeout: seconds to dial.
+
+    Raises:
+        RefusedError: if the hub refuses this site.
+        SiteError: if the hub cannot be reached in time.
+    """
+    with _opening:
+        tunnel = _tunnels.get(link)
+        if tunnel is None or tunnel.closed:
+            tunnel = Tunnel(link.kit, link.address)
+            tunnel.start(timeout)
+            _tunnels[link] = tunnel
+        return tunnel
+
+
+def check_tunnel(link: HubConnection) -> None:
+    """Raise the error with which the tunnel beside a training connection has failed, if it has.
+
+    Raises:
+        SiteError: see `dadplug.hub.connection.HubConnection.check`.
+    """
+    tunnel = _tunnels.get(link)
+    if tunnel is not None:
+        tunnel.check()
+
+
+@atexit.register  # before any transport, whose last messages go first therefore
+def _close_at_exit() -> None:
+    for tunnel in list(_tunnels.values()):
+        tunnel.close()
