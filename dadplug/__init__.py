@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from . import adapm as adapm
     from . import lowrank as lowrank
     from .errors import MismatchError, NonFiniteError, SiteError
-    from .exchange import connect
+    from .hub.join import connect
     from .reduction import GradientReduction
     from .runners import AdaPMRunner, AdaPMStrategy, DADStrategy, DistributedRunner
 
@@ -37,7 +37,7 @@ _LAZY = {
     "MismatchError": "errors",
     "NonFiniteError": "errors",
     "SiteError": "errors",
-    "connect": "exchange",
+    "connect": "hub.join",
 }
 _MODULES = ("adapm", "callbacks", "data", "hooks", "lowrank", "models", "runners")
 

@@ -14,10 +14,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from .cli.arguments import add_option_arguments, options_of, place_of, plain_errors
+from .cli.arguments import add_kit_argument, add_option_arguments, options_of, place_of, plain_errors
 from .data import DATASETS, Samples, fold_indices, load_dataset, site_indices
 from .data.splits import SPLITS
-from .exchange import connect
 from .models import MODELS, build_for
 from .options import Options
 from .registry import Registry
@@ -54,8 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(prog="dadplug.experiment", description=__doc__.split(":")[0])
     site = parser.add_argument_group("this site (under torchrun, from its environment)")
-    site.add_argument("--rank", type=int, default=0, help="number of this site, from 0 (default: 0)")
-    site.add_argument("--num-nodes", type=int, default=1, help="number of sites (default: 1)")
+    site.add_argument("--rank", type=int, help="number of this site, from 0 (default: 0)")
+    site.add_argument("--num-nodes", type=int, help="number of sites (default: 1)")
+    add_kit_argument(site)
     site.add_argument("--backend", default=None, help="gloo or nccl (default: by device)")
     site.add_argument("--dist-url", default=None, help="rendezvous, tcp://HOST:PORT, an address of site 0")
     site.add_argument("--master-addr", default="127.0.0.1", help="address of site 0, if --dist-url is not given")
@@ -127,7 +127,8 @@ class Experiment:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.rank, self.num_nodes, self.url = place_of(arguments)
+        self._place = place_of(arguments)
+        self.rank, self.num_nodes = self._place.rank, self._place.num_nodes
         self.options = Options.create(**options_of(arguments))
         _check_counts(arguments)
         model_args = _json(arguments.model_args, "model-args", list)
@@ -158,8 +159,7 @@ class Experiment:
             FileNotFoundError: if site 0 does not have the checkpoint to resume from.
         """
         if self.num_nodes > 1:
-            place = (None, None, None) if self.url is None else (self.rank, self.num_nodes, self.url)
-            connect(*place, backend=self.arguments.backend, timeout=self.options.timeout)
+            self._place.connect(self.options.timeout, self.arguments.backend)
         self.folder.mkdir(parents=True, exist_ok=True)
         options = options_of(self.arguments)
         parameters = {name: value for name, value in vars(self.arguments).items() if not name.startswith("option_")}

@@ -9,6 +9,10 @@ On two machines, site 0 at 10.0.0.1:
 
     python examples/two_site_vit.py --rank 0 --dist-url tcp://10.0.0.1:8998
     python examples/two_site_vit.py --rank 1 --dist-url tcp://10.0.0.1:8998
+
+Between institutions, over the hub of a project, each site with its kit:
+
+    python examples/two_site_vit.py --kit kits/a
 """
 
 from __future__ import annotations

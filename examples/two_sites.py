@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dadplug import GradientReduction, connect
-from dadplug.cli import add_option_arguments, options_of, plain_errors
+from dadplug import GradientReduction
+from dadplug.cli import add_kit_argument, add_option_arguments, options_of, place_of, plain_errors
 from dadplug.cli.comparison import RunRecord, picture, table
 from dadplug.cli.launch import launch_sites
 from dadplug.cli.progress import RunProgress
@@ -53,8 +53,9 @@ def parse(task: Task, argv: list[str], doc: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     name = Path(sys.argv[0]).stem
     parser.add_argument("--rank", type=int, help="number of this site; without it, all sites start on this machine")
-    parser.add_argument("--num-nodes", type=int, default=2, help="number of sites (default: 2)")
-    parser.add_argument("--dist-url", default="tcp://127.0.0.1:8998", help="meeting point, an address of site 0")
+    parser.add_argument("--num-nodes", type=int, help="number of sites (default: 2)")
+    parser.add_argument("--dist-url", help="meeting point, an address of site 0 (default: tcp://127.0.0.1:8998)")
+    add_kit_argument(parser)
     parser.add_argument("--trainer", default="catalyst", choices=TRAINERS, help="what trains (default: catalyst)")
     parser.add_argument("--dataset", default="digits", help=f"data set: {', '.join(DATASETS)} (default: digits)")
     parser.add_argument("--data-dir", default="data", help="folder of the data set's files (default: data)")
@@ -68,7 +69,11 @@ def parse(task: Task, argv: list[str], doc: str) -> argparse.Namespace:
     task.add_flags(parser)
     add_option_arguments(parser)
     parser.set_defaults(**{f"option_{option}": value for option, value in task.defaults.items()})
-    return parser.parse_args(argv)
+    parser.set_defaults(master_addr="127.0.0.1", master_port=8998)
+    arguments = parser.parse_args(argv)
+    if arguments.num_nodes is None and arguments.kit is None:
+        arguments.num_nodes = 2
+    return arguments
 
 
 class History:
@@ -320,14 +325,10 @@ def mean_over_sites(runs: list[tuple[list[float], list[int]]]) -> list[float]:
 
 
 def run_site(task: Task, arguments: argparse.Namespace) -> None:
-    if "RANK" in os.environ:
-        rank, num_nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        place = (None, None, None)
-    else:
-        rank, num_nodes = arguments.rank, arguments.num_nodes
-        place = (rank, num_nodes, arguments.dist_url)
+    place = place_of(arguments)
+    rank, num_nodes = place.rank, place.num_nodes
     data = load_dataset(arguments.dataset, arguments.data_dir)
-    connect(*place, timeout=arguments.option_timeout)
+    place.connect(arguments.option_timeout)
     title = f"{task.title} on {arguments.dataset}, {num_nodes} sites, split {arguments.split}"
     if rank == 0:
         print(f"{title}, {arguments.trainer}", flush=True)
@@ -347,12 +348,12 @@ def main(task: Task, argv: list[str], doc: str) -> int:
     arguments = parse(task, argv, doc)
     with plain_errors(ValueError, ImportError):
         Options.create(**options_of(arguments))
-        if arguments.num_nodes < 1 or (arguments.rank is not None and not 0 <= arguments.rank < arguments.num_nodes):
-            raise ValueError(f"rank must lie in 0 to {arguments.num_nodes - 1}, got {arguments.rank}")
+        # Without a place, all sites start here; the place of the first is then as good as any.
+        num_nodes = place_of(arguments).num_nodes
         data = load_dataset(arguments.dataset, arguments.data_dir)  # downloads what is missing, once
-        site_indices(data.train.labels, 0, arguments.num_nodes, arguments.split)
-    if arguments.rank is None and "RANK" not in os.environ:
-        return launch_sites([sys.argv[0], *argv], arguments.num_nodes)
+        site_indices(data.train.labels, 0, num_nodes, arguments.split)
+    if arguments.rank is None and arguments.kit is None and "RANK" not in os.environ:
+        return launch_sites([sys.argv[0], *argv], num_nodes)
     with plain_errors():
         run_site(task, arguments)
     return 0

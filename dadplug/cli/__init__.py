@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .arguments import add_option_arguments, options_of, place_of, plain_errors
+    from .arguments import add_kit_argument, add_option_arguments, options_of, place_of, plain_errors
 
-__all__ = ["add_option_arguments", "options_of", "place_of", "plain_errors"]
+__all__ = ["add_kit_argument", "add_option_arguments", "options_of", "place_of", "plain_errors"]
 
 
 def __getattr__(name: str) -> Any:  # so that commands without training do not load torch

@@ -8,10 +8,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..errors import MismatchError, NonFiniteError, SiteError
+from ..errors import KitError, MismatchError, NonFiniteError, SiteError
 from ..exchange.exit_reasons import announce
+from ..hub.join import connect, load_site_kit
 from ..options import Options
 
 # `--rank` is the number of the site.
@@ -48,29 +49,64 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
 
 
-def place_of(arguments: argparse.Namespace) -> tuple[int, int, str | None]:
-    """Return this site's number, the number of sites and the rendezvous, from torchrun's environment or the flags.
+def add_kit_argument(parser: argparse._ActionsContainer) -> None:
+    """Add the flag ``--kit``.
 
     Args:
-        arguments: with ``rank``, ``num_nodes``, ``dist_url``, ``master_addr`` and ``master_port``.
+        parser: parser, or group of one, to extend.
+    """
+    parser.add_argument(
+        "--kit", metavar="FOLDER", help="folder of this site's kit, in place of its number and addresses: dial the hub"
+    )
 
-    Returns:
-        Rank, number of sites, and the rendezvous; None for that of the environment.
+
+class Place(NamedTuple):
+    """Place of this process among the sites.
+
+    Attributes:
+        rank: number of this site.
+        num_nodes: number of sites.
+        url: the rendezvous; None for that of the environment, or of a kit.
+        kit: folder of this site's kit; None without one.
+    """
+
+    rank: int
+    num_nodes: int
+    url: str | None = None
+    kit: str | None = None
+
+    def connect(self, timeout: float, backend: str | None = None) -> None:
+        """Join the other sites; arguments and errors are those of `dadplug.connect`."""
+        if self.url is None:
+            connect(kit=self.kit, backend=backend, timeout=timeout)
+        else:
+            connect(self.rank, self.num_nodes, self.url, backend=backend, timeout=timeout)
+
+
+def place_of(arguments: argparse.Namespace) -> Place:
+    """Return the place of this site, from its kit, from torchrun's environment or from the flags.
+
+    Args:
+        arguments: with ``rank``, ``num_nodes``, ``dist_url``, and where this is None ``master_addr`` and
+            ``master_port``; may have ``kit``.
 
     Raises:
-        ValueError: if the rank is out of range.
+        ValueError: if the rank is out of range, or is given together with a kit.
+        KitError: if the kit is incomplete or damaged.
     """
+    if (folder := getattr(arguments, "kit", None)) is not None:
+        given = {name.replace("_", "-"): getattr(arguments, name) for name in ("rank", "num_nodes", "dist_url")}
+        kit = load_site_kit(folder, **given)
+        return Place(kit.slot, len(kit.roster.sites), kit=folder)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
-    if arguments.num_nodes < 1:
-        raise ValueError(f"num-nodes must be at least 1, got {arguments.num_nodes}")
-    if not 0 <= arguments.rank < arguments.num_nodes:
-        raise ValueError(
-            f"rank must lie in 0 to {arguments.num_nodes - 1} for {arguments.num_nodes} sites (num-nodes), "
-            f"got {arguments.rank}"
-        )
-    url = arguments.dist_url or f"tcp://{arguments.master_addr}:{arguments.master_port}"
-    return arguments.rank, arguments.num_nodes, url
+        return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    rank = 0 if arguments.rank is None else arguments.rank
+    num_nodes = 1 if arguments.num_nodes is None else arguments.num_nodes
+    if num_nodes < 1:
+        raise ValueError(f"num-nodes must be at least 1, got {num_nodes}")
+    if not 0 <= rank < num_nodes:
+        raise ValueError(f"rank must lie in 0 to {num_nodes - 1} for {num_nodes} sites (num-nodes), got {rank}")
+    return Place(rank, num_nodes, arguments.dist_url or f"tcp://{arguments.master_addr}:{arguments.master_port}")
 
 
 @contextmanager
@@ -83,7 +119,7 @@ def plain_errors(*further: type[Exception]) -> Iterator[None]:
     """
     from ..data import DataError
 
-    expected: tuple[type[Exception], ...] = (DataError, SiteError, MismatchError, NonFiniteError, *further)
+    expected: tuple[type[Exception], ...] = (DataError, KitError, SiteError, MismatchError, NonFiniteError, *further)
     try:
         yield
     except expected as error:

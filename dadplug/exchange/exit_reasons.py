@@ -23,6 +23,8 @@ class ClosesTransports(Protocol):
         """Close the transports that are still open."""
 
 
+ENDED = "its program ended, while others were still at work"  # of a process without an error
+
 _announcers: list[Announcer] = []
 _watched: weakref.WeakSet[ClosesTransports] = weakref.WeakSet()
 
@@ -64,7 +66,7 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)  # the uncaught exception, if any
     if error is not None:
         announce(describe(error))
-    announce("its program ended, while others were still at work", unless_announced=True)
+    announce(ENDED, unless_announced=True)
     for sites in list(_watched):
         sites.close_transports()
     if dist.is_initialized():

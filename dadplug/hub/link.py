@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..errors import MismatchError, SiteError
-from ..exchange.exit_reasons import add_announcer, remove_announcer
+from ..exchange.exit_reasons import ENDED, add_announcer, remove_announcer
 from .actions import Drop, Pause, Start
 from .actions import Resume as Resumption
 from .connection import KERNEL_BYTES, HubConnection
@@ -306,7 +306,7 @@ class HubLink(HubConnection):
 
     def _announce(self, reason: str, keep: bool) -> None:
         """Take this process's exit reason."""
-        self.leave(reason)  # a later reason finds the link closed
+        self.leave("" if reason == ENDED else reason)  # a later reason finds the link closed
 
     def leave(self, reason: str) -> None:
         """Tell the hub why this site leaves, and close the link; the first reason counts.

@@ -171,6 +171,17 @@ class HubGroup(_ProcessGroup):
         # A group of one site exists at this site only, so it must not take a number that others give to another group.
         self._first = link.new_channel() if len(slots) > 1 else 0
         self._count = 0
+        self._name = ""
+
+    # torch stores the name of a group in its backends, and this group has none beside itself.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group in torch.distributed."""
+        return self._name
 
     def getBackendName(self) -> str:
         return BACKEND

@@ -81,7 +81,8 @@ def running_hub(
         settings: further arguments of `Hub`.
     """
     if not folder.exists():
-        hub_kits.make(folder, hub=f"127.0.0.1:{_free_port()}", hub_names=[], sites=list(sites))
+        address = f"127.0.0.1:{_free_port()}"
+        hub_kits.make(folder, hub=address, hub_names=[], sites=list(sites), hub_at=sites[0])
     log: list[str] = []
     kit = Kit.load(folder / "hub")
     hub = Hub(kit, Rules(**({"min_sites": len(sites)} | (rules or {}))), journal=Journal(log.append), **settings)

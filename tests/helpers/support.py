@@ -91,8 +91,13 @@ def load(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def serve_calls(key: bytes, rank: int, world_size: int, port: int) -> None:
-    """Answer calls through the pipe that was inherited, as one site of a group."""
+def serve_calls(key: bytes, place: dict[str, Any]) -> None:
+    """Answer calls through the pipe that was inherited, as one site of a group.
+
+    Args:
+        key: key of the pipe.
+        place: arguments of `dadplug.connect`.
+    """
     import torch
 
     import dadplug
@@ -100,7 +105,7 @@ def serve_calls(key: bytes, rank: int, world_size: int, port: int) -> None:
     multiprocessing.current_process().authkey = key
     pipe = Connection(int(os.environ.pop("INHERITED")))
     torch.set_num_threads(1)
-    dadplug.connect(rank, world_size, f"tcp://127.0.0.1:{port}", timeout=60)
+    dadplug.connect(**place, timeout=60)
     pipe.send(("ready", None))
     while (call := pipe.recv()) is not None:
         file, name, args = call
@@ -129,9 +134,11 @@ class Sites:
             group.kill(0)                     # or stop(0): SIGSTOP
             outcomes = group.outcomes(timeout=10)     # a list by rank of kind, value, seconds
             assert "site 0" in outcomes[1].value
+
+    With `kits`, a folder for each site, they connect through a hub, which has to run.
     """
 
-    def __init__(self, world_size: int, env: dict[str, str] | None = None) -> None:
+    def __init__(self, world_size: int, env: dict[str, str] | None = None, kits: Sequence[Path] = ()) -> None:
         self.world_size = world_size
         port, key = free_port(), bytes(multiprocessing.current_process().authkey)
         self.processes: list[forkserver.Program] = []
@@ -139,10 +146,14 @@ class Sites:
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()
             code = f"import sys; sys.path[:] = {sys.path!r}; import support; "
-            code += f"support.serve_calls({key!r}, {rank}, {world_size}, {port})"
-            place = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            environment = os.environ | ONE_THREAD | place | (env or {})
+            if kits:
+                place, names = {"kit": str(kits[rank])}, {}
+            else:
+                place = {"rank": rank, "num_nodes": world_size, "dist_url": f"tcp://127.0.0.1:{port}"}
+                names = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+                names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            code += f"support.serve_calls({key!r}, {place!r})"
+            environment = os.environ | ONE_THREAD | names | (env or {})
             self.processes.append(forkserver.start(["-c", code], environment, inherit=[theirs.fileno()]))
             theirs.close()
             self._pipes.append(ours)
