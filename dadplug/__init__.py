@@ -23,29 +23,37 @@ register_strategies()  # so that a Lightning Trainer knows the modes by name
 if TYPE_CHECKING:
     from . import adapm as adapm
     from . import lowrank as lowrank
+    from .adaptive import Accumulator, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .errors import MismatchError, NonFiniteError, SiteError
     from .hub.join import connect
     from .reduction import GradientReduction
     from .runners import AdaPMRunner, AdaPMStrategy, DADStrategy, DistributedRunner
 
 _LAZY = {
+    "Accumulator": "adaptive",
     "AdaPMRunner": "runners",
     "AdaPMStrategy": "runners",
     "DADStrategy": "runners",
     "DistributedRunner": "runners",
+    "ElasticDataLoader": "adaptive",
+    "ElasticSampler": "adaptive",
     "GradientReduction": "reduction",
     "MismatchError": "errors",
     "NonFiniteError": "errors",
     "SiteError": "errors",
     "connect": "hub.join",
+    "remaining_epochs_until": "adaptive",
 }
-_MODULES = ("adapm", "callbacks", "data", "hooks", "lowrank", "models", "runners")
+_MODULES = ("adapm", "adaptive", "callbacks", "data", "hooks", "lowrank", "models", "runners")
 
 __all__ = [
+    "Accumulator",
     "AdaPMRunner",
     "AdaPMStrategy",
     "DADStrategy",
     "DistributedRunner",
+    "ElasticDataLoader",
+    "ElasticSampler",
     "GradientReduction",
     "MismatchError",
     "NonFiniteError",
@@ -53,6 +61,7 @@ __all__ = [
     "adapm",
     "connect",
     "lowrank",
+    "remaining_epochs_until",
 ]
 
 

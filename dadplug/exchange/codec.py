@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -315,7 +315,16 @@ _PLAIN: dict[type, tuple[bytes, Callable[[Any, list[bytes]], None]]] = {
     torch.dtype: (b"t", _write_type),
     torch.device: (b"v", lambda item, parts: _write_bytes(str(item).encode(), parts)),
 }
-_CONTAINERS = {list: b"L", tuple: b"U", dict: b"D", OrderedDict: b"O", set: b"S", frozenset: b"Z", torch.Size: b"H"}
+_CONTAINERS = {
+    list: b"L",
+    tuple: b"U",
+    dict: b"D",
+    OrderedDict: b"O",
+    Counter: b"C",
+    set: b"S",
+    frozenset: b"Z",
+    torch.Size: b"H",
+}
 _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"N": lambda reader, depth: None,
     b"B": lambda reader, depth: bool(reader.take(1)[0]),
@@ -330,6 +339,7 @@ _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"U": lambda reader, depth: tuple(_items(reader, depth)),
     b"D": _read_dictionary,
     b"O": lambda reader, depth: OrderedDict(_read_dictionary(reader, depth)),
+    b"C": lambda reader, depth: Counter(_read_dictionary(reader, depth)),
     b"S": lambda reader, depth: set(_items(reader, depth)),
     b"Z": lambda reader, depth: frozenset(_items(reader, depth)),
     b"H": _read_size,

@@ -33,6 +33,7 @@ LAYERS = (
     "models",
     "reducer",
     "planning",
+    "adaptive",
     "reduction",
     "adapm",
     "cli",

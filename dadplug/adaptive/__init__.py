@@ -1,0 +1,18 @@
+"""Trainings that are restarted, also with another number of sites: epochs, loaders, accumulators."""
+
+from __future__ import annotations
+
+from .accumulator import Accumulator
+from .epochs import Epochs, remaining_epochs_until
+from .loader import ElasticDataLoader
+from .progress import reset_progress
+from .sampler import ElasticSampler
+
+__all__ = [
+    "Accumulator",
+    "ElasticDataLoader",
+    "ElasticSampler",
+    "Epochs",
+    "remaining_epochs_until",
+    "reset_progress",
+]

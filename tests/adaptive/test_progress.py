@@ -1,0 +1,339 @@
+"""Restarts in one process: a program that is interrupted anywhere ends as one that never was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import dadplug
+from dadplug.adaptive import checkpoint as files
+from dadplug.adaptive import reset_progress
+
+
+class Crash(Exception):
+    """The end of a process in mid-run."""
+
+
+class Crashes:
+    """Counter of events, at one of which the process ends."""
+
+    def __init__(self, at: int | None) -> None:
+        self.left = at
+
+    def __call__(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise Crash
+
+
+class Model:
+    """Model that remembers its training; its state is saved as those of models are."""
+
+    def __init__(self) -> None:
+        self.trained: list[tuple[int, list[int]]] = []
+
+    def state_dict(self):
+        return {"trained": list(self.trained)}
+
+    def load_state_dict(self, state):
+        self.trained = list(state["trained"])
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    reset_progress()
+    yield
+    reset_progress()
+
+
+def loader(length=10, size=3, **options):
+    return dadplug.ElasticDataLoader(TensorDataset(torch.arange(length)), size, **options)
+
+
+def evaluate(data, crash, stats):
+    for (samples,) in data:
+        crash()
+        stats["evaluated"] += len(samples)
+
+
+def train(path, every, crash):
+    """Run a program with two epoch loops, two loaders, accumulators of all kinds, and code between the loops."""
+    reset_progress()
+    model, report = Model(), {}
+    training, validation = loader(shuffle=True), loader(5, 2)
+    total = dadplug.Accumulator(runs=1)
+    total["before"] += 1
+    options = {"checkpoint": path, "state": {"model": model}, "every": every}
+    for first in (True, False):
+        for epoch in dadplug.remaining_epochs_until(2 if first else 4, **options):
+            stats = dadplug.Accumulator()
+            stats["begun"] += 1
+            crash()
+            for (samples,) in training:
+                crash()
+                model.trained.append((epoch, samples.tolist()))
+                stats["samples"] += len(samples)
+                total["sum"] += samples.sum()
+                for (inner,) in validation if len(model.trained) % 4 == 2 else ():
+                    stats["inner"] += len(inner)
+                crash()
+            total["between"] += 1
+            with stats.synchronized():
+                halfway = stats["samples"]
+                stats["samples"] += 100
+            evaluate(validation, crash, stats)
+            stats["after"] += 1
+            crash()
+            with stats.synchronized(), total.synchronized():
+                report[epoch] = (halfway, dict(stats), {**total, "sum": int(total["sum"])})
+                total["epochs"] = total.get("epochs", 0) + 1
+            crash()
+        if first:
+            total["middle"] += 1
+            with total.synchronized():
+                report["middle"] = dict(total)["middle"]
+    return model.trained, report
+
+
+@settings(deadline=None, max_examples=50)
+@given(crashes=st.lists(st.integers(0, 70), max_size=4), every=st.sampled_from([None, 1, 2, 3, 5]))
+def test_a_program_that_is_interrupted_ends_like_one_that_is_not(tmp_path_factory, crashes, every):
+    folder = tmp_path_factory.mktemp("run")
+    trained, report = train(None, None, Crashes(None))
+    orders = [[sample for at, batch in trained if at == epoch for sample in batch] for epoch in range(4)]
+    assert [sorted(order) for order in orders] == [list(range(10))] * 4
+    assert len(set(map(tuple, orders))) == 4
+    path = folder / "run.ckpt"
+    for at in [*crashes, None]:
+        try:
+            found, last = train(path, every, Crashes(at))
+        except Crash:
+            continue
+        break
+    assert found == trained
+    # The last process reports the epochs that it has ended, and they are those of the uninterrupted run.
+    assert {key: last[key] for key in last} == {key: report[key] for key in last}
+    assert not crashes or files.read(path) is not None
+
+
+def test_the_uninterrupted_report_is_what_the_program_adds_up():
+    _, report = train(None, None, Crashes(None))
+    assert report[0] == (
+        10,
+        {"begun": 1, "samples": 110, "inner": 5, "evaluated": 5, "after": 1},
+        {"runs": 1, "before": 1, "sum": 45, "between": 1},
+    )
+    assert report[3][2] == {"runs": 1, "before": 1, "sum": 180, "between": 4, "epochs": 3, "middle": 1}
+    assert report["middle"] == 1
+
+
+def test_a_restart_repeats_no_batch_before_the_checkpoint(tmp_path):
+    crash = Crashes(2 * 3 + 1)  # the first call, and two a batch: in the fourth batch
+    with pytest.raises(Crash):
+        train(tmp_path / "run", 2, crash)
+    reset_progress()
+    model, seen = Model(), []
+    for epoch in dadplug.remaining_epochs_until(1, checkpoint=tmp_path / "run", state={"model": model}):
+        before = [batch for _, batch in model.trained]
+        seen += [samples.tolist() for (samples,) in loader(shuffle=True)]
+        assert epoch == 0
+    assert len(before) == 2
+    assert len(seen) == 2
+    assert sorted(sample for batch in before + seen for sample in batch) == list(range(10))
+
+
+def test_epochs_go_on_where_the_last_loop_ended():
+    assert list(dadplug.remaining_epochs_until(3)) == [0, 1, 2]
+    assert list(dadplug.remaining_epochs_until(3)) == []
+    for epoch in dadplug.remaining_epochs_until(10):
+        if epoch == 4:
+            break
+    assert list(dadplug.remaining_epochs_until(6)) == [5]
+    reset_progress()
+    assert list(dadplug.remaining_epochs_until(1)) == [0]
+
+
+def test_loops_over_epochs_are_not_nested():
+    for _ in dadplug.remaining_epochs_until(1):
+        with pytest.raises(RuntimeError, match="cannot be nested"):
+            list(dadplug.remaining_epochs_until(1))
+
+
+def test_loaders_side_by_side_are_refused():
+    one, other = loader(), loader()
+    for _ in dadplug.remaining_epochs_until(1):
+        with pytest.raises(RuntimeError, match="StackDataset"):
+            zip(one, other)
+
+
+def test_a_break_out_of_a_loader_ends_its_pass(tmp_path):
+    options = {"checkpoint": tmp_path / "run", "state": {}, "every": 1}
+    passes = []
+    for _ in dadplug.remaining_epochs_until(1, **options):
+        for number, (samples,) in enumerate(loader(), 1):
+            passes.append(samples.tolist())
+            if number == 2:
+                break
+        passes += [samples.tolist() for (samples,) in loader(4, 2)]
+    assert passes == [[0, 1, 2], [3, 4, 5], [0, 1], [2, 3]]
+
+
+def test_save_counts_the_batch_at_hand(tmp_path):
+    epochs = dadplug.remaining_epochs_until(1, checkpoint=tmp_path / "run", state={})
+    for _ in epochs:
+        for samples in loader():
+            if samples[0][0] == 3:
+                epochs.save()
+                break
+        break
+    reset_progress()
+    options = {"checkpoint": tmp_path / "run", "state": {}}
+    left = [samples.tolist() for _ in dadplug.remaining_epochs_until(1, **options) for (samples,) in loader()]
+    assert left == [[6, 7, 8], [9]]
+
+
+def test_outside_of_epochs_each_pass_gives_all_in_another_order():
+    data = loader(20, 20, shuffle=True)
+    first, second = (next(iter(data))[0].tolist() for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+def test_workers_and_options_of_data_loader():
+    data = loader(num_workers=1, persistent_workers=True, collate_fn=lambda batch: [int(sample) for (sample,) in batch])
+    for _ in range(2):
+        assert list(data) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert len(data) == 4
+    assert data.local_batch_size == 3
+    assert len(loader(drop_last=True)) == 3
+
+
+def test_resumes_with_workers_that_prefetch(tmp_path):
+    options = {"checkpoint": tmp_path / "run", "state": {}, "every": 1}
+    for _ in dadplug.remaining_epochs_until(1, **options):
+        for (samples,) in loader(num_workers=1):
+            if samples[0] == 6:
+                break
+        break
+    reset_progress()
+    epochs = dadplug.remaining_epochs_until(1, **options)
+    assert [samples.tolist() for _ in epochs for (samples,) in loader(num_workers=1)] == [[6, 7, 8], [9]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "at least 1, got 0"),
+        ({"sampler": [0]}, "leave out sampler"),
+    ],
+)
+def test_a_loader_refuses_what_it_cannot_resume(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dadplug.ElasticDataLoader(TensorDataset(torch.arange(3)), **arguments)
+
+
+def test_a_loader_refuses_streams():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    with pytest.raises(ValueError, match="needs a length"):
+        dadplug.ElasticDataLoader(Stream())
+
+
+def test_arguments_of_epochs_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="number of epochs"):
+        dadplug.remaining_epochs_until(-1)
+    with pytest.raises(ValueError, match="every must be"):
+        dadplug.remaining_epochs_until(1, every=0)
+    with pytest.raises(ValueError, match="needs state="):
+        dadplug.remaining_epochs_until(1, checkpoint=tmp_path / "run")
+    with pytest.raises(ValueError, match="no checkpoint to write"):
+        dadplug.remaining_epochs_until(1).save()
+
+
+def run_once(path, state=None, length=4, epochs=1):
+    reset_progress()
+    found = []
+    for epoch in dadplug.remaining_epochs_until(epochs, checkpoint=path, state=state or {}, every=1):
+        found += [(epoch, samples.tolist()) for (samples,) in loader(length, 2)]
+        if len(found) == 1:
+            break
+    return found
+
+
+def test_the_environment_names_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("DADPLUG_CHECKPOINT", str(tmp_path / "folder" / "run"))
+    assert run_once(None) == [(0, [0, 1]), (0, [2, 3])]
+    assert (tmp_path / "folder" / "run").exists()
+    assert run_once(None) == []
+
+
+def test_a_damaged_checkpoint_is_an_error(tmp_path):
+    path = tmp_path / "run"
+    run_once(path)
+    whole = path.read_bytes()
+    for place in (0, 25, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="remove the file to begin anew"):
+            run_once(path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="damaged"):
+        run_once(path)
+    path.write_bytes(whole)
+    assert run_once(path, epochs=2) == [(1, [0, 1]), (1, [2, 3])]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    run_once(path)
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="cannot be written, the last one is left: No space left on device"):
+        run_once(path, epochs=2)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_other_states_or_data_than_those_of_the_checkpoint_are_refused(tmp_path):
+    run_once(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"has the states \[\], and state= has \['model'\]"):
+        run_once(tmp_path / "run", {"model": Model()}, epochs=2)
+    reset_progress()
+    for _ in dadplug.remaining_epochs_until(1, checkpoint=tmp_path / "other", state={}, every=1):
+        for _ in loader(4, 2):
+            pass
+        break
+    reset_progress()
+    with pytest.raises(ValueError, match="had 4 samples when the checkpoint was written, and has 5 now"):
+        run_once(tmp_path / "other", length=5)
+
+
+def test_a_program_with_fewer_loops_than_that_of_the_checkpoint_is_refused(tmp_path):
+    for _ in dadplug.remaining_epochs_until(1, checkpoint=tmp_path / "run", state={}, every=1):
+        for data in (loader(), loader()):
+            for _ in data:
+                pass
+        break
+    reset_progress()
+    with pytest.raises(RuntimeError, match="written in pass 2 over data of epoch 0, and the program has made 1"):
+        run_once(tmp_path / "run", length=10)
+
+
+def test_a_plain_loader_is_not_needed_to_be_elastic(tmp_path):
+    stats, seen = dadplug.Accumulator(), 0
+    for _ in dadplug.remaining_epochs_until(2, checkpoint=tmp_path / "run", state={}):
+        for (samples,) in DataLoader(TensorDataset(torch.arange(6)), 2):
+            seen += len(samples)
+            stats["samples"] += len(samples)
+    with stats.synchronized():
+        assert stats["samples"] == seen == 12
