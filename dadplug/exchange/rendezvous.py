@@ -65,7 +65,8 @@ def connect(
     members = RollCall(store, rank, num_nodes, timeout, deadline, owner).run()
     sites = ProcessSites(rank, members)
     limit = timedelta(seconds=timeout)
-    prefixed = dist.PrefixStore("dadplug/group", store)
+    # A store that torchrun keeps over a restart holds the addresses of processes that have ended.
+    prefixed = dist.PrefixStore(f"dadplug/group/{members[0].token.hex()}", store)
 
     def start() -> None:
         with gloo_interface():

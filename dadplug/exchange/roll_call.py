@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -62,12 +62,7 @@ class RollCall:
             SiteError: if a site does not register in time, or another process has this rank.
         """
         self._claim()
-        members = self._lead() if self._rank == 0 else self._follow()
-        if members[self._rank] != self._own:
-            raise SiteError(
-                f"{members[self._rank].name} has taken rank {self._rank}, since this process did not answer"
-            )
-        return members
+        return self._lead() if self._rank == 0 else self._follow()
 
     def _claim(self) -> None:
         key, own = _claim_of(self._rank), codec.encode(self._own).hex()
@@ -91,20 +86,33 @@ class RollCall:
                 answers = ask({site: member for site, member in claims.items() if site != self._rank}, _STATUS_SECONDS)
                 if not any(isinstance(answer, Silence) for answer in answers.values()):
                     members = [claims[site] for site in range(self._num_nodes)]
-                    self._post(codec.encode(members))
+                    self._post(members)
                     return members
             if time.monotonic() > self._deadline:
                 message = self._failure(claims, answers)
-                self._post(codec.encode(message))
+                self._post(message)
                 time.sleep(_LINGER)
                 raise SiteError(message)
             notice = self._notice(notice, claims)
             time.sleep(_POLL_SECONDS)
 
     def _follow(self) -> list[Member]:
-        """Wait for the list of members that site 0 posts."""
+        """Wait for the list of members that site 0 posts.
+
+        torchrun may keep its store when it restarts the processes. So a list without this process, or a failure, counts
+        only if the process that has posted it is still there.
+        """
         notice = time.monotonic() + _NOTICE
-        while not self._call(lambda: self._store.check([_MEMBERS])):
+        while True:
+            leader, posted = self._posted()
+            if isinstance(posted, list) and posted[self._rank] == self._own:
+                return posted
+            if leader is not None and isinstance(ask({0: leader}, _STATUS_SECONDS)[0], Status):
+                if isinstance(posted, str):
+                    raise SiteError(posted)
+                raise SiteError(
+                    f"{posted[self._rank].name} has taken rank {self._rank}, since this process did not answer"
+                )
             if time.monotonic() > self._deadline:
                 claims = self._claims()
                 others = {site: member for site, member in claims.items() if site != self._rank}
@@ -112,10 +120,13 @@ class RollCall:
             if time.monotonic() > notice:
                 notice = self._notice(notice, self._claims())
             time.sleep(_POLL_SECONDS)
-        posted = codec.decode(bytes.fromhex(self._call(lambda: self._store.get(_MEMBERS)).decode()))
-        if isinstance(posted, str):
-            raise SiteError(posted)
-        return list(posted)
+
+    def _posted(self) -> tuple[Member | None, Any]:
+        """Return what site 0 has posted, and its process: a list of members, a message, or None before that."""
+        if not self._call(lambda: self._store.check([_MEMBERS])):
+            return None, None
+        leader, posted = codec.decode(bytes.fromhex(self._call(lambda: self._store.get(_MEMBERS)).decode()))
+        return leader, posted
 
     def _claims(self) -> dict[int, Member]:
         def read() -> dict[int, Member]:
@@ -124,8 +135,9 @@ class RollCall:
 
         return self._call(read)
 
-    def _post(self, content: bytes) -> None:
-        self._call(lambda: self._store.set(_MEMBERS, content.hex()))
+    def _post(self, posted: list[Member] | str) -> None:
+        content = codec.encode((self._own, posted)).hex()
+        self._call(lambda: self._store.set(_MEMBERS, content))
 
     def _failure(self, claims: dict[int, Member], answers: dict[int, Status | Silence]) -> str:
         missing = [site for site in range(self._num_nodes) if site not in claims]

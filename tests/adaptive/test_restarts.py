@@ -1,4 +1,4 @@
-"""Programs under torchrun whose processes are killed and started again, with the same and another number of processes."""
+"""Programs under torchrun whose processes are killed and started again, also with another number of processes."""
 
 from __future__ import annotations
 
