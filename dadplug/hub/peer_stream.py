@@ -15,10 +15,15 @@ from __future__ import annotations
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
+from typing import TYPE_CHECKING, Any
 
-from .frames import FrameError
+from .frames import FrameError, Head, Kind
+
+if TYPE_CHECKING:
+    from .sealing import Opener, Sealer
 
 WINDOW = 4 << 20  # bytes that a site may send before the other one has passed any of them on
 ROOM_FORMAT = struct.Struct("<Q")
@@ -39,6 +44,7 @@ class PeerStream:
     Args:
         channel: number of the channel.
         slot: slot of the other site.
+        keys: what seals and opens the frames of this stream; None where they are not sealed.
 
     Attributes:
         channel: number of the channel.
@@ -51,8 +57,9 @@ class PeerStream:
         ended: whether the program has closed its socket.
     """
 
-    def __init__(self, channel: int, slot: int) -> None:
+    def __init__(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> None:
         self.channel, self.slot = channel, slot
+        self._keys = keys
         self.local, self.program = socket.socketpair()
         for each in (self.local, self.program):
             each.setblocking(False)
@@ -70,6 +77,26 @@ class PeerStream:
     def holds_incoming(self) -> bool:
         """Whether bytes have arrived that the local socket had no room for."""
         return bool(self._incoming)
+
+    def frame(self, tag: Tag, parts: Sequence[Any]) -> bytes:
+        """Return the next frame of this stream.
+
+        Args:
+            tag: kind of the message.
+            parts: its content, in parts, `OPEN_BYTES` at most.
+        """
+        content = b"".join(parts)
+        offset = self.sent if tag is Tag.DATA else 0
+        head = Head(Kind.MESSAGE, self.slot, 0, self.channel, offset, len(content), tag)
+        return head.pack() + content if self._keys is None else self._keys[0].frame(head, content)
+
+    def opened(self, head: Head, body: memoryview) -> memoryview:
+        """Return the content of a frame that has arrived.
+
+        Raises:
+            SealingError: if it is sealed, and is not the next one that the other site has sent.
+        """
+        return body if self._keys is None else memoryview(self._keys[1].open(head, body))
 
     def receive(self, offset: int, body: memoryview) -> None:
         """Take bytes that have arrived.

@@ -39,7 +39,7 @@ class HubTransport(Transport):
     def __init__(self, link: HubLink, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(HubSites(link), traffic, link.rank, torch.device("cpu"), timeout)
         self.link = link
-        self.ring = 1.0
+        self.ring = float(self.copies) if link.sealing.required else 1.0  # the hub cannot add up sealed summands
         self._group = group
         self._channel = link.new_channel()
         self._gathers = self._collectives = 0

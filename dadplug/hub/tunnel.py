@@ -21,15 +21,18 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SiteError
 from .actions import Drop
 from .connection import HubConnection
-from .frames import PIECE_BYTES, FrameError, Head, Kind, Leave
+from .frames import FrameError, Head, Kind, Leave
 from .peer_stream import PeerStream, Tag
+from .sealing import OPEN_BYTES, Keys
 
 if TYPE_CHECKING:
     from .kits import Kit
+    from .link import HubLink
 
 _MOST_UNSENT = 1 << 20  # bytes that the connection has not taken, beyond which streams are held up
 _MOST_KEPT = 32 << 20  # the same for bytes that the hub has not acknowledged
 _PING_SECONDS = 1.0
+_NONCE_BYTES = 16
 _END_SECONDS = 0.1  # for the hub to close the connection
 
 
@@ -70,10 +73,17 @@ class Tunnel(HubConnection):
     Args:
         kit: kit of this site.
         address: host and port of the hub; None for those of the kit.
+        keys: secrets of the sites, where the kit requires sealed messages.
+
+    Raises:
+        ValueError: if it does, and there are none.
     """
 
-    def __init__(self, kit: Kit, address: tuple[str, int] | None = None) -> None:
+    def __init__(self, kit: Kit, address: tuple[str, int] | None = None, keys: Keys | None = None) -> None:
+        if kit.roster.sealed != (keys is not None):
+            raise ValueError("keys are needed where the kit requires sealed messages, and only there")
         super().__init__(kit, "parameters", address)
+        self._keys = keys
         self._streams: dict[tuple[int, int], PeerStream] = {}  # by channel and slot
         self._reached: set[PeerStream] = set()  # by messages that have just arrived
         self._next = 0
@@ -96,13 +106,16 @@ class Tunnel(HubConnection):
             SiteError: if the connection has been given up, or a site is lost.
         """
         self.check()
-        channel = max(exchange(self._next))
+        found = exchange((self._next, os.urandom(_NONCE_BYTES)))
+        channel = max(number for number, _ in found)
         self._next = channel + 1
+        context = b"".join(nonce for _, nonce in found)  # that no other channel has
         opened: dict[int, socket.socket] = {}
         with self.lock:
             for slot in range(self.world_size):
                 if slot != self.rank:
-                    stream = self._streams[channel, slot] = PeerStream(channel, slot)
+                    keys = None if self._keys is None else self._keys.pair(slot, context)
+                    stream = self._streams[channel, slot] = PeerStream(channel, slot, keys)
                     opened[slot] = TunnelSocket(self, stream)
         self._wake()
         return opened
@@ -189,6 +202,7 @@ class Tunnel(HubConnection):
         stream = self._streams.get((head.exchange, head.slot))
         if stream is None:
             return
+        body = stream.opened(head, body)
         if head.tag == Tag.DATA:
             stream.receive(head.offset, body)
         elif head.tag == Tag.ROOM:
@@ -218,19 +232,17 @@ class Tunnel(HubConnection):
         return max(0, min(room, _MOST_KEPT - self._frames.kept_bytes))
 
     def _append_data(self, stream: PeerStream, parts: Sequence[Any], size: int) -> None:
-        head = Head(Kind.MESSAGE, stream.slot, 0, stream.channel, stream.sent, size, Tag.DATA)
-        self._frames.append(b"".join((head.pack(), *parts)))
+        self._frames.append(stream.frame(Tag.DATA, parts))
         stream.sent += size
 
     def _append_notice(self, stream: PeerStream, tag: Tag, content: bytes) -> None:
-        head = Head(Kind.MESSAGE, stream.slot, exchange=stream.channel, length=len(content), tag=tag)
-        self._frames.append(head.pack() + content)
+        self._frames.append(stream.frame(tag, [content]))
 
     def _send_spilled(self, stream: PeerStream) -> None:
         """Send what the program has left in the local socket, or that it has closed its end."""
         while room := self._sendable(stream):
             try:
-                content = stream.local.recv(min(room, PIECE_BYTES))
+                content = stream.local.recv(min(room, OPEN_BYTES))
             except BlockingIOError:
                 return
             except OSError:  # the program has closed its socket with bytes unread
@@ -326,21 +338,21 @@ def _pieces(buffers: Sequence[Any], most: int) -> Iterator[tuple[list[memoryview
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
         while len(view) and most:
-            part = view[: min(PIECE_BYTES - size, most)]
+            part = view[: min(OPEN_BYTES - size, most)]
             parts.append(part)
             size, most, view = size + len(part), most - len(part), view[len(part) :]
-            if size == PIECE_BYTES:
+            if size == OPEN_BYTES:
                 yield parts, size
                 parts, size = [], 0
     if parts:
         yield parts, size
 
 
-_tunnels: weakref.WeakKeyDictionary[HubConnection, Tunnel] = weakref.WeakKeyDictionary()
+_tunnels: weakref.WeakKeyDictionary[HubLink, Tunnel] = weakref.WeakKeyDictionary()
 _opening = threading.Lock()
 
 
-def tunnel_of(link: HubConnection, timeout: float) -> Tunnel:
+def tunnel_of(link: HubLink, timeout: float) -> Tunnel:
     """Return the tunnel beside a site's training connection; it dials when first asked for.
 
     Args:
@@ -354,13 +366,13 @@ def tunnel_of(link: HubConnection, timeout: float) -> Tunnel:
     with _opening:
         tunnel = _tunnels.get(link)
         if tunnel is None or tunnel.closed:
-            tunnel = Tunnel(link.kit, link.address)
+            tunnel = Tunnel(link.kit, link.address, link.sealing.keys)
             tunnel.start(timeout)
             _tunnels[link] = tunnel
         return tunnel
 
 
-def check_tunnel(link: HubConnection) -> None:
+def check_tunnel(link: HubLink) -> None:
     """Raise the error with which the tunnel beside a training connection has failed, if it has.
 
     Raises:

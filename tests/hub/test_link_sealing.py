@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-from contextlib import contextmanager
 
 import hub_kits
 import pytest
 import torch
 from hub_sites import TIMEOUT, link_all, open_link, together, transports
 from running_hub import running_hub
+from sealed_sites import SENTINEL, SITES, flip, make_kits, sealed_hub, sealed_links
 
 from dadplug.errors import SealingError, SiteError
 from dadplug.hub import provision
@@ -19,9 +18,6 @@ from dadplug.hub.frames import Frame, Kind
 from dadplug.hub.link_sealing import AGREEMENT
 from dadplug.hub.relay import Relay
 from dadplug.hub.sealing import OPEN_BYTES
-
-SENTINEL = b"an activation of a patient, "
-SITES = ("a", "b", "c")
 
 
 class ReadingHub:
@@ -53,29 +49,6 @@ def reader(monkeypatch):
 
     monkeypatch.setattr(Relay, "take", take_and_read)
     return reader
-
-
-def make_kits(folder, sites=SITES, sealed=True):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return hub_kits.make(folder, hub=f"127.0.0.1:{port}", hub_names=[], sites=list(sites), sealed=sealed)
-
-
-@contextmanager
-def sealed_hub(folder, sites=SITES, sealed=True, **rules):
-    with running_hub(make_kits(folder / "kits", sites, sealed), sites, **rules) as hub:
-        yield hub
-
-
-@contextmanager
-def sealed_links(folder, sites=SITES, sealed=True):
-    with sealed_hub(folder, sites, sealed) as hub:
-        opened = link_all(hub, len(sites))
-        try:
-            yield opened
-        finally:
-            for link in opened:
-                link.close(0.1)
 
 
 def gather(link, content: bytes, size: int, exchange: int) -> list[bytes]:
@@ -149,12 +122,6 @@ def test_messages_may_come_before_they_are_expected(tmp_path):
         buffer = bytearray(100000)
         second.wait([second.expect(0, 2, memoryview(buffer))], TIMEOUT)
         assert buffer == contents[0]
-
-
-def flip(frame, position=-1):
-    body = bytearray(frame.body)
-    body[position] ^= 1
-    return frame._replace(body=bytes(body))
 
 
 class Attack:
@@ -297,3 +264,20 @@ def test_two_runs_share_nothing(tmp_path, reader):
         results = together(lambda rank: hub_kits.attempt(lambda: open_link(hub.kits, "ab"[rank], hub.address)), 2)
     assert any(isinstance(each, SealingError) and "was shown other offers" in str(each) for each in results), results
     assert not any(hasattr(each, "send") for each in results)
+
+
+def test_large_sums_are_formed_by_the_sites_to_the_same_bits(tmp_path, reader):
+    addends = [torch.randn(50_000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    totals = {}
+    for sealed in (True, False):
+
+        def add(transport):
+            total = addends[transport.rank].clone()
+            transport.all_reduce(total).wait()
+            return total
+
+        with sealed_links(tmp_path / str(sealed), sealed=sealed) as links:
+            made = transports(links)
+            totals[sealed] = together(lambda rank: add(made[rank]), 3)  # noqa: B023
+        assert any(head.kind is Kind.SUMMAND for head, _ in reader.seen) is not sealed
+    assert all(torch.equal(total, totals[True][0]) for total in totals[True] + totals[False])

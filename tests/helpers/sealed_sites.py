@@ -1,0 +1,51 @@
+"""Sites whose kits require sealed messages."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import hub_kits
+from hub_sites import link_all
+from running_hub import RunningHub, running_hub
+
+from dadplug.hub.frames import Frame
+from dadplug.hub.link import HubLink
+
+SENTINEL = b"an activation of a patient, "
+SITES = ("a", "b", "c")
+
+
+def make_kits(folder: Path, sites: Sequence[str] = SITES, sealed: bool = True) -> Path:
+    """Make kits of sites that are all on this machine, and return their folder."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return hub_kits.make(folder, hub=f"127.0.0.1:{port}", hub_names=[], sites=list(sites), sealed=sealed)
+
+
+@contextmanager
+def sealed_hub(folder: Path, sites: tuple[str, ...] = SITES, sealed: bool = True) -> Iterator[RunningHub]:
+    """Run a hub."""
+    with running_hub(make_kits(folder / "kits", sites, sealed), sites) as hub:
+        yield hub
+
+
+@contextmanager
+def sealed_links(folder: Path, sites: tuple[str, ...] = SITES, sealed: bool = True) -> Iterator[list[HubLink]]:
+    """Run a hub, and link sites to it."""
+    with sealed_hub(folder, sites, sealed) as hub:
+        opened = link_all(hub, len(sites))
+        try:
+            yield opened
+        finally:
+            for link in opened:
+                link.close(0.1)
+
+
+def flip(frame: Frame, position: int = -1) -> Frame:
+    """Return a frame with one bit of its body changed."""
+    body = bytearray(frame.body)
+    body[position] ^= 1
+    return frame._replace(body=bytes(body))
