@@ -28,7 +28,7 @@ class Meter:
     """
 
     def __init__(self, count: int) -> None:
-        self._before: tuple[float, dict[int, tuple[int, int]]] = 0.0, {}
+        self._before: tuple[float, dict[int, tuple[int, int]]] | None = None
         self._rates = [(0.0, 0.0)] * count
 
     def rates(self, relay: Relay, now: float) -> list[tuple[float, float]]:
@@ -38,16 +38,18 @@ class Meter:
             relay: the hub's sessions.
             now: the time, in seconds.
         """
-        since, before = self._before
-        if now < since + _RATE_SECONDS:
+        if self._before is not None and now < self._before[0] + _RATE_SECONDS:
             return self._rates
         totals = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
+        last, self._before = self._before, (now, totals)
+        if last is None:
+            return self._rates
+        since, before = last
         sums = [[0.0, 0.0] for _ in self._rates]
         for session in relay.sessions.values():
             received, sent = before.get(id(session), (0, 0))
             sums[session.slot][0] += max(0, session.bytes_in - received)
             sums[session.slot][1] += max(0, session.bytes_out - sent)
-        self._before = now, totals
         self._rates = [(up / (now - since), down / (now - since)) for up, down in sums]
         return self._rates
 

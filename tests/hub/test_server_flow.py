@@ -7,7 +7,7 @@ import socket
 import time
 
 import pytest
-from cutting_proxy import CuttingProxy
+from cutting_relay import CuttingRelay
 from running_hub import TestSite, running_hub, together, until
 
 from dadplug.exchange import codec
@@ -157,40 +157,50 @@ def test_the_store_answers_requests(hub):
 
 def test_a_connection_that_is_cut_at_any_byte_loses_and_doubles_nothing(hub):
     """A relay cuts the connection of a, in the handshake, in heads, in bodies and between frames."""
-    limits = [1, 500, *range(2500, 6000, 97), PIECE, *range(2 * PIECE, 4 * PIECE, 9973)]
-    proxy = CuttingProxy(hub.address, limits)
+    cuts = [(0, 1), (1, 500), *((number % 2, each) for number, each in enumerate(range(1500, 5000, 97)))]
+    cuts += [(number % 2, each) for number, each in enumerate(range(PIECE, 3 * PIECE, 9973))]
+    count = len(cuts)
     b = TestSite(hub.kit("b"), hub.address)
-    a = TestSite(hub.kit("a"), proxy.address)
-    a.redials = True
-    for site in (a, b):
-        site.action(Start)
-    step = 0
-    while proxy.cuts < len(limits):
-        step += 1
-        contents = {site.slot: os.urandom(3 * PIECE + 17) for site in (a, b)}
+    with CuttingRelay(hub.address) as relay:
+        relay.cut_after(*cuts.pop(0))
+        a = TestSite(hub.kit("a"), relay.address)
+        a.redials = True
         for site in (a, b):
-            site.send(Kind.PAYLOAD, contents[site.slot], wait=False, step=step)
-            site.send(Kind.END, wait=False, step=step)
-        got = {a: b"", b: b""}
-        closed: set[TestSite] = set()
-        while len(closed) < 2:
-            for site in (a, b):
-                site.ping()
-                if site.lost is not None:
-                    assert site is a
-                    site.dial()
-                    assert site.answer.resumed
-                for frame in site.taken:
-                    if frame.head.kind is Kind.PAYLOAD:
-                        assert frame.head.offset == len(got[site])
-                        assert site not in closed
-                        got[site] += frame.body
-                    elif (action := read_control(frame.body, 2)) == Close(step, (0, 1), 0):
-                        closed.add(site)
-                    else:
-                        assert not isinstance(action, Drop), action
-                site.taken.clear()
-            time.sleep(0.001)
-        assert got == {a: contents[1], b: contents[0]}
-    proxy.close()
+            site.action(Start)
+        step = 0
+        while relay.cuts < count:
+            step += 1
+            assert step < 10 * count, "the relay does not cut"
+            if cuts and relay.cuts == count - len(cuts):
+                relay.cut_after(*cuts.pop(0))
+            exchange_while_cut(a, b, step)
     assert hub.hub.relay.membership.step == step
+
+
+def exchange_while_cut(a: TestSite, b: TestSite, step: int) -> None:
+    """Exchange payloads and close a step; a dials again whenever its connection is lost."""
+    contents = {site.slot: os.urandom(3 * PIECE + 17) for site in (a, b)}
+    for site in (a, b):
+        site.send(Kind.PAYLOAD, contents[site.slot], wait=False, step=step)
+        site.send(Kind.END, wait=False, step=step)
+    got = {a: b"", b: b""}
+    closed: set[TestSite] = set()
+    while len(closed) < 2:
+        for site in (a, b):
+            site.ping()
+            if site.lost is not None:
+                assert site is a
+                site.dial()
+                assert site.answer.resumed
+            for frame in site.taken:
+                if frame.head.kind is Kind.PAYLOAD:
+                    assert frame.head.offset == len(got[site])
+                    assert site not in closed
+                    got[site] += frame.body
+                elif (action := read_control(frame.body, 2)) == Close(step, (0, 1), 0):
+                    closed.add(site)
+                else:
+                    assert not isinstance(action, Drop), action
+            site.taken.clear()
+        time.sleep(0.001)
+    assert got == {a: contents[1], b: contents[0]}

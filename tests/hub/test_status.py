@@ -1,0 +1,230 @@
+"""The hub's status, journal and command."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hub_kits
+import pytest
+from running_hub import TIMEOUT, TestSite, running_hub, together, until
+
+from dadplug.cli.commands import main
+from dadplug.hub import journal, status
+from dadplug.hub.actions import Close, Drop, Start
+from dadplug.hub.frames import Kind
+from dadplug.hub.journal import Journal
+from dadplug.hub.kits import Kit
+from dadplug.hub.status import Meter, StatusFile, Terminal, late_sites, snapshot, table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_status_tells_sites_steps_and_for_whom_training_waits(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        a = TestSite(hub.kit("a"), hub.address)
+        found = snapshot(hub.hub, Meter(2))
+        assert [site["state"] for site in found["sites"]] == ["waiting", "absent"]
+        assert found["waiting"] == "1 of 2 sites are here: waiting for b"
+        assert not found["started"]
+        b = TestSite(hub.kit("b"), hub.address)
+        for site in (a, b):
+            site.action(Start)
+        for site in (a, b):
+            site.send(Kind.END)
+        for site in (a, b):
+            site.action(Close)
+        found = snapshot(hub.hub, Meter(2))
+        assert [site["state"] for site in found["sites"]] == ["member", "member"]
+        assert (found["step"], found["waiting"], found["started"]) == (1, "", True)
+        b.cut()
+        until(lambda: snapshot(hub.hub, Meter(2))["sites"][1]["state"] == "disconnected")
+        assert any("a has joined" in line for line in found["journal"])
+        assert json.loads(json.dumps(found)) == found
+
+
+def test_rates_are_bytes_by_second(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        a, b = together(hub)
+        meter, relay = Meter(2), hub.hub.relay
+        meter.rates(relay, 100.0)
+        a.send(Kind.PAYLOAD, bytes(1_000_000))
+        b.message(1_000_000)
+        assert meter.rates(relay, 100.5) == [(0.0, 0.0)] * 2  # too early
+        (from_a, to_a), (from_b, to_b) = meter.rates(relay, 104.0)
+        assert 250_000 <= from_a < 260_000
+        assert 250_000 <= to_b < 260_000
+        assert max(to_a, from_b) < 1000
+        assert meter.rates(relay, 108.0)[0][0] < 1000
+
+
+def test_a_site_is_late_while_others_have_sent_more(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        a, b = together(hub)
+        relay = hub.hub.relay
+        now = time.monotonic() + 5
+        assert late_sites(relay, now) == {}
+        a.send(Kind.PAYLOAD, b"content")
+        b.message(7)
+        [slot] = late_sites(relay, now)
+        assert slot == 1
+        assert late_sites(relay, time.monotonic()) == {}
+        b.send(Kind.PAYLOAD, b"content")
+        b.send(Kind.END)
+        until(lambda: relay.sessions["training", 1].progress == (1, 0))
+        assert list(late_sites(relay, time.monotonic() + 5)) == [0]
+
+
+EXAMPLE = {
+    "project": "study",
+    "address": "127.0.0.1:8470",
+    "step": 12,
+    "waiting": "",
+    "sites": [
+        {"name": "bavaria", "state": "member", "step": 12, "late_seconds": 0.0}
+        | {"bytes_per_second_from": 1_500_000, "bytes_per_second_to": 0},
+        {"name": "b", "state": "absent", "step": 0, "late_seconds": 7.4}
+        | {"bytes_per_second_from": 0, "bytes_per_second_to": 0},
+    ],
+}
+
+
+def test_the_table_has_a_line_for_each_site():
+    lines = table(EXAMPLE)
+    assert lines[0] == "study at 127.0.0.1:8470: step 12, 1 of 2 sites"
+    assert lines[1].split() == ["site", "state", "step", "from", "MB/s", "to", "MB/s", "late"]
+    assert lines[2].split() == ["bavaria", "member", "12", "1.50", "0.00"]
+    assert lines[3].split() == ["b", "absent", "0", "0.00", "0.00", "7", "s"]
+    assert table(EXAMPLE | {"waiting": "waiting for b"})[4:] == ["waiting for b"]
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_table_is_drawn_in_place_and_the_journal_above_it(monkeypatch):
+    monkeypatch.setattr(status.shutil, "get_terminal_size", lambda: os.terminal_size((40, 20)))
+    output = FakeTerminal()
+    terminal = Terminal(output)
+    terminal.write_line("first")
+    terminal.show(EXAMPLE)
+    before = output.getvalue()
+    assert before.startswith("first\nstudy at")
+    assert max(map(len, before.splitlines())) <= 39
+    terminal.show(EXAMPLE)
+    assert output.getvalue() == before
+    terminal.write_line("second")
+    assert output.getvalue()[len(before) :].startswith("\x1b[4F\x1b[Jsecond\nstudy at")
+
+
+def test_without_a_terminal_there_are_lines_only():
+    output = io.StringIO()
+    terminal = Terminal(output)
+    terminal.show(EXAMPLE)
+    terminal.write_line("a has joined")
+    assert output.getvalue() == "a has joined\n"
+
+
+def test_the_status_file_is_replaced_as_a_whole_and_a_failure_told_once(tmp_path):
+    complaints: list[str] = []
+    path = tmp_path / "status.json"
+    file = StatusFile(path, complaints.append)
+    file.write(EXAMPLE)
+    with path.open() as before:
+        file.write(EXAMPLE | {"step": 13})
+        assert json.load(before)["step"] == 12
+    assert json.loads(path.read_text())["step"] == 13
+    assert list(tmp_path.iterdir()) == [path]
+    missing = StatusFile(tmp_path / "missing" / "status.json", complaints.append)
+    for _ in range(3):
+        missing.write(EXAMPLE)
+    assert len(complaints) == 1
+    assert "cannot be written" in complaints[0]
+
+
+def test_the_journal_counts_refusals_beyond_the_first_ones():
+    lines: list[str] = []
+    log = Journal(lines.append)
+    for _ in range(journal._REFUSALS + 490):
+        log.refuse("198.51.100.7:1", "the other end does not speak TLS", 100.0)
+    assert len(lines) == journal._REFUSALS
+    log.end_period(105.0)
+    assert len(lines) == journal._REFUSALS
+    log.end_period(111.0)
+    assert lines[-1].endswith("refused 490 more connections within 10 s")
+    log.refuse("198.51.100.7:1", "again", 112.0)
+    assert lines[-1].endswith("refused 198.51.100.7:1: again")
+    assert "UTC  refused" in lines[0]
+
+
+@pytest.fixture
+def kits(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return hub_kits.make(tmp_path / "kits", hub=f"127.0.0.1:{port}", hub_names=[])
+
+
+def test_the_command_serves_sites_until_it_gets_a_signal(kits, tmp_path):
+    command = f"{kits}/hub --status {tmp_path}/status.json --journal {tmp_path}/journal.log --site-timeout 7 --grace 3"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dadplug", "hub", *command.split()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        until(lambda: (tmp_path / "status.json").exists() or process.poll() is not None)
+        address = Kit.load(kits / "a").roster.address()
+        sites = [TestSite(Kit.load(kits / name), address) for name in "ab"]
+        for site in sites:
+            assert (site.answer.min_sites, site.answer.timeout_ms, site.answer.grace_ms) == (2, 7000, 3000)
+            site.action(Start)
+        until(lambda: json.loads((tmp_path / "status.json").read_text())["started"])
+        process.send_signal(signal.SIGTERM)
+        for site in sites:
+            assert site.action(Drop).reason == "the hub ends: it has received SIGTERM"
+        output, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, output
+    log = (tmp_path / "journal.log").read_text()
+    assert output == log
+    for event in ("listens at 127.0.0.1", "a has joined", "training starts", "b has left: the hub ends"):
+        assert event in log
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert [site["state"] for site in found["sites"]] == ["absent", "absent"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("a", "is the kit of the site a"),
+        ("hub --listen nowhere", "must be HOST:PORT"),
+        ("hub --listen 192.0.2.1:8470", "cannot listen at 192.0.2.1:8470"),
+        ("hub --min-sites 3", "min_sites=3, but the roster has 2 sites"),
+        ("hub --min-sites 0", "at least one site has to stay"),
+        ("hub --grace 0", "grace=0.0: it has to be positive"),
+        ("missing", "is not a folder"),
+    ],
+)
+def test_what_the_command_cannot_do_is_one_line(kits, capsys, arguments, reason):
+    assert main(["hub", *f"{kits}/{arguments}".split()]) == 1
+    printed = capsys.readouterr()
+    assert reason in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_port_that_is_in_use_is_an_error(kits, capsys):
+    with socket.create_server(Kit.load(kits / "hub").roster.address()):
+        assert main(["hub", f"{kits}/hub"]) == 1
+    assert "Address already in use" in capsys.readouterr().err
