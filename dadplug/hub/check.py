@@ -107,7 +107,11 @@ def _files(kit: Kit) -> Iterator[Finding]:
     modes = "all modes" if kit.policy.modes is None else "modes " + (", ".join(kit.policy.modes) or "none")
     inputs = "" if kit.policy.share_inputs else ", share_inputs=False"
     place = kit.roster.hub_at
-    where = f"site {place} runs the hub" if place else "a third party runs the hub: modes with factors are refused"
+    where = f"site {place} runs the hub" if place else "a third party runs the hub"
+    if kit.roster.sealed:
+        where += ", and cannot read what sites send"
+    elif not place:
+        where += ": modes with factors are refused"
     yield Finding("policy", "ok", f"{modes}{inputs}; {where}")
 
 

@@ -81,7 +81,7 @@ def running_hub(
         settings: further arguments of `Hub`.
     """
     if not folder.exists():
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         hub_kits.make(folder, hub=address, hub_names=[], sites=list(sites), hub_at=sites[0])
     log: list[str] = []
     kit = Kit.load(folder / "hub")
@@ -106,7 +106,7 @@ def running_hub(
         assert not thread.is_alive(), "the hub has not ended"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port that no connection gets by chance meanwhile, as those above 32768 on Linux."""
     while True:
         port = random.randrange(10_000, 30_000)

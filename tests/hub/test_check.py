@@ -251,7 +251,10 @@ def test_a_hub_of_a_third_party_is_pointed_out(tmp_path):
     entries = {name: value for name, value in hub_kits.PROJECT.items() if name != "hub_at"}
     provision.provision(Project.parse(entries | {"hub": "127.0.0.1:9"}), tmp_path / "kits")
     found = {each.item: each for each in findings(tmp_path / "kits" / "a")}
-    assert "modes with factors are refused" in found["policy"].text
+    assert "a third party runs the hub: modes with factors are refused" in found["policy"].text
+    provision.provision(Project.parse(entries | {"hub": "127.0.0.1:9", "sealed": True}), tmp_path / "sealed")
+    found = {each.item: each for each in findings(tmp_path / "sealed" / "a")}
+    assert "a third party runs the hub, and cannot read what sites send" in found["policy"].text
 
 
 def test_a_hub_of_another_version(tmp_path, monkeypatch):
