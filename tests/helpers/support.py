@@ -146,12 +146,12 @@ class Sites:
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()
             code = f"import sys; sys.path[:] = {sys.path!r}; import support; "
+            names = {"RANK": str(rank)}
             if kits:
-                place, names = {"kit": str(kits[rank])}, {}
+                place = {"kit": str(kits[rank])}
             else:
                 place = {"rank": rank, "num_nodes": world_size, "dist_url": f"tcp://127.0.0.1:{port}"}
-                names = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-                names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                names |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             code += f"support.serve_calls({key!r}, {place!r})"
             environment = os.environ | ONE_THREAD | names | (env or {})
             self.processes.append(forkserver.start(["-c", code], environment, inherit=[theirs.fileno()]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import support
@@ -296,6 +297,21 @@ def test_lightning_trains_with_samplers_and_metrics_of_all_sites(fitted, stock):
 def test_dad_strategy_equals_stock_ddp(fitted):
     for ours, theirs in zip(fitted[False][0][0], fitted[True][0][0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def shared(name: str) -> ModuleType:
+    """Import another test module, whose functions the sites run."""
+    return support.load(str(Path(__file__).parents[1] / "runners" / name))
+
+
+def test_embeddings_are_managed_in_catalyst(group):
+    pytest.importorskip("catalyst")
+    group.run(shared("test_adapm_runner.py").trains, "sgd", "auto")
+
+
+def test_embeddings_are_managed_in_lightning(group):
+    pytest.importorskip("pytorch_lightning")
+    group.run(shared("test_adapm_strategy.py").trains, "adagrad", "function")
 
 
 def test_no_site_listens(group):

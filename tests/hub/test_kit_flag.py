@@ -1,0 +1,101 @@
+"""The flag --kit of the experiments and of both two-site examples."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import hub_kits
+import pytest
+import support
+from running_hub import running_hub
+
+from dadplug.cli import place_of
+from dadplug.cli.arguments import Place
+from dadplug.errors import KitError
+from dadplug.experiment import build_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("bavaria", "saxony")
+
+
+def parsed(*flags: str):
+    return build_parser().parse_args(list(flags))
+
+
+def test_a_kit_determines_the_place(tmp_path):
+    kits = hub_kits.make(tmp_path / "kits", sites=["a", "b", "c"])
+    assert place_of(parsed("--kit", str(kits / "c"))) == Place(2, 3, kit=str(kits / "c"))
+    for flags, name in (
+        (["--rank", "0"], "rank"),
+        (["--num-nodes", "3"], "num-nodes"),
+        (["--dist-url", "x"], "dist-url"),
+    ):
+        with pytest.raises(ValueError, match=f"leave out {name}"):
+            place_of(parsed("--kit", str(kits / "c"), *flags))
+    with pytest.raises(KitError, match="is not a folder"):
+        place_of(parsed("--kit", str(kits / "d")))
+
+
+def test_without_a_kit_the_place_is_that_of_the_flags():
+    assert place_of(parsed()) == Place(0, 1, "tcp://127.0.0.1:8998")
+    assert place_of(parsed("--rank", "1", "--num-nodes", "2", "--dist-url", "tcp://h:1")) == Place(1, 2, "tcp://h:1")
+
+
+def test_under_torchrun_the_place_is_that_of_the_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert place_of(parsed()) == Place(1, 2)
+    with pytest.raises(ValueError, match="without torchrun"):
+        place_of(parsed("--kit", "kits/a"))
+
+
+@pytest.mark.slow
+def test_an_experiment_trains_by_kits(tmp_path):
+    support.need("catalyst")
+    flags = ["--epochs", "1", "--N", "400", "--log-dir", str(tmp_path / "logs")]
+    with running_hub(tmp_path / "kits", sites=NAMES) as hub:
+        commands = [["-m", "dadplug.experiment", "--kit", str(hub.kits / name), *flags] for name in NAMES]
+        for each in support.run_programs(commands, timeout=200, folder=ROOT):
+            assert each.status == 0, each.errors
+    for rank in range(2):
+        folder = tmp_path / "logs" / "experiment" / f"site_{rank}"
+        parameters = json.loads((folder / "parameters.json").read_text())
+        assert (parameters["rank"], parameters["num_nodes"]) == (rank, 2)
+        assert json.loads((folder / "results.json").read_text())["replicas_equal"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "trainer", "accuracy"), [("two_site_mnist", "catalyst", 0.6), ("two_site_vit", "lightning", 0.6)]
+)
+def test_both_examples_train_by_kits(tmp_path, example, trainer, accuracy):
+    package = {"catalyst": "catalyst", "lightning": "pytorch_lightning"}[trainer]
+    support.need(package)
+    if example == "two_site_vit":
+        support.need("linformer")
+    flags = ["--trainer", trainer, "--epochs", "1", "--log-dir", str(tmp_path)]
+    preload = ["pytorch_lightning"] if trainer == "lightning" else []
+    with running_hub(tmp_path / "kits", sites=NAMES) as hub:
+        commands = [[str(ROOT / "examples" / f"{example}.py"), "--kit", str(hub.kits / name), *flags] for name in NAMES]
+        finished = support.run_programs(commands, timeout=200, preload=preload)
+        for each in finished:
+            assert each.status == 0, each.errors
+    line = next(line for line in finished[0].output.splitlines() if re.match(r"rankdad +0\.", line))
+    assert line.endswith("equal")
+    assert float(line.split()[1]) > accuracy
+    assert finished[1].output == ""
+
+
+def test_an_unusable_kit_ends_a_program_with_one_line(tmp_path):
+    kits = hub_kits.make(tmp_path / "kits")
+    commands = [
+        [str(ROOT / "examples" / "two_site_mnist.py"), "--kit", str(kits / "hub")],
+        ["-m", "dadplug.experiment", "--kit", str(kits / "a"), "--rank", "1"],
+    ]
+    hub, place = support.run_programs(commands, folder=ROOT)
+    assert (hub.status, place.status) == (1, 1)
+    assert hub.errors.strip() == f"error: {kits / 'hub'} is the kit of the hub: a site needs its own"
+    assert "leave out rank" in place.errors
+    assert "Traceback" not in hub.errors + place.errors
