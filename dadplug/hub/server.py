@@ -184,9 +184,10 @@ class Hub:
                 except OSError as error:
                     self._lose(session, tls.explain(error), now)
                     continue
-            session.update_full()
             if session in self._leaving and not session.waiting:
                 self._say_farewell(session, now)
+        for session in self.relay.sessions.values():  # those without a connection, too
+            session.update_full()
 
     def _lose(self, session: Session, reason: str, now: float) -> None:
         """Take note that a connection is lost; the site may dial again."""

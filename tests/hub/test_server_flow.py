@@ -56,6 +56,25 @@ def test_a_site_that_does_not_read_holds_up_those_that_send_to_it(small_queues, 
     assert len(hub.hub.relay.sessions) == 2
 
 
+def test_the_memory_for_a_site_whose_connection_is_lost_is_bounded(small_queues, hub):
+    a, b = together(hub)
+    b.cut()
+    content = os.urandom(200 * PIECE)
+    a.send(Kind.PAYLOAD, content, wait=False)
+    queue = hub.hub.relay.sessions["training", 1].queue
+    until(lambda: a.pump() or queue.nbytes > FULL)
+    for _ in range(100):
+        a.pump()
+        time.sleep(0.002)
+    assert queue.nbytes < FULL + 4 * PIECE
+    b.dial()
+    got = b""
+    while len(got) < len(content):
+        a.pump()
+        got += b.take(Kind.PAYLOAD).body
+    assert got == content
+
+
 def test_both_sites_get_on_though_both_queues_are_full(small_queues, hub):
     a, b = together(hub)
     content = os.urandom(150 * PIECE)
