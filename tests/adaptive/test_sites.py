@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
+from running_hub import running_hub
 from torch.utils.data import TensorDataset
 
 import dadplug
@@ -177,3 +179,18 @@ def test_a_pass_outside_of_epochs_is_divided(sites):
     first, second, third = sites(3).run(lengths)
     assert [each[:2] for each in (first, second, third)] == [(2, 2)] * 3
     assert sorted(sample for each in (first, second, third) for batch in each[2] for sample in batch) == list(range(23))
+
+
+def test_over_a_hub(tmp_path):
+    names = ("bavaria", "saxony")
+    plan = [(tmp_path / "a", "a", 10, 2), (tmp_path / "b", "b", 7, 2)]
+    with running_hub(tmp_path / "kits", sites=names) as hub:
+        kits = [hub.kits / name for name in names]
+        with support.Sites(2, kits=kits) as group:
+            before = group.run(trains, plan, 3)
+            plan[0][0].unlink()
+            after = group.run(trains, plan)
+    assert [each[3] for each in after] == [None, None]
+    assert sorted(samples(before[0])[:4] + samples(after[0])) == list(range(10))
+    assert sorted(samples(before[1])[:4] + samples(after[1])) == list(range(7))
+    assert after[0][1] == after[1][1] == {0: once(a=10, b=7)}
