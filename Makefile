@@ -12,8 +12,8 @@ OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(shell for each in python3.10 "$$(pyenv root 2>/dev/null)"/versions/3.10.*/bin/python python3.11 \
 	python3; do "$$each" -c "" 2>/dev/null && echo "$$each" && break; done)
 NEWEST := .venv-newest
-CORE_TESTS := $(addprefix tests/,adapm callbacks cli data exchange hooks hub lowrank methods model_sync planning \
-	reducer runners test_jit.py test_reduction.py test_reduction_state.py test_registry.py test_signature.py)
+CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange hooks hub lowrank methods model_sync \
+	planning reducer runners test_jit.py test_reduction.py test_reduction_state.py test_registry.py test_signature.py)
 
 .PHONY: demo test test-oldest test-newest lint types docs clean
 

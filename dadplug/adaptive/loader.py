@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -90,8 +91,8 @@ class ElasticDataLoader(DataLoader[Any]):
         """
         batches = self._batches
         if batches.schedule is None:
-            transport = progress().transport
-            rank, count = (0, 1) if self._source else (transport.rank, transport.world_size)
+            alone = self._source or not (dist.is_available() and dist.is_initialized())
+            rank, count = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
             return self._schedule(0, (self.local_batch_size,) * count).steps(rank)
         return self._schedule(0, batches.schedule.sizes).steps(batches.member)
 

@@ -99,6 +99,7 @@ def train(path, every, crash):
     return model.trained, report
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(crashes=st.lists(st.integers(0, 70), max_size=4), every=st.sampled_from([None, 1, 2, 3, 5]))
 def test_a_program_that_is_interrupted_ends_like_one_that_is_not(tmp_path_factory, crashes, every):
