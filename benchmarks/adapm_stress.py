@@ -1,13 +1,19 @@
 """The sums of all pushes are exact to the bit after random pulls, pushes, intents, moves and delays.
 
 torchrun --nproc-per-node 3 benchmarks/adapm_stress.py --operations 10_000_000
+python benchmarks/adapm_stress.py --hub 3
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import socket
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,13 +76,44 @@ def stress(operations: int, technique: str, *, keys: int = 4000, width: int = 4,
         return {"operations": done, "seconds": time.perf_counter() - start, **manager.counts}
 
 
+def over_hub(count: int, arguments: list[str]) -> int:
+    """Run a hub and sites on this machine; return 0 if none of them fails.
+
+    Args:
+        count: number of sites.
+        arguments: further arguments of each site.
+    """
+    names = [f"site{number}" for number in range(count)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        kits = Path(folder) / "kits"
+        project = Path(folder) / "project.toml"
+        project.write_text(f'name = "stress"\nhub = "127.0.0.1:{port}"\nsites = {names}\nhub_at = "site0"\n')
+        command = [sys.executable, "-m", "dadplug"]
+        subprocess.run([*command, "provision", project, "--out", kits], check=True)
+        hub = subprocess.Popen([*command, "hub", kits / "hub"])
+        try:
+            own = [sys.executable, __file__, *arguments, "--kit"]
+            sites = [subprocess.Popen([*own, kits / name]) for name in names]
+            return max(abs(site.wait()) for site in sites)
+        finally:
+            hub.terminate()
+            hub.wait()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--operations", type=int, default=1_000_000, help="keys, at all sites together")
     parser.add_argument("--technique", default="all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hub", type=int, metavar="SITES", help="run a hub and so many sites on this machine")
+    parser.add_argument("--kit", help="kit of this site, to dial a hub that runs")
     args = parser.parse_args()
+    if args.hub:
+        own = [f"--{name}={getattr(args, name)}" for name in ("operations", "technique", "seed")]
+        sys.exit(over_hub(args.hub, own))
     torch.set_num_threads(1)
-    dadplug.connect()
+    dadplug.connect(kit=args.kit)
     sites = dist.get_world_size() if dist.is_initialized() else 1
     print(stress(args.operations // sites, args.technique, seed=args.seed))

@@ -72,9 +72,11 @@ class Transport(ABC):
         copies: how many times this site sends a gathered payload to other nodes.
         ring: how many times its own size this site sends of a sum to other nodes.
         nodes: the processes of each node; None where each process counts as a node.
+        is_direct: whether sites can open connections to each other.
     """
 
     nodes: Nodes | None = None
+    is_direct: bool = True
 
     def __init__(self, sites: Sites, traffic: Traffic, rank: int, device: torch.device, timeout: float) -> None:
         self.sites = sites

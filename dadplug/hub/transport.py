@@ -36,6 +36,8 @@ class HubTransport(Transport):
         group: process group of the sites, if there is one.
     """
 
+    is_direct = False
+
     def __init__(self, link: HubLink, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(HubSites(link), traffic, link.rank, torch.device("cpu"), timeout)
         self.link = link

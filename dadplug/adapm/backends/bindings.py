@@ -50,7 +50,7 @@ class BindingsBackend(Backend):
 
     Raises:
         ImportError: if there is no module ``adapm``.
-        ValueError: if an option is out of range.
+        ValueError: if an option is out of range, or the sites are connected through a hub.
         MismatchError: if the sites' options differ.
     """
 
@@ -62,6 +62,11 @@ class BindingsBackend(Backend):
         if technique not in self.techniques:
             raise ValueError(f"technique {technique!r} is not one of AdaPM's: {', '.join(map(repr, self.techniques))}")
         super().__init__(technique, process_group, timeout, interval)
+        if not self.transport.is_direct:
+            raise ValueError(
+                'backend="adapm" opens connections between the sites, in the clear, which a hub does not carry: leave '
+                "backend out"
+            )
         self._adapm = _import(self.transport)
         self.check_equal("options", ("adapm", technique, timeout))
         self._tables: list[TableSpec] = []
