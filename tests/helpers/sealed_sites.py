@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import hub_kits
 from hub_sites import link_all
 from running_hub import RunningHub, running_hub
 
+from dadplug.hub import Project, provision
 from dadplug.hub.frames import Frame
 from dadplug.hub.link import HubLink
 
@@ -22,7 +22,11 @@ def make_kits(folder: Path, sites: Sequence[str] = SITES, sealed: bool = True) -
     """Make kits of sites that are all on this machine, and return their folder."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    return hub_kits.make(folder, hub=f"127.0.0.1:{port}", hub_names=[], sites=list(sites), sealed=sealed)
+    entries = {"name": "study", "hub": f"127.0.0.1:{port}", "sites": list(sites)}
+    # A third party runs the hub, where messages are sealed.
+    entries |= {"sealed": True} if sealed else {"hub_at": sites[0]}
+    provision.provision(Project.parse(entries), folder)
+    return folder
 
 
 @contextmanager
