@@ -39,7 +39,8 @@ def connect(
     is done if it names no other site, or if a group exists already.
 
     With a kit, this site dials the hub that the kit names, listens at no port, and all messages of the process group
-    and of dadplug's own transports are encrypted. Number of this site and number of sites are those of the kit.
+    and of dadplug's own transports are encrypted. Number of this site and number of sites are those of the kit. After
+    an error by which a site was lost, the sites can connect again.
 
     Args:
         rank: number of this site, from 0; site 0 hosts the meeting point.
@@ -60,8 +61,12 @@ def connect(
         rendezvous.connect(rank, num_nodes, dist_url, backend=backend, timeout=timeout)
         return
     loaded = load_site_kit(kit, rank=rank, num_nodes=num_nodes, dist_url=dist_url, backend=backend)
-    if dist.is_initialized() and not _leave_lost_hub(loaded):
-        return
+    if dist.is_initialized():
+        if _is_connected(loaded):
+            return
+        dist.destroy_process_group()
+    for connection in list(_connections):  # of an earlier run
+        connection.close_transports()
     Connection(loaded, timeout)
 
 
@@ -90,26 +95,18 @@ def load_site_kit(folder: str | Path, **places: object) -> Kit:
     return kit
 
 
-def _leave_lost_hub(kit: Kit) -> bool:
-    """Leave the process group that exists if its connection to the hub has been closed.
-
-    Returns:
-        Whether a new connection is to be made.
+def _is_connected(kit: Kit) -> bool:
+    """Return whether this process is connected by a kit, and none of its sites is lost.
 
     Raises:
-        ValueError: if this process is connected otherwise than by the kit.
+        ValueError: if this process is connected otherwise.
     """
     link = current_link()
     if link is None:
         raise ValueError("this process has a process group already, whose messages do not go over the kit's hub")
     if link.kit.certificate != kit.certificate:
         raise ValueError(f"this process is connected by the kit {link.kit.folder} already")
-    if not link.closed:
-        return False
-    dist.destroy_process_group()
-    for connection in list(_connections):
-        connection.close_transports()
-    return True
+    return not (link.closed or link.gone)
 
 
 class Connection:

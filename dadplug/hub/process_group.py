@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..exchange.objects import MAX_BYTES
 from ..exchange.worker_threads import WorkerThreads
+from .transport import bytes_of
 
 if TYPE_CHECKING:
 
@@ -315,9 +316,9 @@ class HubGroup(_ProcessGroup):
         exchange = self._first + self._count
         self._count = (self._count + 1) % _NUMBERS
         others = [rank for rank, size in enumerate(sizes) if size and rank != self._own]
-        incoming = [self._link.expect(self._slots[rank], exchange, _bytes(parts[rank])) for rank in others]
+        incoming = [self._link.expect(self._slots[rank], exchange, bytes_of(parts[rank])) for rank in others]
         if len(own):
-            self._link.send(exchange, _bytes(own))
+            self._link.send(exchange, bytes_of(own))
         return HubWork(lambda seconds: self._link.wait(incoming, seconds), lambda: put(parts), tensors, self)
 
     def _tables(self, sizes: Sequence[int]) -> list[list[int]]:
@@ -362,10 +363,6 @@ def _split(tensor: Tensor, shares: Sequence[int]) -> tuple[Tensor, ...]:
     """Return views of a tensor's rows, as many for each site as its share of them."""
     rows = len(tensor) // sum(shares) if sum(shares) else 0
     return torch.split(tensor, [share * rows for share in shares])
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.view(torch.uint8).numpy().data
 
 
 def _reduction(operation: Any) -> Callable[[list[Tensor]], Tensor]:

@@ -94,6 +94,50 @@ def test_sites_leave_without_a_reason_where_their_programs_end(tmp_path):
             hub.await_line(f"{name} has left: its training is complete")
 
 
+def test_sites_connect_again_after_an_error(tmp_path):
+    code = """
+reduction = dadplug.GradientReduction(model := nn.Linear(4, 4), mode="dad")
+try:
+    if rank == 1:
+        raise ValueError("no data today")
+    model(torch.ones(2, 4)).sum().backward()
+    reduction.synchronize()
+except Exception as error:
+    reduction.abort(f"{type(error).__name__}: {error}")
+    print(error)
+reduction.detach(discard=True)
+dadplug.connect(kit=sys.argv[1], timeout=60)
+reduction = dadplug.GradientReduction(model, mode="dad")
+model(torch.ones(2, 4)).sum().backward()
+reduction.synchronize()
+assert reduction.first_difference() is None
+objects = [None, None]
+dist.all_gather_object(objects, rank)
+assert objects == [0, 1]
+"""
+    script = tmp_path / "site.py"
+    script.write_text(HEAD + code)
+    with running_hub(tmp_path / "kits", sites=NAMES) as hub:
+        first, second = support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES])
+    assert first.status == 0, first.errors
+    assert second.status == 0, second.errors
+    assert "site 1 (saxony) is gone: ValueError: no data today" in first.output
+
+
+def test_sites_with_different_versions_say_so(tmp_path):
+    script = tmp_path / "site.py"
+    script.write_text(
+        "import sys, dadplug\nif 'saxony' in sys.argv[1]: dadplug.__version__ = '0.0.9'\n"
+        "dadplug.connect(kit=sys.argv[1], timeout=60)\n"
+    )
+    with running_hub(tmp_path / "kits", sites=NAMES) as hub:
+        finished = support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES])
+    for each in finished:
+        assert each.status == 1
+        assert "MismatchError: the sites run different versions of dadplug: site 0 (bavaria) 0." in each.errors
+        assert "site 1 (saxony) 0.0.9" in each.errors
+
+
 # Arguments
 
 
