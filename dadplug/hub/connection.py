@@ -19,17 +19,18 @@ from contextlib import suppress
 
 from ..errors import MismatchError, RefusedError, SealingError, SiteError
 from . import tls
-from .actions import FRESH, Refuse
+from .actions import FRESH
+from .dialing import dial_hub
 from .forked import close_in_children
 from .frames import VERSION, FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
 from .kits import Kit
 from .numbered import NumberedFrames
-from .receiver import FrameReceiver
 
 REDIAL_SECONDS = 30.0  # after which a hub that cannot be reached is given up
 _DIAL_SECONDS = 5.0  # for each part of the start of a connection
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to dial
 _PING_SECONDS = 1.0
+_SHORTEST_SILENCE = 2.0  # seconds; the hub pings every second
 KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer
 _BATCH_SECONDS = 0.001  # between two reads of the thread, so that it does not wake up for each packet
 _LOST = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
@@ -46,6 +47,7 @@ class HubConnection(ABC):
     Attributes:
         rank: slot of this site.
         names: names of the sites, by slot.
+        left: whether this site has told the hub that it leaves.
         outage: reason of the present loss of the connection; empty while there is one.
     """
 
@@ -66,7 +68,7 @@ class HubConnection(ABC):
         self._heard = 0.0
         self._silence = REDIAL_SECONDS  # without a byte, while somebody waits, after which the connection is given up
         self._waiting = 0  # threads in `attend`
-        self._closed = False
+        self.left = self._closed = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -124,6 +126,14 @@ class HubConnection(ABC):
         return f"the hub at {self.address[0]}:{self.address[1]}"
 
     @property
+    def hub_state(self) -> str:
+        """Reason why nothing arrives from the hub; empty if it does."""
+        if self.outage:
+            return f"{self.hub} cannot be reached: {self.outage}"
+        silent = time.monotonic() - self._heard
+        return f"{self.hub} has been silent for {silent:.1f} s" if silent > _SHORTEST_SILENCE else ""
+
+    @property
     def closed(self) -> bool:
         """Whether the connection has been closed, or has failed."""
         return self._closed or self._failure is not None
@@ -152,7 +162,7 @@ class HubConnection(ABC):
         Args:
             seconds: time for the rest, at most.
         """
-        if self._closed:
+        if self._wake_read.fileno() < 0:
             return
         deadline = time.monotonic() + seconds
         while not self.closed and time.monotonic() < deadline:
@@ -173,8 +183,7 @@ class HubConnection(ABC):
     def close_descriptors(self) -> None:
         """Close the sockets at once, also in a forked child, where another thread may have held the lock."""
         self._closed = True
-        connection = self._connection
-        for each in (connection, self._wake_read, self._wake_write):
+        for each in (self._connection, self._wake_read, self._wake_write):
             if each is not None:
                 with suppress(OSError):
                     each.close()
@@ -269,6 +278,7 @@ class HubConnection(ABC):
     def _lose(self, error: OSError) -> None:
         """Take note that the connection is lost; the thread dials again."""
         self.outage, self._lost_at = tls.explain(error), time.monotonic()
+        self._closed = self._closed or (self.left and self._frames.idle)
         self._disconnect()
         self._wake()
 
@@ -287,12 +297,9 @@ class HubConnection(ABC):
             OSError: if it cannot be reached, or may accept this site later.
             FrameError: if it sends something that is no answer.
         """
-        connection = tls.dial(self.kit, seconds, self.address)
+        hello = Hello(VERSION, self._instance, FRESH, self._channel, self._frames.received)
+        connection, welcome = dial_hub(self.kit, hello, self.address, seconds)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = Hello(VERSION, self._instance, FRESH, self._channel, self._frames.received)
-            connection.sendall(pack_control(hello, self.rank))
-            welcome = self._read_answer(connection)
             with self.lock:
                 if self._closed:
                     raise OSError("closed")
@@ -301,29 +308,14 @@ class HubConnection(ABC):
             connection.close()
             raise
 
-    def _read_answer(self, connection: ssl.SSLSocket) -> Welcome:
-        def room(head: Head) -> memoryview:
-            if head.kind is not Kind.CONTROL:
-                raise FrameError(f"a {head.kind.name} frame where an answer to Hello is due")
-            return memoryview(bytearray(head.length))
-
-        receiver = FrameReceiver(connection, room)
-        while receiver.receive() is None:
-            pass
-        answer = read_control(bytes(receiver.body), self.world_size)
-        if isinstance(answer, Refuse):
-            if answer.retry:
-                raise ConnectionError(f"it refuses this site at present: {answer.reason}")
-            raise RefusedError(f"{self.hub} refuses {self.kit.name}: {answer.reason}")
-        if not isinstance(answer, Welcome):
-            raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
-        return answer
-
     def _install(self, connection: ssl.SSLSocket, welcome: Welcome) -> None:
         if self._thread is not None and not welcome.resumed:
             raise RefusedError(f"{self.hub} has been restarted, or has given this site up: {self.outage}")
         self._frames.attach(connection, welcome.received)
-        self._silence = max(1.0, welcome.timeout_ms / 1e3)
+        # A dead link is left before the hub gives this site up.
+        self._silence = max(_SHORTEST_SILENCE, welcome.timeout_ms / 2e3)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * self._silence))
         self._heard = time.monotonic()
         self._connection, self.outage = connection, ""
         self._flush_or_disconnect()
@@ -335,6 +327,13 @@ class HubConnection(ABC):
             self._wake_write.send(b"\0")
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # nobody would dial again
+            with self.lock:
+                self.fail(SiteError(f"the connection to {self.hub} has failed: {type(error).__name__}: {error}"))
+
+    def _serve(self) -> None:
         """Ping, dial again, and move what the kernel has no room for."""
         ping = time.monotonic() + _PING_SECONDS
         while not self.closed:

@@ -35,7 +35,6 @@ class HubLink(HubConnection):
     Attributes:
         step: number of the open step.
         gone: reasons of the sites that are lost, by slot, in the order in which they were lost.
-        left: whether this site has told the hub that it leaves.
         sealing: encryption of messages for the other sites, so that the hub cannot read them.
     """
 
@@ -43,7 +42,6 @@ class HubLink(HubConnection):
         super().__init__(kit, channel, address)
         self.step = 1
         self.gone: dict[int, str] = {}
-        self.left = False
         self.sealing = LinkSealing(kit)
         if self.sealing.required:
             self._frames.seal = self.sealing.frames
@@ -91,6 +89,7 @@ class HubLink(HubConnection):
 
     def _wait_for_start(self, deadline: float, timeout: float) -> None:
         notice = time.monotonic() + _NOTICE_SECONDS
+        unknown = f"{self.hub} has not said for whom it waits"
         while True:
             with self.lock:
                 self.transfer()
@@ -98,10 +97,12 @@ class HubLink(HubConnection):
             if self._started:
                 return
             if time.monotonic() > deadline:
-                raise SiteError(f"training has not started within {timeout:g} s: {self._pause or self.hub_state}")
+                raise SiteError(
+                    f"training has not started within {timeout:g} s: {self.hub_state or self._pause or unknown}"
+                )
             if time.monotonic() > notice:
                 notice += _NOTICE_SECONDS
-                print(f"dadplug: {self._pause or self.hub_state}", file=sys.stderr, flush=True)
+                print(f"dadplug: {self.hub_state or self._pause or unknown}", file=sys.stderr, flush=True)
             self.attend(_POLL_SECONDS)
 
     def _swap(self, timeout: float, exchange: int, own: bytes, nbytes: int) -> dict[int, bytes]:
@@ -112,14 +113,14 @@ class HubLink(HubConnection):
         self.wait(incoming, timeout)
         return {slot: bytes(buffer) for slot, buffer in found.items()}
 
-    @property
-    def hub_state(self) -> str:
-        """State of the connection in words."""
-        return f"{self.hub} cannot be reached: {self.outage}" if self.outage else f"{self.hub} has not answered"
-
     def name(self, slot: int) -> str:
         """Return a site's name for messages."""
         return f"site {slot} ({self.names[slot]})"
+
+    @property
+    def early_bytes(self) -> int:
+        """Bytes that have arrived before somebody expects them."""
+        return self._inbox.early_bytes
 
     # Frames that arrive
 
@@ -129,18 +130,24 @@ class HubLink(HubConnection):
                 raise FrameError("a frame of this site itself")
         elif head.kind is not Kind.SUM or head.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
-        if self.sealing.covers(head):
+        if self.sealing.covers(head) or self._is_void(head):
             return memoryview(bytearray(head.length))
         return self._inbox.room(head)
 
     def complete(self, head: Head, body: memoryview) -> None:
         if head.kind not in (Kind.PAYLOAD, Kind.SUM):
             raise FrameError(f"a {head.kind.name} frame is not expected")
+        if self._is_void(head):
+            return
         if self.sealing.covers(head):
             head, content = self.sealing.open(head, body)
             body = self._inbox.room(head)
             body[:] = content
         self._inbox.complete(head, body)
+
+    def _is_void(self, head: Head) -> bool:
+        """Return whether a frame belongs to a sum that leaves out a lost site."""
+        return head.kind is Kind.SUM and bool(self.gone)
 
     def control(self, message: object) -> None:
         if isinstance(message, Start):
@@ -149,9 +156,9 @@ class HubLink(HubConnection):
             self._pause = message.reason
         elif isinstance(message, Resumption):
             self._pause = ""
-        elif isinstance(message, Drop) and message.slot == self.rank:
+        elif isinstance(message, Drop) and message.slot == self.rank and not self.left:
             self.fail(SiteError(f"{self.hub} has given this site up: {message.reason or _ENDED}"))
-        elif isinstance(message, Drop) and self._started:
+        elif isinstance(message, Drop) and self._started and message.slot != self.rank:
             self.gone.setdefault(message.slot, message.reason or _ENDED)
 
     # Messages
@@ -279,8 +286,8 @@ class HubLink(HubConnection):
         return None
 
     def _raise_silence(self, missing: Sequence[Incoming], timeout: float) -> None:
-        if self.outage:
-            raise SiteError(f"{self.hub} cannot be reached for {timeout:g} s: {self.outage}")
+        if state := self.hub_state:
+            raise SiteError(f"nothing has arrived for {timeout:g} s: {state}")
         slots = sorted({message.key[1] for message in missing if message.key[0] is Kind.PAYLOAD})
         for slot in slots:
             if self._inbox.early_of(slot):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RefusedError
@@ -286,7 +287,7 @@ def end(connection: socket.socket, seconds: float = _DRAIN) -> None:
 
     Args:
         connection: the connection.
-        seconds: time for which each part of what still arrives is awaited.
+        seconds: time for which the end of what still arrives is awaited, about.
     """
     if connection.fileno() < 0:  # the TLS layer has closed it, since the other end had reset it
         return
@@ -294,6 +295,6 @@ def end(connection: socket.socket, seconds: float = _DRAIN) -> None:
     with contextlib.suppress(OSError), socket.socket(fileno=connection.detach()) as raw:
         raw.settimeout(seconds)
         raw.shutdown(socket.SHUT_WR)
-        for _ in range(16):
-            if not raw.recv(65536):
-                break
+        deadline = time.monotonic() + seconds
+        while raw.recv(65536) and time.monotonic() < deadline:
+            pass

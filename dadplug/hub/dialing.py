@@ -1,0 +1,59 @@
+"""Start of a site's connection to the hub: TCP, TLS, the hub's verdict, `Hello` and the answer to it."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+from ..errors import RefusedError
+from . import tls
+from .actions import Refuse
+from .frames import FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
+from .kits import Kit
+from .receiver import FrameReceiver
+
+
+def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -> tuple[ssl.SSLSocket, Welcome]:
+    """Dial the hub once.
+
+    Args:
+        kit: kit of this site.
+        hello: first message of this site.
+        address: host and port of the hub.
+        seconds: time for each part.
+
+    Returns:
+        The connection, and the hub's answer.
+
+    Raises:
+        RefusedError: if the hub refuses this site for good.
+        OSError: if the hub cannot be reached, or may accept this site later.
+        FrameError: if the hub sends something that is no answer.
+    """
+    connection = tls.dial(kit, seconds, address)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(pack_control(hello, kit.slot))
+        answer = _read_answer(connection, len(kit.roster.sites))
+        if isinstance(answer, Refuse):
+            if answer.retry:
+                raise ConnectionError(f"it refuses this site at present: {answer.reason}")
+            raise RefusedError(f"the hub at {address[0]}:{address[1]} refuses {kit.name}: {answer.reason}")
+        if not isinstance(answer, Welcome):
+            raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
+    except BaseException:
+        connection.close()
+        raise
+    return connection, answer
+
+
+def _read_answer(connection: ssl.SSLSocket, world_size: int) -> object:
+    def room(head: Head) -> memoryview:
+        if head.kind is not Kind.CONTROL:
+            raise FrameError(f"a {head.kind.name} frame where an answer to Hello is due")
+        return memoryview(bytearray(head.length))
+
+    receiver = FrameReceiver(connection, room)
+    while receiver.receive() is None:
+        pass
+    return read_control(bytes(receiver.body), world_size)
