@@ -328,12 +328,12 @@ class HubConnection(ABC):
 
     def _run(self) -> None:
         try:
-            self._serve()
+            self._maintain()
         except Exception as error:  # nobody would dial again
             with self.lock:
                 self.fail(SiteError(f"the connection to {self.hub} has failed: {type(error).__name__}: {error}"))
 
-    def _serve(self) -> None:
+    def _maintain(self) -> None:
         """Ping, dial again, and move what the kernel has no room for."""
         ping = time.monotonic() + _PING_SECONDS
         while not self.closed:
