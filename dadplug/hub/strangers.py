@@ -47,6 +47,8 @@ class Stranger:
 
     Attributes:
         address: address of the other end.
+        connection: the encrypted connection.
+        name: name of the site; empty until it is accepted.
         deadline: time by which the present part of its start has to be complete.
         silent: whether nothing has arrived from it.
         writing: whether it waits until it can send, rather than receive.
@@ -61,9 +63,9 @@ class Stranger:
         self.deadline = now + HANDSHAKE_SECONDS
         self.silent, self.writing = True, False
         self._kit = kit
-        self._secure = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        self.connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         self._stream: Stream | None = None
-        self._name = ""
+        self.name = ""
         self._reader = FrameReader(_check)
 
     def advance(self, now: float) -> Arrival | None:
@@ -85,8 +87,8 @@ class Stranger:
                 return None
             return self._read_hello()
         except FrameError as error:
-            self.refuse(pack_control(Refuse(self._name, str(error), False), 0))
-            raise RefusedError(f"{self._name}: {error}") from error
+            self.refuse(pack_control(Refuse(self.name, str(error), False), 0))
+            raise RefusedError(f"{self.name}: {error}") from error
         except ssl.SSLError as error:
             if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise ConnectionError("the other end has closed the connection during the handshake") from error
@@ -96,19 +98,19 @@ class Stranger:
         """Return whether the TLS handshake is complete and the site accepted."""
         self.writing = False
         try:
-            self._secure.do_handshake()
+            self.connection.do_handshake()
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLWantWriteError:
             self.writing = True
             return False
         try:
-            self._name = tls.peer_site(self._secure, self._kit)
+            self.name = tls.peer_site(self.connection, self._kit)
         except RefusedError as error:
             self.refuse(tls.refusal(str(error)))
             raise
-        self._secure.send(tls.ACCEPTED)  # nothing else was sent since the handshake: there is room
-        self._stream = Stream(self._secure)
+        self.connection.send(tls.ACCEPTED)  # nothing else was sent since the handshake: there is room
+        self._stream = Stream(self.connection)
         self.deadline = now + HANDSHAKE_SECONDS
         return True
 
@@ -121,21 +123,21 @@ class Stranger:
         hello = read_control(frames[0].body, len(self._kit.roster.sites))
         if len(frames) > 1 or not isinstance(hello, Hello):
             raise FrameError("its first message is no Hello, or it has not waited for the answer")
-        certificate: dict[str, Any] = dict(self._secure.getpeercert() or {})
-        return Arrival(self._stream, self._name, int(certificate["serialNumber"], 16), hello)
+        certificate: dict[str, Any] = dict(self.connection.getpeercert() or {})
+        return Arrival(self._stream, self.name, int(certificate["serialNumber"], 16), hello)
 
     def refuse(self, answer: bytes) -> None:
         """Send a last message."""
         with contextlib.suppress(OSError):  # the other end may have gone
-            self._secure.send(answer)
+            self.connection.send(answer)
 
     def fileno(self) -> int:
         """Return the descriptor of the connection."""
-        return self._secure.fileno()
+        return self.connection.fileno()
 
     def detach(self) -> socket.socket:
         """Return the connection below TLS."""
-        return socket.socket(fileno=self._secure.detach())
+        return socket.socket(fileno=self.connection.detach())
 
 
 class Farewell:

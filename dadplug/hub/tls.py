@@ -134,39 +134,6 @@ def refusal(reason: str) -> bytes:
     return len(text).to_bytes(2, "big") + text
 
 
-def accept(connection: socket.socket, context: ssl.SSLContext, kit: Kit, timeout: float) -> tuple[ssl.SSLSocket, str]:
-    """Take the hub's part in the start of a connection, and accept the site or refuse it with a reason.
-
-    Args:
-        connection: an accepted connection; it is closed if the site is refused.
-        context: of `hub_context`.
-        kit: the hub's kit.
-        timeout: seconds for the handshake.
-
-    Returns:
-        The encrypted connection and the name of the site.
-
-    Raises:
-        RefusedError: if the site is refused.
-        OSError: if the connection is lost.
-    """
-    connection.settimeout(timeout)
-    secure = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-    try:
-        secure.do_handshake()
-        site = peer_site(secure, kit)
-        secure.sendall(ACCEPTED)
-    except (RefusedError, OSError) as error:
-        if isinstance(error, RefusedError):
-            with contextlib.suppress(OSError):  # the site may have gone
-                secure.sendall(refusal(str(error)))
-        end(secure)
-        if isinstance(error, TimeoutError):
-            raise RefusedError(f"the other end has not finished the TLS handshake within {timeout:g} s") from error
-        raise _translated(error) from error
-    return secure, site
-
-
 def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> ssl.SSLSocket:
     """Connect a site to its hub, and wait until the hub has accepted it.
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dadplug.errors import RefusedError
 from dadplug.hub import Project, provision, tls
 from dadplug.hub.kits import Kit
+from dadplug.hub.strangers import Farewell, Stranger
 
 TIMEOUT = 2.0
 PUBLIC = {"ca.pem", "certificate.pem", "revoked.pem", "roster.json"}
@@ -56,7 +60,7 @@ def meet(hub: Kit, client: Callable[[tuple[str, int]], Any], timeout: float = TI
 
         def serve() -> Any:
             connection, _ = server.accept()
-            return tls.accept(connection, tls.hub_context(hub), hub, timeout)
+            return accept(connection, hub, timeout)
 
         thread = threading.Thread(target=lambda: results.append(attempt(serve)))
         thread.start()
@@ -64,6 +68,31 @@ def meet(hub: Kit, client: Callable[[tuple[str, int]], Any], timeout: float = TI
         thread.join(3 * TIMEOUT)
     assert results, "the hub has not come to an end"
     return results[0], answer
+
+
+def accept(connection: socket.socket, kit: Kit, timeout: float) -> tuple[ssl.SSLSocket, str]:
+    """Take the hub's part in the start of a connection, until it has accepted the site or refused it.
+
+    Args:
+        connection: an accepted connection.
+        kit: the hub's kit.
+        timeout: seconds for the handshake.
+    """
+    stranger = Stranger(connection, "", tls.hub_context(kit), kit, time.monotonic())
+    end = time.monotonic() + timeout
+    try:
+        while not stranger.name:
+            if not any(select.select([stranger], [stranger] if stranger.writing else [], [], end - time.monotonic())):
+                raise RefusedError("it has not finished the TLS handshake")
+            stranger.advance(time.monotonic())
+    except (RefusedError, OSError):
+        farewell = Farewell(stranger.detach(), time.monotonic())
+        while time.monotonic() < farewell.deadline and not farewell.drain():
+            time.sleep(0.01)
+        farewell.close()
+        raise
+    stranger.connection.settimeout(TIMEOUT)
+    return stranger.connection, stranger.name
 
 
 def dial(kit: Kit) -> Callable[[tuple[str, int]], ssl.SSLSocket]:
