@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import hub_kits
 import pytest
+import support
 import torch
+from running_hub import free_port, running_hub
 from torch import nn
 
 from dadplug import GradientReduction
@@ -121,3 +124,32 @@ def test_restrictions_of_several_connections_hold_together(impose):
     GradientReduction(network(), mode="topk")
     restrictions.lift(second)
     GradientReduction(network(), mode="rankdad")
+
+
+PROGRAM = """
+import sys, torch, dadplug
+from torch import nn
+dadplug.connect(kit=sys.argv[1], timeout=60)
+dadplug.GradientReduction(nn.Linear(4, 4), mode="dsgd", share_inputs=False)
+dadplug.GradientReduction(nn.Linear(4, 4), mode="rankdad", share_inputs=False)
+print("trains")
+"""
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"policy": {"a": {"modes": ["dsgd"]}}}, "the policy of this site's kit does not allow mode='rankdad'"),
+        ({}, ""),
+    ],
+)
+def test_programs_meet_the_policy_of_their_kit(tmp_path, entries, reason):
+    (tmp_path / "site.py").write_text(PROGRAM)
+    hub_kits.make(tmp_path / "kits", hub=f"127.0.0.1:{free_port()}", hub_names=[], **entries)
+    with running_hub(tmp_path / "kits") as hub:
+        commands = [[str(tmp_path / "site.py"), str(hub.kits / name)] for name in "ab"]
+        refused, other = support.run_programs(commands)
+    assert (refused.status, other.status) == ((1, 1) if reason else (0, 0)), refused.errors + other.errors
+    assert ("trains" in refused.output) == ("trains" in other.output) == (not reason)
+    assert f"PolicyError: {reason}" in refused.errors or not reason
+    assert f"site 0 (a) is gone: PolicyError: {reason}" in other.errors or not reason
