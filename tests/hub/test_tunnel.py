@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import select
 import socket
@@ -256,3 +257,32 @@ def test_the_end_of_the_hub_ends_all_streams(tmp_path):
         with pytest.raises(OSError):  # noqa: PT011
             sockets[rank][1 - rank].send(b"too late")
     sites.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_closes_its_copies_and_disturbs_nothing(three):
+    sockets = three.open()
+    opened = [each._connection.fileno() for each in three.tunnels]
+    opened += [stream.local.fileno() for each in three.tunnels for stream in each._streams.values()]
+    assert all(map(is_open, opened))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        for at in sockets:
+            for each in at.values():
+                each.close()
+        os.write(writer, bytes([sum(map(is_open, opened))]))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(reader, 1) == b"\0"
+    os.close(reader)
+    os.close(writer)
+    exchange_all(sockets, 100_000)
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
