@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 
 import pytest
 import support
@@ -26,9 +25,7 @@ for _ in range(3):
 
 def run(code: str, tmp_path, mode: str = "dad", timeout: float = 30, world_size: int = 2):
     code = TRAIN.replace("MODE", repr(mode)).replace("TIMEOUT", repr(timeout)) + code
-    start = time.monotonic()
-    finished = support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=90)
-    return finished, time.monotonic() - start
+    return support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=90)
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
@@ -41,12 +38,11 @@ for number in range(10):
         os.kill(os.getpid(), signal.SIGKILL)
     step(torch.randn(8, 6))
 """
-    finished, seconds = run(code, tmp_path, mode)
+    finished = run(code, tmp_path, mode)
     survivor = finished[1 - killed]
     assert survivor.status == 1
     assert f"SiteError: site {killed} (" in survivor.errors
-    assert "is gone" in survivor.errors
-    assert seconds < 30
+    assert "is gone" in survivor.errors  # otherwise it has not answered for 30 s
 
 
 def test_among_more_sites_the_killed_one_is_named_by_all(tmp_path):
@@ -57,28 +53,38 @@ for number in range(10):
         os.kill(os.getpid(), signal.SIGKILL)
     step(torch.randn(8, 6))
 """
-    finished, _ = run(code, tmp_path, world_size=4)
+    finished = run(code, tmp_path, world_size=4)
     for rank in (0, 1, 3):
         assert "SiteError: site 2 (" in finished[rank].errors, finished[rank].errors
 
 
 def test_a_site_that_raises_tells_the_others_why(tmp_path):
-    finished, _ = run("if rank == 1: raise OSError('the disk is full')\nstep(torch.randn(8, 6))", tmp_path)
+    finished = run("if rank == 1: raise OSError('the disk is full')\nstep(torch.randn(8, 6))", tmp_path)
     assert "site 1 (" in finished[0].errors
     assert "is gone: OSError: the disk is full" in finished[0].errors
 
 
 def test_a_site_that_ends_early_is_named(tmp_path):
-    finished, _ = run("if rank == 0: step(torch.randn(8, 6))", tmp_path)
+    finished = run("if rank == 0: step(torch.randn(8, 6))", tmp_path)
     assert finished[1].status == 0
     assert "its program ended, while others were still at work" in finished[0].errors
 
 
 def test_a_silent_site_is_named_after_the_timeout(tmp_path):
-    code = "import time\nif rank == 1: time.sleep(12)\nstep(torch.randn(8, 6))"
-    finished, _ = run(code, tmp_path, timeout=3)
+    known = tmp_path / "known"
+    code = f"""
+import pathlib, time
+if rank == 1:
+    while not pathlib.Path({str(known)!r}).exists(): time.sleep(0.05)
+reduction._transport.timeout = 2
+try:
+    step(torch.randn(8, 6))
+finally:
+    pathlib.Path({str(known)!r}).touch()
+"""
+    finished = run(code, tmp_path)
     assert "site 1 (" in finished[0].errors
-    assert "has not answered for 3 s" in finished[0].errors
+    assert "has not answered for 2 s" in finished[0].errors
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
@@ -101,7 +107,7 @@ assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
 step(torch.randn(8, 6))  # and on it goes
 assert reduction.first_difference() is None
 """
-    finished, _ = run(code, tmp_path, mode)
+    finished = run(code, tmp_path, mode)
     for each in finished:
         assert each.status == 0, each.errors
         assert "caught step 3: NaN or Inf at site 1 (" in each.output
@@ -125,7 +131,7 @@ for mode in ("dsgd", "dad", "rankdad"):
         assert not any(finite) if number == 1 else all(finite), (mode, number, finite)
     reduction.detach()
 """
-    for each in run(code, tmp_path)[0]:
+    for each in run(code, tmp_path):
         assert each.status == 0, each.errors
 
 
@@ -159,7 +165,7 @@ try:
 except dadplug.MismatchError as error:
     print(error)
 """
-    for each in run(code, tmp_path)[0]:
+    for each in run(code, tmp_path):
         assert "is at step 4 and" in each.output
         assert "every site must call synchronize() equally often" in each.output
 
@@ -173,7 +179,7 @@ try:
 except dadplug.MismatchError as error:
     print(error)
 """
-    for each in run(code, tmp_path)[0]:
+    for each in run(code, tmp_path):
         assert "trains other parameters than" in each.output
 
 

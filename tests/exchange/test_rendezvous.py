@@ -166,12 +166,12 @@ def test_status_requests_tell_processes_that_live_from_others(monkeypatch):
         2: Member("stopped", *stopped.getsockname(), b"y" * 16),
         3: Member("gone", *gone, b"z" * 16),
     }
-    answers = ask(members, 5.0 if os.environ.get("CI") else 2.0)
+    answers = ask({rank: members[rank] for rank in (0, 1, 3)}, 60.0)
     assert isinstance(answers[0], Status)
-    assert re.search(r"test_meeting_point|status\.py|selectors", answers[0].place)
+    assert re.search(r"status\.py|selectors", answers[0].place)
     assert answers[1] is Silence.REFUSED
-    assert answers[2] is Silence.UNANSWERED
     assert answers[3] is Silence.REFUSED
+    assert ask({2: members[2]}, 0.5) == {2: Silence.UNANSWERED}
     stopped.close()
 
 
@@ -189,16 +189,16 @@ def test_reports_arrive_in_order_and_garbage_does_not(monkeypatch):
     token = other.member.token
     first, second = (one.make_reports([token], reason) for reason in ("", "the disk is full"))
     for reports in (second, first):
-        tell({0: other.member}, reports, 5.0)
+        tell({0: other.member}, reports, 60.0)
     assert other.report_of(one.member.token) == second[token]
     time.sleep(0.01)
     slow.close()
-    assert isinstance(ask({0: other.member}, 5.0)[0], Status)
+    assert isinstance(ask({0: other.member}, 60.0)[0], Status)
 
 
 def test_a_call_without_an_end_is_given_up():
-    assert within(5.0, lambda: 3) == 3
+    assert within(60.0, lambda: 3) == 3
     with pytest.raises(KeyError):
-        within(5.0, lambda: {}[1])
+        within(60.0, lambda: {}[1])
     with pytest.raises(TimeoutError):
         within(0.05, lambda: time.sleep(0.5))

@@ -151,12 +151,13 @@ def test_what_the_thread_finds_out_is_told(sites):
 
 
 def waits_in_vain() -> str:
-    meeting = transport(timeout=1.0)
+    meeting = transport()
     gather = meeting.gather([4] * meeting.world_size, torch.float32)
-    time.sleep(2.5 * meeting.rank)
+    meeting.timeout = 1.0
     try:
-        gather.launch()
-        gather.wait()
+        if meeting.rank == 0:
+            gather.launch()
+            gather.wait()
     except dadplug.SiteError as error:
         return str(error)
     finally:
@@ -172,8 +173,10 @@ def test_silence_ends_after_the_timeout(sites):
 
 
 def test_a_forked_child_does_not_hold_a_dead_sites_connections(tmp_path):
-    code = """
-import os, signal, time, warnings
+    """The connection closes with the process, and not with its child, which ends when the other site knows."""
+    known = tmp_path / "known"
+    code = f"""
+import os, pathlib, signal, time, warnings
 from dadplug.exchange import Traffic, open_transport
 warnings.simplefilter("ignore")
 meeting = open_transport(None, Traffic(), torch.device("cpu"), 40)
@@ -184,21 +187,22 @@ if rank == 1:
     if os.fork() == 0:
         os.close(1)
         os.close(2)
-        time.sleep(20)
+        started = time.monotonic()
+        while not pathlib.Path({str(known)!r}).exists() and time.monotonic() < started + 60:
+            time.sleep(0.05)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
-start = time.monotonic()
 gather.launch()
 try:
     gather.wait()
 except dadplug.SiteError as error:
-    print(f"after {int(time.monotonic() - start)} s: {error}")
+    print(error)
+    pathlib.Path({str(known)!r}).touch()
     os._exit(0)
 """
-    finished = support.run_programs(support.site_scripts(code, tmp_path, 2), timeout=60)
-    seconds = int(finished[0].output.split("after ")[1].split(" s:")[0])
-    assert "site 1 (" in finished[0].output
-    assert seconds < 15  # and not until the child ends
+    finished = support.run_programs(support.site_scripts(code, tmp_path, 2), timeout=100)
+    assert finished[0].output.startswith("site 1 (")
+    assert "is gone" in finished[0].output  # otherwise it has not answered for 40 s
 
 
 def sums(dtype_name: str, sizes: tuple[int, ...]) -> tuple[bool, list[float]]:

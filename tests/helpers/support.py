@@ -12,7 +12,8 @@ question:
 
 1. A function in this process, without sites.
 2. `sites(n).run(function, *args)`: the processes are there already. A call costs milliseconds; still, many cases go
-   into one call. What a function leaves behind (patches, threads, environment variables) stays for the next test.
+   into one call. Each call starts with the same seeds; environment variables, the folder, the import path, filters of
+   warnings and torch's settings are restored after it. Patches and threads stay for the next test: undo them.
 3. `with Sites(n) as group`: sites of its own, about a second of processor time, for tests that kill or stop some.
    `group.outcomes()` says by site what came of a call, whether it returned, raised, died or did not answer.
 4. `run_programs(commands)`: programs of their own, half a second each and more with the imports they make.
@@ -30,16 +31,19 @@ one folder of compiled kernels, unless NUMBA_CACHE_DIR names another.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -80,7 +84,7 @@ def valid_modes() -> str:
 
 def load(path: str) -> ModuleType:
     """Import a test module by its path, once."""
-    name = f"loaded_{Path(path).stem}"
+    name = "_".join(["loaded", *Path(path).with_suffix("").parts[-2:]])
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
@@ -89,6 +93,30 @@ def load(path: str) -> ModuleType:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Seed the generators, and restore the settings of the process at the end."""
+    import numpy as np
+    import torch
+
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    environment, path, folder = dict(os.environ), list(sys.path), os.getcwd()
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        os.chdir(folder)
+        sys.path[:] = path
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
 
 
 def serve_calls(key: bytes, place: dict[str, Any]) -> None:
@@ -110,7 +138,10 @@ def serve_calls(key: bytes, place: dict[str, Any]) -> None:
     while (call := pipe.recv()) is not None:
         file, name, args = call
         try:
-            pipe.send(("ok", getattr(load(file), name)(*args)))
+            function = getattr(load(file), name)
+            with isolated():
+                value = function(*args)
+            pipe.send(("ok", value))
         except BaseException:
             pipe.send(("failed", traceback.format_exc()))
 

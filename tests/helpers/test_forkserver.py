@@ -70,6 +70,7 @@ def test_what_came_of_a_call_is_told_by_site():
         assert [each.kind for each in group.outcomes()] == ["failed"] * 2
         group.start(answers, "sleep")
         group.kill(0)
+        group.processes[0].wait(60)
         ended, late = group.outcomes(timeout=1)
         assert (ended.kind, late.kind) == ("ended", "late")
     assert not group.alive
