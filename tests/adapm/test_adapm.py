@@ -251,7 +251,7 @@ manager.wait_sync(everywhere=True)
 
 def run(code, tmp_path, world_size=2):
     code = SITE + code
-    return support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=90)
+    return support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=90, destructors=True)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import support
@@ -34,33 +30,10 @@ table.pull(torch.tensor([rank]))
 """
 
 
-def run(commands, tmp_path):
-    """Run programs, whose import path has a folder of the test's, and which start processes of their own."""
-    files = [(tmp_path / f"output{number}").open("w+") for number in range(2 * len(commands))]
-    outputs, errors = files[::2], files[1::2]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    programs = [
-        subprocess.Popen([sys.executable, *command], env=environment, stdout=output, stderr=error)
-        for command, output, error in zip(commands, outputs, errors)
-    ]
-    try:
-        for program in programs:
-            program.wait(150)
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
-    for each in files:
-        each.seek(0)
-    finished = []
-    for program, output, error in zip(programs, outputs, errors):
-        finished.append(SimpleNamespace(status=program.returncode, output=output.read(), errors=error.read()))
-    return finished
-
-
 def run_hanging(tmp_path, code, timeout=30):
     (tmp_path / "adapm.py").write_text(HANGING.format(tests=str(Path(support.__file__).parent)))
-    return run(support.site_scripts(SITE.format(timeout=timeout) + code, tmp_path), tmp_path)
+    commands = support.site_scripts(SITE.format(timeout=timeout) + code, tmp_path)
+    return support.run_programs(commands, timeout=150, env={"PYTHONPATH": str(tmp_path)}, destructors=True)
 
 
 def test_a_call_that_waits_for_a_killed_site_ends_the_process_and_names_it(tmp_path):
@@ -82,9 +55,12 @@ print("still here", flush=True)
 def test_a_call_that_waits_for_a_stopped_site_ends_the_process_after_the_timeout(tmp_path):
     code = """
 manager.barrier()
+import subprocess, torch.distributed as dist
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
 if rank == 1:
-    import subprocess
-    subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])
+    waits = f"while kill -0 {pids[0]} 2> /dev/null; do sleep 0.1; done; kill -CONT {pids[1]}"
+    subprocess.Popen(["sh", "-c", waits])
     os.kill(os.getpid(), signal.SIGSTOP)
     os._exit(0)
 table.pull(torch.tensor([1]))

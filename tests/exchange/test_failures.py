@@ -23,9 +23,10 @@ for _ in range(3):
 """
 
 
-def run(code: str, tmp_path, mode: str = "dad", timeout: float = 30, world_size: int = 2):
+def run(code: str, tmp_path, mode: str = "dad", timeout: float = 30, world_size: int = 2, destructors: bool = False):
     code = TRAIN.replace("MODE", repr(mode)).replace("TIMEOUT", repr(timeout)) + code
-    return support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=90)
+    commands = support.site_scripts(code, tmp_path, world_size)
+    return support.run_programs(commands, timeout=90, destructors=destructors)
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
@@ -38,7 +39,7 @@ for number in range(10):
         os.kill(os.getpid(), signal.SIGKILL)
     step(torch.randn(8, 6))
 """
-    finished = run(code, tmp_path, mode)
+    finished = run(code, tmp_path, mode, destructors=True)
     survivor = finished[1 - killed]
     assert survivor.status == 1
     assert f"SiteError: site {killed} (" in survivor.errors
@@ -53,19 +54,21 @@ for number in range(10):
         os.kill(os.getpid(), signal.SIGKILL)
     step(torch.randn(8, 6))
 """
-    finished = run(code, tmp_path, world_size=4)
+    finished = run(code, tmp_path, world_size=4, destructors=True)
     for rank in (0, 1, 3):
         assert "SiteError: site 2 (" in finished[rank].errors, finished[rank].errors
 
 
 def test_a_site_that_raises_tells_the_others_why(tmp_path):
-    finished = run("if rank == 1: raise OSError('the disk is full')\nstep(torch.randn(8, 6))", tmp_path)
+    finished = run(
+        "if rank == 1: raise OSError('the disk is full')\nstep(torch.randn(8, 6))", tmp_path, destructors=True
+    )
     assert "site 1 (" in finished[0].errors
     assert "is gone: OSError: the disk is full" in finished[0].errors
 
 
 def test_a_site_that_ends_early_is_named(tmp_path):
-    finished = run("if rank == 0: step(torch.randn(8, 6))", tmp_path)
+    finished = run("if rank == 0: step(torch.randn(8, 6))", tmp_path, destructors=True)
     assert finished[1].status == 0
     assert "its program ended, while others were still at work" in finished[0].errors
 
@@ -82,7 +85,7 @@ try:
 finally:
     pathlib.Path({str(known)!r}).touch()
 """
-    finished = run(code, tmp_path)
+    finished = run(code, tmp_path, destructors=True)
     assert "site 1 (" in finished[0].errors
     assert "has not answered for 2 s" in finished[0].errors
 

@@ -235,7 +235,7 @@ for number in range(6):
     model(torch.randn(8, 6)).square().mean().backward()
     reduction.synchronize()
 """
-    finished = support.run_programs(support.site_scripts(code, tmp_path, 4), timeout=110)
+    finished = support.run_programs(support.site_scripts(code, tmp_path, 4), timeout=110, destructors=True)
     for rank in (0, 1, 3):
         assert finished[rank].status == 1
         assert "SiteError: site 2 (" in finished[rank].errors, finished[rank].errors

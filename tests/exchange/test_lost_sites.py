@@ -34,8 +34,9 @@ starting = threading.Lock()
 def start(case: Case, rank: int, port: int, folder: Path, spared: bool = False) -> forkserver.Program:
     arguments = [json.dumps(dataclasses.asdict(case)), str(rank), str(port), str(folder), str(spared)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    whole = rank == min(set(range(case.world_size)) - {case.victim})  # one survivor of each case ends as users' do
     with starting:
-        return forkserver.start([lost_sites.__file__, *arguments], environment, preload=PRELOAD)
+        return forkserver.start([lost_sites.__file__, *arguments], environment, preload=PRELOAD, destructors=whole)
 
 
 def run(case: Case, folder: Path, again: bool = False) -> list[dict]:

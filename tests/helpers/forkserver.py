@@ -2,7 +2,9 @@
 
 Importing them takes 2 to 5 seconds of processor time, in every process of every test that starts one. Here it is
 done once: `start` asks a server for a copy of itself, which becomes the program, with arguments, environment, folder
-and output of its own, and ends like any interpreter: exit handlers, messages of unhandled errors, finalisation.
+and output of its own, and ends like any interpreter: exit handlers, messages of unhandled errors, finalisation. Only
+the destructors of the libraries' C++ objects are left out, which take half the processor time of a short program; a
+test that is about the end of a program asks for them.
 
 What a program can notice: the libraries in PRELOADED are in `sys.modules` (dadplug is not); environment variables
 that they read when imported have no effect, but for OMP_NUM_THREADS and numba's; `sys.executable`, with which it
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -93,6 +96,7 @@ def start(
     folder: Path | None = None,
     preload: Sequence[str] = (),
     inherit: Sequence[int] = (),
+    destructors: bool = False,
 ) -> Program:
     """Start a program, as the leader of a session of its own.
 
@@ -102,9 +106,11 @@ def start(
         folder: where it runs; here by default.
         preload: libraries to import in the server, besides PRELOADED, such as "pytorch_lightning".
         inherit: open file descriptors for the program; it finds their numbers there in INHERITED, comma-separated.
+        destructors: whether destructors of C++ objects are called at the end of the process.
     """
     argv = [str(part) for part in command]
-    request = {"argv": argv, "env": dict(env or os.environ), "cwd": str(folder or Path.cwd())}
+    request: dict[str, Any] = {"argv": argv, "env": dict(env or os.environ), "cwd": str(folder or Path.cwd())}
+    request["destructors"] = destructors
     output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (they outlive this call)
     with open(os.devnull, "rb") as nothing:
         descriptors = [nothing.fileno(), output.fileno(), errors.fileno(), *inherit]
@@ -130,7 +136,7 @@ def _address(preload: tuple[str, ...]) -> str:
         address = str(Path(folder) / "server")
         command = [__file__, address, *preload]
         if preload:
-            server: Any = start(command)
+            server: Any = start(command, destructors=True)  # its programs inherit how it ends
         else:
             threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
             server = subprocess.Popen([sys.executable, *command], env=os.environ | threads, stdin=subprocess.DEVNULL)
@@ -160,7 +166,7 @@ while arguments and arguments[0] in ("-u", "-B"):
     arguments.pop(0)
 if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-request = {{"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd()}}
+request = {{"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd(), "destructors": False}}
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {room})
 connection.connect({address!r})
@@ -247,6 +253,8 @@ def _become(request: dict[str, Any]) -> None:
     if inherited:
         os.environ["INHERITED"] = ",".join(map(str, inherited))
     _reconfigure()
+    if not request["destructors"]:
+        _omit_destructors()
     argv: list[str] = request["argv"]
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __spec__=None, __loader__=None)
@@ -263,6 +271,13 @@ def _become(request: dict[str, Any]) -> None:
         main.__file__ = os.path.abspath(argv[0])
         code = compile(Path(argv[0]).read_bytes(), argv[0], "exec", dont_inherit=True)
     exec(code, main.__dict__)
+
+
+def _omit_destructors() -> None:
+    """End the process before the destructors of the libraries that are loaded so far, with its status."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc calls such functions in reverse order, with the status as first argument
+        libc.on_exit(libc._exit, None)
 
 
 def _reconfigure() -> None:

@@ -288,6 +288,7 @@ def run_programs(
     env: dict[str, str] | None = None,
     folder: Path | None = None,
     preload: Sequence[str] = (),
+    destructors: bool = False,
 ) -> list[Finished]:
     """Run programs side by side and wait for all; those that take too long are killed, and the test fails.
 
@@ -297,9 +298,12 @@ def run_programs(
         env: environment variables besides those of this process.
         folder: where they run.
         preload: libraries that the programs import, when they take long: "pytorch_lightning", "catalyst".
+        destructors: for tests of how a program ends, see `forkserver.start`.
     """
     environment = os.environ | ONE_THREAD | (env or {})
-    processes = [forkserver.start(command, environment, folder, preload) for command in commands]
+    processes = [
+        forkserver.start(command, environment, folder, preload, destructors=destructors) for command in commands
+    ]
     deadline = time.monotonic() + timeout
     late = []
     for number, process in enumerate(processes):
