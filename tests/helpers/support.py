@@ -101,7 +101,7 @@ def isolated() -> Iterator[None]:
     import numpy as np
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
     environment, path, folder = dict(os.environ), list(sys.path), os.getcwd()
