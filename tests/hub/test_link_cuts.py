@@ -7,6 +7,7 @@ import torch
 from cutting_relay import CuttingRelay
 from hub_sites import NAMES, open_link, together, transports
 from running_hub import running_hub
+from sealed_sites import make_kits
 
 SIZES = [120_000, 7, 40_000]  # several frames, a part of one, one in full
 
@@ -47,9 +48,12 @@ def expected(number: int) -> list[torch.Tensor]:
     return [*found, torch.tensor([[rank, number] for rank in range(3)])]
 
 
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("direction", [0, 1], ids=["from the site", "from the hub"])
-def test_a_step_with_its_connection_cut_anywhere_gives_the_same_results(tmp_path, direction):
+def test_a_step_with_its_connection_cut_anywhere_gives_the_same_results(tmp_path, direction, sealed):
     cuts = 20
+    if sealed:
+        make_kits(tmp_path / "kits", NAMES[:3])
     with (
         running_hub(tmp_path / "kits", NAMES[:3]) as hub,
         CuttingRelay(hub.address) as relay,
