@@ -16,7 +16,7 @@ from dadplug.hub import Project, provision, tls
 from dadplug.hub.kits import Kit
 from dadplug.hub.strangers import Farewell, Stranger
 
-TIMEOUT = 2.0
+TIMEOUT = 20.0
 PUBLIC = {"ca.pem", "certificate.pem", "revoked.pem", "roster.json"}
 PROJECT = {
     "name": "study",
