@@ -11,7 +11,7 @@ from typing import Any
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.topology import check_hierarchy
 from .exchange.wire import FORMATS
-from .methods import method_names
+from .methods import METHODS, method_names
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = tuple(FORMATS)
@@ -125,6 +125,17 @@ class Options:
         lambda name, value: check_hierarchy(value),
         kind=_number_or_word,
     )
+    min_sites: int | None = _option(
+        None,
+        "with a hub: training goes on while this many sites are there; None: all must stay",
+        lambda name, value: None if value is None else _whole_number(1)(name, value),
+        kind=int,
+    )
+    site_timeout: float = _option(
+        10.0,
+        "with min_sites: seconds of silence after which a site counts as lost",
+        _number("a positive number of seconds", lambda value: value > 0),
+    )
     timeout: float = _option(
         DEFAULT_TIMEOUT,
         "seconds after which a silent site counts as lost",
@@ -140,6 +151,32 @@ class Options:
                 option.metadata["check"](option.name, value)
             elif not isinstance(value, bool):
                 raise ValueError(f"{option.name} must be True or False, got {value!r}")
+
+        if self.min_sites is not None:
+            self._check_min_sites()
+
+    def check_all_stay(self, trainer: str) -> None:
+        """Raise ValueError if sites may leave, for a trainer that needs all of them.
+
+        Args:
+            trainer: name of the trainer, for the message.
+        """
+        if self.min_sites is not None:
+            raise ValueError(
+                f"{trainer} needs all sites until the end: leave min_sites out. Sites may leave and return in loops of "
+                "your own, with GradientReduction"
+            )
+
+    def _check_min_sites(self) -> None:
+        """Refuse what does not go on without a site."""
+        traits = METHODS[self.mode].traits
+        reasons = {
+            f"mode={self.mode!r}": traits.recomputes_deltas or traits.shares_state,
+            "sync_batchnorm=True": self.sync_batchnorm,
+            f"hierarchy={self.hierarchy!r}": self.hierarchy is not None,
+        }
+        for refused in [what for what, holds in reasons.items() if holds]:
+            raise ValueError(f"{refused} needs all sites in every step: leave min_sites out")
 
     @classmethod
     def create(cls, **values: Any) -> Options:

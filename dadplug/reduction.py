@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from .methods.feedback import ErrorFeedback
 from .model_sync import replicas
 from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.guards import refuse_unsynchronised
+from .model_sync.join_state import Stateful
 from .model_sync.replicated_model import ReplicatedModel
 from .model_sync.samples import SampleCounter
 from .options import Options
@@ -41,6 +42,8 @@ class GradientReduction(ReplicatedModel):
         mode: name of a method, such as ``"dsgd"``, ``"dad"``, ``"rankdad"`` or ``"auto"``.
         process_group: the processes that are the sites; the default group where None. Without torch.distributed the
             site trains alone, by the same method.
+        state: objects with ``state_dict`` and ``load_state_dict`` by name, such as optimizer and scheduler, that a site
+            needs to join in mid-training, with ``min_sites``.
         options: the other options, see `dadplug.options.Options`.
 
     Attributes:
@@ -74,6 +77,7 @@ class GradientReduction(ReplicatedModel):
         mode: str = "rankdad",
         *,
         process_group: dist.ProcessGroup | None = None,
+        state: Mapping[str, Stateful] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model, process_group, Options.create(mode=mode, **options))
@@ -97,6 +101,12 @@ class GradientReduction(ReplicatedModel):
         if self._remembers:
             loss_scale.watch()
             self._unwatch = weakref.finalize(self, loss_scale.unwatch)
+        self._further = dict(state or {})
+        if self._joined is not None:
+            self._step = self._joined.step
+            self._planner.adopt(self._joined.plan)
+            self._join()
+        self._transport.donate = lambda: self._join_state(self._step, self._planner.plan_state())
         self.traffic.start()
 
     def _arrived(self, unit: Unit) -> None:

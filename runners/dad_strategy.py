@@ -90,6 +90,7 @@ class DADStrategyBase(_DDPStrategy):
         if cluster_environment is None and SiteEnvironment.detect():
             cluster_environment = SiteEnvironment()
         self.options = Options.create(mode=mode, **options)
+        self.options.check_all_stay("Lightning")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

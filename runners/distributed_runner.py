@@ -100,6 +100,7 @@ class DistributedRunner(SupervisedRunner):
         if split_data not in SPLIT_DATA:
             raise ValueError(f"unknown split_data {split_data!r}; valid ones are {', '.join(map(repr, SPLIT_DATA))}")
         self.options = Options.create(mode=mode, **options)
+        self.options.check_all_stay("Catalyst's runner")
         self._given = {"model": model, "criterion": criterion, "optimizer": optimizer}
         self._split_data = split_data
         self._process_group = process_group

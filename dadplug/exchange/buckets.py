@@ -71,6 +71,22 @@ class Slot:
                     self.capacity[site], self._fewer[site], changed = max(most, count), (0, 0), True
         return changed
 
+    def layout(self) -> list[int]:
+        """Return the state that capacities depend on, as integers; all sites have the same."""
+        return [*self.capacity, *(number for pair in self._fewer for number in pair)]
+
+    def restore(self, layout: Sequence[int]) -> None:
+        """Restore what `layout` returned at another site.
+
+        Raises:
+            MismatchError: if it is of another number of sites.
+        """
+        sites = len(self.capacity)
+        if len(layout) != 3 * sites or min(layout) < 0:
+            raise MismatchError("the other sites have laid out their payloads for another number of sites")
+        self.capacity = list(layout[:sites])
+        self._fewer = list(zip(layout[sites::2], layout[sites + 1 :: 2], strict=True))
+
     def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
         """Return views of this slot's parts in a payload.
 
@@ -144,7 +160,8 @@ class FactorBucket:
         self._rows = [0] * len(self.slots)
         self._late: dict[int, FactorPayload] = {}
         self.extra_rows = [0] * len(self.slots)
-        self._lay_out()
+        self._gather: Gather = transport.gather(self._sizes(), wire.dtype)
+        self._make_views()
 
     def _lay_out(self) -> None:
         """Make payloads of the slots' capacities, at the end of a step.
@@ -152,9 +169,17 @@ class FactorBucket:
         Not when they are first needed: sites that use other layers need buckets in another order, but messages are
         matched by the order in which gathers were made.
         """
+        self._gather = self._transport.gather_resized(self._gather, self._sizes(), self._wire.dtype)
+        self._make_views()
+
+    def _sizes(self) -> list[int]:
+        """Return the number of elements of each site's payload, by rank."""
         places = range(len(self._senders))
-        sizes = [self._head + sum(sum(slot.sizes(slot.capacity[place])) for slot in self.slots) for place in places]
-        self._gather: Gather = self._transport.gather(self._by_rank(sizes), self._wire.dtype)
+        return self._by_rank(
+            [self._head + sum(sum(slot.sizes(slot.capacity[place])) for slot in self.slots) for place in places]
+        )
+
+    def _make_views(self) -> None:
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
         self._own_head = self._integers(self._gather.payload)
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
@@ -162,6 +187,22 @@ class FactorBucket:
         self._slot_bytes = [
             0 if place is None else sum(slot.sizes(slot.capacity[place])) * self._wire.itemsize for slot in self.slots
         ]
+
+    def layout(self) -> list[list[int]]:
+        """Return the room in the payloads, by slot, for `restore` at a site that joins."""
+        return [slot.layout() for slot in self.slots]
+
+    def restore(self, layout: Sequence[Sequence[int]]) -> None:
+        """Restore what `layout` returned at another site.
+
+        Raises:
+            MismatchError: if it is of other slots or sites.
+        """
+        if len(layout) != len(self.slots):
+            raise MismatchError(f"the other sites have {len(layout)} layers where this one has {len(self.slots)}")
+        for slot, numbers in zip(self.slots, layout, strict=True):
+            slot.restore(numbers)
+        self._lay_out()
 
     def post(self) -> None:
         """Prepare to receive."""

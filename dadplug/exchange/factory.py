@@ -15,6 +15,7 @@ from .group_transport import GroupTransport
 from .hierarchy import HierarchicalTransport
 from .membership import introduce
 from .objects import gather_objects
+from .requirements import Requirements
 from .single_site import SingleSite
 from .sites import Sites
 from .topology import Hierarchy, Nodes, members_of, node_id
@@ -22,7 +23,7 @@ from .traffic import Traffic
 from .transport import Transport
 
 Recognise = Callable[[dist.ProcessGroup], bool]
-Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float], Transport]
+Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float, "Requirements | None"], Transport]
 
 _networks: list[tuple[Recognise, Open]] = []
 
@@ -32,7 +33,7 @@ def register_network(recognise: Recognise, open_network: Open) -> None:
 
     Args:
         recognise: returns whether a process group is one of the network.
-        open_network: opens a transport for such a group; takes group, meter, device and timeout.
+        open_network: opens a transport for such a group; takes group, meter, device, timeout and requirements.
     """
     _networks.append((recognise, open_network))
 
@@ -43,6 +44,7 @@ def open_transport(
     device: torch.device,
     timeout: float,
     hierarchy: Hierarchy = None,
+    requirements: Requirements | None = None,
 ) -> Transport:
     """Open a transport over a process group of its own, so that no other messages come between its messages.
 
@@ -53,10 +55,11 @@ def open_transport(
         timeout: seconds after which a silent site counts as lost.
         hierarchy: which processes share a node, see `dadplug.exchange.topology.members_of`; None for one level. It has
             no effect with one node, or with one process on each.
+        requirements: what training requires to go on without a site that leaves; None where all sites must stay.
 
     Raises:
         SiteError: if a site ends or does not answer.
-        ValueError: if the hierarchy does not fit the number of processes.
+        ValueError: if the hierarchy does not fit the number of processes, or the group has requirements and no hub.
         RuntimeError: if the environment announces several processes and no process group exists.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -69,7 +72,9 @@ def open_transport(
         return SingleSite(traffic, device, timeout)
     for recognise, open_network in _networks:
         if recognise(parent):
-            return open_network(parent, traffic, device, timeout)
+            return open_network(parent, traffic, device, timeout, requirements)
+    if requirements is not None:
+        raise ValueError("min_sites needs a hub, which knows who is there: dadplug.connect(kit=...)")
     sites = introduce(parent, timeout)
     local = group is not None
     if hierarchy is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,10 +73,19 @@ class Transport(ABC):
         ring: how many times its own size this site sends of a sum to other nodes.
         nodes: the processes of each node; None where each process counts as a node.
         is_direct: whether sites can open connections to each other.
+        elastic: whether training goes on without a site that leaves.
+        absent: ranks of the sites that are not part of the last round, the same at all sites; what they have sent does
+            not count, and gathers return zeros for them. Always empty unless `elastic`.
+        listens: whether this site joins in this step, so that nothing that it sends counts.
     """
 
     nodes: Nodes | None = None
     is_direct: bool = True
+    elastic = listens = False
+    absent: frozenset[int] = frozenset()
+    donate: Callable[[], Any] | None = None
+    """Returns what a site that joins in mid-training needs; called while this site waits for the end of a round that
+    admits sites."""
 
     def __init__(self, sites: Sites, traffic: Traffic, rank: int, device: torch.device, timeout: float) -> None:
         self.sites = sites
@@ -145,6 +154,52 @@ class Transport(ABC):
 
         Args:
             item: an object that `dadplug.exchange.codec.encode` takes.
+        """
+
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        """Gather one object from each site that is present, as `gather_objects` does.
+
+        Returns:
+            The objects by rank, in ascending order.
+        """
+        every = self.gather_objects(item)
+        return {rank: each for rank, each in enumerate(every) if rank not in self.absent}
+
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        """Prepare an all-gather that takes place once; see `gather`."""
+        return self.gather(sizes, dtype)
+
+    def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        """Prepare an all-gather that replaces another one from the next step on; see `gather`."""
+        return self.gather(sizes, dtype)
+
+    def begin_plan(self) -> None:  # noqa: B027  (most number nothing)
+        """Take note that the gathers of a new plan follow; all sites call it together, in the middle of no exchange."""
+
+    def receive_state(self) -> Any:
+        """Return what `donate` has returned at another site, where this site joins in mid-training; else None.
+
+        Raises:
+            SiteError: if it does not arrive.
+        """
+        return None
+
+    def take_part(self) -> None:  # noqa: B027  (only elastic transports are joined)
+        """Confirm that the state has been restored: from the next round on this site takes part.
+
+        In the first round it only listens: nothing that it sends counts.
+        """
+
+    def close_round(self, admits: bool = False) -> None:  # noqa: B027  (only elastic transports have rounds)
+        """End a round of gathers: wait until all sites have ended it or left, and update `absent`.
+
+        What arrived before is provisional, where sites may leave. All sites must call it together.
+
+        Args:
+            admits: whether the state of this site is that of the beginning of a step, so that others may join.
+
+        Raises:
+            SiteError: if training cannot go on.
         """
 
     @abstractmethod

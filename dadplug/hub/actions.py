@@ -100,9 +100,16 @@ class Refuse:
 class Start:
     """Announce that training starts, or starts again from an older position since no site holds the last step.
 
+    A hub that knows its last closed step, from a log that is written before a close is announced, goes on with the
+    sites that hold it. Without a log it waits for all sites of the roster, since an absent one may have closed the most
+    steps, and the highest closed step wins. The same happens where all sites are here and none holds the last step.
+    Every such start is a new life, with a number never used before: steps with equal numbers in different lives are
+    different steps, so a site that comes later from an older life is sent the state.
+
     Attributes:
         position: the position that training starts from.
-        holders: slots that are at this position; the other sites will be sent the state.
+        holders: slots that are at this position; the other sites will be sent the state. A holder that has loaded
+            another state meanwhile has to dial again.
     """
 
     position: Position

@@ -38,6 +38,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple, get_type_hints
 
 from ..exchange import codec
+from ..exchange.requirements import Requirements
 from .actions import Accept, Close, Drop, Join, Pause, Position, Redo, Refuse, Replay, Resume, SendState, Skip, Start
 
 PIECE_BYTES = 1 << 16  # of a frame's body, at most
@@ -313,7 +314,7 @@ class Leave(NamedTuple):
 
 _MESSAGES: tuple[Any, ...] = (
     *(Accept, Refuse, Start, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
-    *(Hello, Welcome, Joined, Leave),
+    *(Hello, Welcome, Joined, Leave, Requirements),
 )
 _HINTS: dict[type, dict[str, str]] = {}
 _SLOTS = {"slot", "donor", "joiner", "holders", "participants", "contributors", "waiting_for"}  # fields

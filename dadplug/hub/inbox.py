@@ -118,6 +118,22 @@ class Inbox:
             self._early.setdefault(key, deque()).append((head.offset, body))
             self.early_bytes += len(body)
 
+    def cancel(self, incoming: Incoming) -> None:
+        """Expect a message no longer."""
+        expected = self._expected.get(incoming.key, deque())
+        if incoming in expected:
+            self.expected_bytes -= len(incoming.buffer) - incoming.received
+            expected.remove(incoming)
+            if not expected:
+                del self._expected[incoming.key]
+        if self._target is incoming:
+            self._target = None
+
+    def forget(self, slot: int) -> None:
+        """Forget what a site has sent and nobody has expected, since the site has left."""
+        for key in [key for key in self._early if key[1] == slot]:
+            self.early_bytes -= sum(len(piece) for _, piece in self._early.pop(key))
+
     def early_of(self, slot: int) -> bool:
         """Return whether something of a site has arrived that nobody expects."""
         return any(key[1] == slot for key in self._early)

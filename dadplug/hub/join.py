@@ -14,8 +14,10 @@ from ..exchange import DEFAULT_TIMEOUT, rendezvous
 from ..exchange.exit_reasons import describe, watch_exit
 from ..exchange.factory import register_network
 from ..exchange.objects import gather_objects
+from ..exchange.requirements import Requirements
 from ..exchange.traffic import Traffic
 from . import process_group, restrictions
+from .elastic import ElasticTransport
 from .kits import Kit
 from .link import HubLink, current_link, set_current_link
 from .process_group import BACKEND, HubGroup
@@ -83,11 +85,11 @@ def load_site_kit(folder: str | Path, **places: object) -> Kit:
     """
     if given := [name for name, value in places.items() if value is not None]:
         raise ValueError(f"a kit determines the place of this site and its backend: leave out {', '.join(given)}")
-    announced = os.environ.get("WORLD_SIZE", "1")
-    if announced != "1":
+    here = os.environ.get("LOCAL_WORLD_SIZE", "1")  # WORLD_SIZE counts other sites as well
+    if here != "1":
         raise ValueError(
-            f"a kit connects one process of each site, and the environment announces {announced} (WORLD_SIZE): start "
-            "the program once at each site, without torchrun"
+            f"a kit connects one process of each site, and the environment announces {here} here (LOCAL_WORLD_SIZE): "
+            "start the program once at each site"
         )
     kit = Kit.load(folder)
     if kit.is_hub:
@@ -138,7 +140,8 @@ class Connection:
                 world_size=self._link.world_size,
                 timeout=timedelta(seconds=timeout),
             )
-            self._compare_versions()
+            if not self._link.rounds.joins:
+                self._compare_versions()
         except BaseException as error:
             self._link.leave(describe(error))
             if dist.is_initialized():
@@ -185,5 +188,9 @@ def _link() -> HubLink:
     return link
 
 
-def _open_transport(group: dist.ProcessGroup, traffic: Traffic, device: object, timeout: float) -> HubTransport:
-    return HubTransport(_link(), traffic, timeout, group)
+def _open_transport(
+    group: dist.ProcessGroup, traffic: Traffic, device: object, timeout: float, requirements: Requirements | None
+) -> HubTransport:
+    if requirements is None:
+        return HubTransport(_link(), traffic, timeout, group)
+    return ElasticTransport(_link(), traffic, timeout, requirements, group)

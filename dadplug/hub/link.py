@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from ..errors import MismatchError, SiteError
 from ..exchange.exit_reasons import ENDED, add_announcer, remove_announcer
-from .actions import Drop, Pause, Start
+from .actions import Accept, Drop, Pause, Start
 from .actions import Resume as Resumption
 from .connection import KERNEL_BYTES, HubConnection
 from .frames import FrameError, Head, Kind, Leave
 from .inbox import Inbox, Incoming
 from .kits import Kit
 from .link_sealing import AGREEMENT, LinkSealing
+from .rounds import Rounds
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
@@ -49,6 +51,7 @@ class HubLink(HubConnection):
         self._started = False
         self._pause = ""
         self._channels = 0
+        self.rounds = Rounds(self)
 
     @classmethod
     def open(
@@ -125,7 +128,7 @@ class HubLink(HubConnection):
     # Frames that arrive
 
     def room(self, head: Head) -> memoryview:
-        if head.kind is Kind.PAYLOAD:
+        if head.kind in (Kind.PAYLOAD, Kind.STATE):
             if head.slot == self.rank:
                 raise FrameError("a frame of this site itself")
         elif head.kind is not Kind.SUM or head.slot:
@@ -135,7 +138,7 @@ class HubLink(HubConnection):
         return self._inbox.room(head)
 
     def complete(self, head: Head, body: memoryview) -> None:
-        if head.kind not in (Kind.PAYLOAD, Kind.SUM):
+        if head.kind not in (Kind.PAYLOAD, Kind.SUM, Kind.STATE):
             raise FrameError(f"a {head.kind.name} frame is not expected")
         if self._is_void(head):
             return
@@ -160,6 +163,11 @@ class HubLink(HubConnection):
             self.fail(SiteError(f"{self.hub} has given this site up: {message.reason or _ENDED}"))
         elif isinstance(message, Drop) and self._started and message.slot != self.rank:
             self.gone.setdefault(message.slot, message.reason or _ENDED)
+            if self.rounds.elastic:
+                self._inbox.forget(message.slot)
+        elif isinstance(message, Accept) and message.needs_state:
+            self._started = True
+        self.rounds.take(message)
 
     # Messages
 
@@ -228,9 +236,7 @@ class HubLink(HubConnection):
         if not missing:
             return
         deadline, before = time.monotonic() + timeout, -1
-        with self.lock:
-            self._waiting += 1
-        try:
+        with self.waiting():
             while True:
                 with self.lock:
                     self.transfer()
@@ -244,6 +250,20 @@ class HubLink(HubConnection):
                 if now > deadline:
                     self._raise_silence(missing, timeout)
                 self.attend(_POLL_SECONDS)
+
+    def cancel(self, incoming: Sequence[Incoming]) -> None:
+        """Expect messages no longer."""
+        with self.lock:
+            for message in incoming:
+                self._inbox.cancel(message)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Keep the thread of the connection from what this thread does meanwhile, by `transfer`."""
+        with self.lock:
+            self._waiting += 1
+        try:
+            yield
         finally:
             with self.lock:
                 self._waiting -= 1

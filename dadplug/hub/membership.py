@@ -27,12 +27,7 @@ process, a dead link), or if others wait and it does not get on for `progress_ti
 that hangs, but whose thread still sends pings). The third limit is longer, since validation takes its time. With fewer
 than `min_sites`, or if no site holds the last closed step, training pauses and `Pause` says for whom it waits.
 
-**Restarts.** A hub that knows its last closed step (the argument `closed`, from a log that is written before a step is
-announced as closed) goes on with the sites that hold it. Without a log it waits for all sites of the roster, since an
-absent one may have closed the most steps, and the highest closed step wins. The same happens where all sites are here
-and none holds the last step. Every such start is a new life, with a number never used before: steps with equal numbers
-in different lives are different steps, so a site that comes later from an older life is sent the state. A site that
-`Start` lists as a holder, but that has loaded another state meanwhile, has to dial again.
+**Restarts.** See `dadplug.hub.actions.Start`.
 """
 
 from __future__ import annotations
@@ -79,6 +74,7 @@ class Membership:
         step: the last closed step.
         started: whether training has started.
         attempt: number of the open step's attempt.
+        continues: whether the open step belongs to what others have begun, so that it closes with any number of sites.
 
     Raises:
         ValueError: if the rules do not fit the roster.
@@ -87,13 +83,11 @@ class Membership:
     def __init__(
         self, roster: Sequence[str], rules: Rules, life: int, now: float, closed: Position | None = None
     ) -> None:
-        if rules.min_sites > len(roster):
-            raise ValueError(f"min_sites={rules.min_sites}, but the roster has {len(roster)} sites")
         self._sites = Sites(roster)
-        self._rules = rules
+        self.replace_rules(rules)
         self.life, self.step = closed or Position(life, 0)
         self.started = closed is not None
-        self.attempt = 0
+        self.attempt, self.continues = 0, False
         self._base = Position(self.life, self.step)  # that this life started from
         self._oldest = self.step + 1  # step whose frames are kept
         self._created = self._step_start = self._first_end = now
@@ -101,6 +95,12 @@ class Membership:
         self._durations: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._pause: Pause | None = None
         self._actions: list[Action] = []
+
+    def replace_rules(self, rules: Rules) -> None:
+        """Replace the rules, or raise ValueError if they do not fit the roster."""
+        if rules.min_sites > len(self._sites):
+            raise ValueError(f"min_sites={rules.min_sites}, but the roster has {len(self._sites)} sites")
+        self._rules = rules
 
     @property
     def open_step(self) -> int:
@@ -199,6 +199,11 @@ class Membership:
             self._drop(slot, reason)
         return self._advance(now)
 
+    def admit(self, now: float) -> list[Action]:
+        """Make all waiting sites participants of the open step; they are sent the state of the last one."""
+        self._admit(self._sites.in_phase(Phase.WAITING), now)
+        return self._advance(now)
+
     def forget(self, step: int) -> None:
         """Take note that the frames of a step, and of those before, are no longer kept."""
         self._oldest = max(self._oldest, min(step, self.step) + 1)
@@ -224,7 +229,7 @@ class Membership:
         return min(times, default=None)
 
     def _enough(self, slots: Sequence[int]) -> bool:
-        return len(slots) >= self._rules.min_sites
+        return self.continues or len(slots) >= self._rules.min_sites
 
     def _accept(self, slot: int) -> None:
         """Accept a site, and have the frames replayed that it lacks."""
@@ -265,8 +270,6 @@ class Membership:
         site.ended, site.progressed = self.step, now
         self._actions.append(Join(slot, self.open_step, site.session))
         self._regular = False
-
-    # What follows from an event.
 
     def _advance(self, now: float) -> list[Action]:
         """Start, admit, close and pause as far as possible, and return the actions."""
@@ -349,7 +352,7 @@ class Membership:
         self._actions.append(Close(self.open_step, tuple(ended), self.attempt))
         if self._regular:
             self._durations.append(now - self._step_start)
-        self.step, self.attempt = self.open_step, 0
+        self.step, self.attempt, self.continues = self.open_step, 0, False
         self._step_start, self._regular = now, True
         self._oldest = max(self._oldest, self.open_step - self._rules.kept_steps)
         for slot in missing:
@@ -381,18 +384,15 @@ class Membership:
         return None
 
     def _announce_pause(self) -> None:
-        absent = tuple(self._sites.in_phase(Phase.ABSENT))
-        count, participants = len(self._sites.connected()), self.participants
-        pause: Pause | None = None
+        reason, count = "", len(self.participants)
         if not self.started:
-            pause = Pause(
-                absent, f"{count} of {len(self._sites)} sites are here: waiting for {self._sites.names(absent)}"
-            )
-        elif not self._enough(participants):
-            need = f"{self._rules.min_sites} sites are needed and {len(participants)} are here"
-            pause = Pause(absent, f"{need}: waiting for {self._sites.names(absent)}")
+            reason = f"{len(self._sites.connected())} of {len(self._sites)} sites are here"
+        elif not self._enough(self.participants):
+            reason = f"{self._rules.min_sites} sites are needed and {count} {'is' if count == 1 else 'are'} here"
         elif not self._sites.in_phase(Phase.MEMBER):
-            pause = Pause(absent, f"no site here holds step {self.step}: waiting for {self._sites.names(absent)}")
+            reason = f"no site here holds step {self.step}"
+        absent = tuple(self._sites.in_phase(Phase.ABSENT))
+        pause = Pause(absent, f"{reason}: waiting for {self._sites.names(absent)}") if reason else None
         if pause == self._pause:
             return
         self._pause = pause

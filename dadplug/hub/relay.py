@@ -5,6 +5,9 @@ Without sockets. Frames go into the queues of sessions, which `dadplug.hub.serve
 **Runs.** Where all sites are required, the first one that leaves ends the run. Sites that dial in for the next run wait
 until the other sites of the last one have left. A hub therefore serves any number of runs, one after the other.
 
+**Elastic runs.** The sites may require less, once a run has started; it then ends with the last site that leaves. Sites
+that dial in meanwhile wait until a site has ended a round that admits others, and join in this round.
+
 A site that is dropped is told so by a `Drop` of its own slot, the last frame that it gets. When the hub ends, all sites
 are told in this way.
 """
@@ -15,14 +18,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from ..exchange.requirements import Requirements
 from .actions import Accept, Action, Close, Drop, Pause, Refuse, Replay, Resume, Rules, Start
 from .check_channel import CheckHandler
+from .early_messages import EarlyMessages
+from .elastic_run import ElasticRun
 from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
 from .journal import Journal
 from .membership import Membership
-from .session import FULL_BYTES, PING_SECONDS, Session, check_hello
+from .session import PING_SECONDS, Session, check_hello
 from .store import Store
-from .stream import SendQueue
 from .sums import Sums
 
 GRACE = 5.0  # seconds
@@ -50,27 +55,21 @@ class Relay:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        rules: Rules,
-        life: int,
-        now: float,
-        journal: Journal,
-        grace: float = GRACE,
+        self, names: Sequence[str], rules: Rules, life: int, now: float, journal: Journal, grace: float = GRACE
     ) -> None:
         self.names = tuple(names)
         self.membership = Membership(self.names, rules, life, now)
         self.sessions: dict[tuple[str, int], Session] = {}
         self.leaving: list[Session] = []
         self.pause = ""
-        self._rules, self._grace = rules, grace
+        self._run = ElasticRun(rules, len(names))
+        self._grace = grace
         self._journal = journal
         self._store = Store()
         self._ending = False  # the run; whoever dials in waits for the next one
         self._checks: dict[int, CheckHandler] = {}  # by slot
         self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that was given up, and why
-        self._early: dict[int, SendQueue] = {}  # messages to sites that have not opened the channel yet, by slot
-        self._closed: set[int] = set()  # slots of sites that have opened and closed it
+        self._early = EarlyMessages()
         self._sums = Sums(len(self.names))
         self._ahead: list[deque[int]] = [deque() for _ in self.names]  # ENDs of later steps than the open one
 
@@ -109,7 +108,9 @@ class Relay:
         if gone is not None and gone[0] == hello.instance:
             return None, Refuse(name, f"the hub has given this site up: {gone[1]}", False)
         session = Session(slot, name, hello, serial, len(self.names), now)
-        session.waits = hello.channel == "training" and self._ending
+        session.waits = hello.channel == "training" and (
+            self._ending or (self._run.elastic and self.membership.started)
+        )
         actions: list[Action] = []
         if hello.channel == "training" and not session.waits:
             actions = self.membership.dial(name, hello.instance, hello.position, now)
@@ -117,8 +118,7 @@ class Relay:
                 return None, refused[0]
         self.sessions[key] = session
         if hello.channel == "parameters":
-            self._closed.discard(slot)
-            session.queue = self._early.pop(slot, session.queue)
+            self._early.hand_over(session)
         if session.waits:
             self._tell_to_wait(session)
         elif hello.channel == "training":
@@ -127,6 +127,10 @@ class Relay:
         return session, self._welcome(False, 0)
 
     def _tell_to_wait(self, session: Session) -> None:
+        if not self._ending:
+            self._journal.write(f"{session.name} has dialled in, and joins in the next step")
+            session.send(pack_control(Accept(session.slot, None, True, 0), 0))
+            return
         others = tuple(each.slot for each in self._training())
         names = ", ".join(self.names[slot] for slot in others)
         self._journal.write(
@@ -135,13 +139,13 @@ class Relay:
         session.send(pack_control(Pause(others, f"waiting for {names} to leave the last run"), 0))
 
     def _welcome(self, resumed: bool, received: int) -> Welcome:
-        rules = self._rules
+        rules = self._run.rules
         return Welcome(resumed, received, rules.min_sites, round(rules.site_timeout * 1000), round(self._grace * 1000))
 
     def _used_twice(self, session: Session, now: float) -> Refuse:
         """Return the refusal of a second process of a site; for good if the first one is certainly alive."""
         alive = now < session.heard + _ALIVE_SECONDS
-        advice = "" if alive else f"; should it be dead, try again in {self._rules.site_timeout:g} s"
+        advice = "" if alive else f"; should it be dead, try again in {self._run.rules.site_timeout:g} s"
         return Refuse(session.name, f"another process is connected as site {session.name!r}{advice}", not alive)
 
     def drop(self, session: Session, reason: str, now: float) -> None:
@@ -163,8 +167,9 @@ class Relay:
             training = session.channel == "training" and not session.waits
             if session.stream is None:
                 since, reason = session.lost
-                if now >= since + self._grace:
-                    text = f"its connection was lost ({reason}), and it has not dialled again within {self._grace:g} s"
+                grace = self._run.grace(self._grace)
+                if now >= since + grace:
+                    text = f"its connection was lost ({reason}), and it has not dialled again within {grace:g} s"
                     self.drop(session, text, now)
                 elif training:
                     self.membership.heard(session.slot, now)  # the grace counts
@@ -172,8 +177,8 @@ class Relay:
                 session.heard = now
                 if training:
                     self.membership.heard(session.slot, now)
-            elif not training and now >= session.heard + self._rules.site_timeout:
-                self.drop(session, f"silent for {self._rules.site_timeout:g} s", now)
+            elif not training and now >= session.heard + self._run.rules.site_timeout:
+                self.drop(session, f"silent for {self._run.rules.site_timeout:g} s", now)
             session.ping_if_due(now)
         self._act(self.membership.tick(now), now)
 
@@ -231,13 +236,8 @@ class Relay:
         receiver = self.sessions.get((session.channel, head.slot))
         if receiver is not None:
             receiver.send(frame)
-        elif head.slot not in self._closed and ("training", head.slot) in self.sessions:
-            early = self._early.setdefault(head.slot, SendQueue())
-            early.append(frame)
-            if early.nbytes > FULL_BYTES:
-                raise FrameError(
-                    f"{self.names[head.slot]} has not opened the channel that {early.nbytes} bytes wait for"
-                )
+        elif ("training", head.slot) in self.sessions:
+            self._early.keep(head.slot, frame, self.names[head.slot])
 
     def _take_training(self, session: Session, head: Head, body: bytes, now: float) -> None:
         if session.waits or not self.membership.started or head.step < self.membership.open_step:
@@ -245,9 +245,13 @@ class Relay:
         self.membership.heard(session.slot, now, progress=True)
         session.record(head, now)
         if head.kind is Kind.END:
-            self._take_end(session.slot, head.step, now)
+            self._take_end(session.slot, head, now)
+        elif head.kind is Kind.STATE:
+            self._pass_state(session, head, body, now)
         elif head.kind is Kind.PAYLOAD:
             frame = head.pack() + body
+            if self._run.elastic:
+                self._run.round.append(session.slot, frame)
             for other in self._training():
                 if other is not session:
                     other.send(frame)
@@ -259,9 +263,13 @@ class Relay:
         else:
             raise FrameError(f"{head.kind.name} frames are not expected")
 
-    def _take_end(self, slot: int, step: int, now: float) -> None:
+    def _take_end(self, slot: int, head: Head, now: float) -> None:
         """Take a site's END. It may be ahead of others by steps in which nothing was to be received from them."""
-        ahead = self._ahead[slot]
+        ahead, step = self._ahead[slot], head.step
+        if self._run.elastic and step == self.membership.open_step:
+            self._run.admits = bool(head.exchange)
+            self.membership.continues = not head.exchange
+            self._admit(now)
         if ahead or step > self.membership.open_step:
             if len(ahead) >= _STEPS_AHEAD:
                 raise FrameError(f"it has ended step {step} while step {self.membership.open_step} is open")
@@ -269,10 +277,32 @@ class Relay:
         else:
             self._act(self.membership.end(slot, step, now), now)
 
+    def _admit(self, now: float) -> None:
+        """Let the sites that wait join in the open round."""
+        waiting = [each for each in self.sessions.values() if each.waits and each.ready]
+        if not waiting or not self._run.admits or not self._run.round.complete:
+            return
+        for session in waiting:
+            session.waits = False
+            self._journal.write(f"{session.name} joins")
+            self._act(self.membership.dial(session.name, session.instance, session.position, now), now)
+        self._act(self.membership.admit(now), now)
+
+    def _pass_state(self, session: Session, head: Head, body: bytes, now: float) -> None:
+        """Pass a part of a site's state on to one that joins."""
+        receiver = self.sessions.get(("training", head.slot))
+        if receiver is not None and not receiver.waits:
+            self.membership.heard(head.slot, now, progress=True)
+            receiver.send(head._replace(slot=session.slot).pack() + body)
+
     def _take_control(self, session: Session, body: bytes, now: float) -> None:
         message = read_control(body, len(self.names))
         if isinstance(message, Leave):
             self.drop(session, message.reason, now)
+        elif isinstance(message, Requirements) and session.channel == "training" and self.membership.started:
+            session.ready = True
+            self._run.require(message, self.membership)
+            self._admit(now)
         elif isinstance(message, Joined) and session.channel == "training" and not session.waits:
             self._act(self.membership.joined(session.slot, message.position, now), now)
         else:
@@ -295,8 +325,12 @@ class Relay:
             if isinstance(action, Accept):
                 self.sessions["training", action.slot].send(pack_control(action, 0))
                 continue
-            if isinstance(action, Replay):  # no frames are kept
+            if isinstance(action, Replay):  # no others are kept
+                for frame in self._run.round.frames():
+                    self.sessions["training", action.slot].send(frame)
                 continue
+            if isinstance(action, Close):
+                self._run.begin_round()
             if isinstance(action, Drop):
                 self._end_training(action)
             self._announce(action)
@@ -316,11 +350,11 @@ class Relay:
     def _begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
         self._ending = False
+        self._run.reset()
         self._sums.clear()
         self._early.clear()
-        self._closed.clear()
         self._store.reset()
-        self.membership = Membership(self.names, self._rules, self.membership.life + 1, now)
+        self.membership = Membership(self.names, self._run.rules, self.membership.life + 1, now)
         for session in [each for (channel, _), each in self.sessions.items() if channel == "training"]:
             session.waits = False
             self._journal.write(f"{session.name} has joined")
@@ -339,7 +373,9 @@ class Relay:
 
     def _end_training(self, action: Drop) -> None:
         self._ahead[action.slot].clear()
-        self._ending |= self.membership.started and self._rules.min_sites == len(self.names)
+        self._run.round.forget(action.slot)
+        last = len(self._training()) == 1
+        self._ending |= self.membership.started and (last or not self._run.elastic)
         session = self.sessions["training", action.slot]
         self._end(session, action.reason, action.step)
 
@@ -347,7 +383,7 @@ class Relay:
         key = session.channel, session.slot
         del self.sessions[key]
         if session.channel == "parameters":
-            self._closed.add(session.slot)
+            self._early.close(session.slot)
         self._gone[key] = session.instance, reason or "it has left"
         if session.channel == "training":
             self._journal.write(f"{session.name} has left: {reason or 'its training is complete'}")

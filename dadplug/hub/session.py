@@ -36,7 +36,8 @@ class Session:
         channel: the channel, see `Hello`.
         instance: random number of the site's process.
         position: the last step that it had closed when it dialled.
-        waits: whether the site waits for the end of a run that it is not part of.
+        waits: whether the site waits for the end of a run that it is not part of, or to join in it.
+        ready: whether it can join, since it has made its model.
         serial: serial number of its certificate.
         queue: frames to the site.
         received: number of frames of the site.
@@ -56,7 +57,7 @@ class Session:
         self.slot, self.name, self.serial = slot, name, serial
         self.channel, self.instance = hello.channel, hello.instance
         self.position = hello.position
-        self.waits = False
+        self.waits = self.ready = False
         self.queue = SendQueue()
         self.received = 0
         self.stream: Stream | None = None

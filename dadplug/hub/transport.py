@@ -20,10 +20,10 @@ from .link import CHANNEL_BITS, HubLink
 from .members import HubSites
 from .tunnel import tunnel_of
 
-_SECOND_ROUND = 1 << 23  # bit of the number of a gather's second round
+SECOND_ROUND = 1 << 23  # bit of the number of a gather's second round
 _COLLECTIVES = 1 << 22  # first number of those that are used once, and their count
 _PACKET_BYTES = 1 << 14  # that cost less than the hub's work
-assert 2 * _COLLECTIVES == _SECOND_ROUND < 1 << CHANNEL_BITS
+assert 2 * _COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
 
 
 class HubTransport(Transport):
@@ -56,14 +56,21 @@ class HubTransport(Transport):
         """Nothing: the link is the process's, and outlives this transport."""
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return HubGather(self, self.next_gather(), sizes, dtype)
+
+    def next_gather(self) -> int:
+        """Return the number of an exchange that takes place in many steps."""
         self._gathers += 1
         if self._gathers >= _COLLECTIVES:
             raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
-        return HubGather(self, self._channel | self._gathers, sizes, dtype)
+        return self._channel | self._gathers
 
     def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         assert isinstance(first, HubGather)
-        return HubGather(self, first.exchange | _SECOND_ROUND, sizes, dtype)
+        return HubGather(self, first.exchange | SECOND_ROUND, sizes, dtype)
+
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return HubGather(self, self.next_collective(), sizes, dtype)
 
     def end_step(self) -> None:
         self.link.end_step()
@@ -76,7 +83,7 @@ class HubTransport(Transport):
     def all_reduce(self, tensor: Tensor) -> Reduction:
         if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
             return _HubSum(self, tensor)
-        return _GatheredSum(self, tensor)
+        return GatheredSum(self, tensor)
 
     def broadcast(self, tensor: Tensor) -> None:
         sizes = [tensor.numel() * (rank == 0) for rank in range(self.world_size)]
@@ -180,13 +187,12 @@ class _HubSum(Reduction):
             self._tensor.copy_(self._staged.view(self._tensor.shape))
 
 
-class _GatheredSum(Reduction):
+class GatheredSum(Reduction):
     """Sum that every site computes from the addends of all, in the order of ranks; narrow types in single precision."""
 
     def __init__(self, transport: HubTransport, tensor: Tensor) -> None:
         self._tensor = tensor
-        sizes = [tensor.numel()] * transport.world_size
-        self._gather = HubGather(transport, transport.next_collective(), sizes, tensor.dtype)
+        self._gather = transport.gather_once([tensor.numel()] * transport.world_size, tensor.dtype)
         self._gather.payload.copy_(tensor.detach().reshape(-1))
         self._gather.launch()
 

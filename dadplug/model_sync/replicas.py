@@ -18,30 +18,61 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
-def check_alike(model: nn.Module, settings: dict[str, Any], transport: Transport) -> None:
+def describe(model: nn.Module, settings: dict[str, Any]) -> dict[str, str]:
+    """Return what has to be the same at all sites: settings, and types and shapes of the model's tensors."""
+    own = {f"option {name}": repr(value) for name, value in settings.items()}
+    for name, tensor in _tensors(model).items():
+        trained = ", trained" if tensor.requires_grad else ""
+        own[f"tensor {name}"] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{trained}"
+    return own
+
+
+@torch.no_grad()
+def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Replace the values of a model's parameters and buffers, whose shapes have been compared."""
+    for name, tensor in _tensors(model).items():
+        tensor.copy_(tensors[name])
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name, detached."""
+    return {name: tensor.detach() for name, tensor in _tensors(model).items()}
+
+
+def check_alike(description: dict[str, str], transport: Transport) -> None:
     """Compare the sites' models and settings.
 
     Args:
-        model: the model.
-        settings: the settings by name.
+        description: what `describe` returns at this site.
         transport: the transport.
 
     Raises:
         MismatchError: on every site, naming the first difference.
     """
-    own = {f"option {name}": repr(value) for name, value in settings.items()}
-    for name, tensor in _tensors(model).items():
-        trained = ", trained" if tensor.requires_grad else ""
-        own[f"tensor {name}"] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{trained}"
-    every = transport.gather_objects(own)
-    for rank, other in enumerate(every):
-        for what in [*every[0], *other]:
-            here, there = every[0].get(what, "absent"), other.get(what, "absent")
-            if here != there:
-                raise MismatchError(
-                    f"the sites do not train the same thing: {what} is {here} at {transport.sites[0]} and {there} at "
-                    f"{transport.sites[rank]}"
-                )
+    every = transport.gather_present(description)
+    lowest, first = next(iter(every.items()))
+    for rank, other in every.items():
+        compare(first, other, transport.sites[lowest], transport.sites[rank])
+
+
+def compare(first: dict[str, str], second: dict[str, str], first_site: str, second_site: str) -> None:
+    """Compare two results of `describe`.
+
+    Args:
+        first: that of one site.
+        second: that of another.
+        first_site: name of the one.
+        second_site: name of the other.
+
+    Raises:
+        MismatchError: naming the first difference.
+    """
+    for what in [*first, *second]:
+        here, there = first.get(what, "absent"), second.get(what, "absent")
+        if here != there:
+            raise MismatchError(
+                f"the sites do not train the same thing: {what} is {here} at {first_site} and {there} at {second_site}"
+            )
 
 
 def check_values(model: nn.Module, names: Collection[str], transport: Transport) -> None:
@@ -56,14 +87,15 @@ def check_values(model: nn.Module, names: Collection[str], transport: Transport)
         MismatchError: on every site, if names or values differ; nothing has been changed then.
     """
     own = {name: _fingerprint(each) for name, each in model.named_parameters() if name in names}
-    every = transport.gather_objects(own)
-    for rank, other in enumerate(every):
-        for name in [*every[0], *other]:
-            if every[0].get(name) != other.get(name):
+    every = transport.gather_present(own)
+    lowest, first = next(iter(every.items()))
+    for rank, other in every.items():
+        for name in [*first, *other]:
+            if first.get(name) != other.get(name):
                 raise MismatchError(
-                    f"parameter {name!r} has been added to the model and is not the same at {transport.sites[0]} and "
-                    f"{transport.sites[rank]}: give it the same values on all sites before training goes on, by the "
-                    "same seed or by reduction.broadcast_model()"
+                    f"parameter {name!r} has been added to the model and is not the same at {transport.sites[lowest]} "
+                    f"and {transport.sites[rank]}: give it the same values on all sites before training goes on, by "
+                    "the same seed or by reduction.broadcast_model()"
                 )
 
 
@@ -113,20 +145,24 @@ def average_buffers(model: nn.Module, transport: Transport, weight: float) -> No
     buffers = [buffer for _, buffer in model.named_buffers() if buffer.numel()]
     if transport.world_size == 1 or not buffers:
         return
-    weights = transport.gather_objects(weight)
-    total = sum(weights) or 1.0
-    shares = [each / total for each in weights] if sum(weights) else [1 / len(weights)] * len(weights)
+    weights = transport.gather_present(weight)
+    total, equal = sum(weights.values()), 1 / len(weights)
+    shares = {rank: each / total if total else equal for rank, each in weights.items()}
     for flat, tensors in _flattened(buffers):
-        gather = transport.gather([flat.numel()] * transport.world_size, flat.dtype)
+        gather = transport.gather_once([flat.numel()] * transport.world_size, flat.dtype)
         gather.payload.copy_(flat)
         gather.launch()
-        every = gather.wait()
+        transport.close_round()
+        payloads = gather.wait()
+        every = {rank: payloads[rank] for rank in shares if rank not in transport.absent}
+        first = next(iter(every.values()))
         if flat.is_floating_point():
-            agreed = torch.zeros_like(every[0])
-            for other, share in zip(every, shares, strict=True):
-                agreed.add_(other, alpha=share)
+            agreed = torch.zeros_like(first)
+            left = 1.0 if len(every) == len(shares) else sum(shares[rank] for rank in every)
+            for rank, other in every.items():
+                agreed.add_(other, alpha=shares[rank] / left if left else 1 / len(every))
         else:
-            agreed = torch.stack(every).amax(0) if flat.dtype != torch.bool else every[0]
+            agreed = torch.stack([*every.values()]).amax(0) if flat.dtype != torch.bool else first
         for tensor, part in zip(tensors, agreed.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
@@ -138,7 +174,7 @@ def first_difference(model: nn.Module, transport: Transport) -> str | None:
         The name of the first parameter that differs between sites; None if the replicas are equal.
     """
     own = {name: _fingerprint(parameter) for name, parameter in model.named_parameters()}
-    every = transport.gather_objects(own)
+    every = [*transport.gather_present(own).values()]
     for name in own:
         if any(other[name] != every[0][name] for other in every):
             return name

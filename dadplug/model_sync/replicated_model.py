@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import MismatchError
 from ..exchange import Traffic, Transport, open_transport
+from ..exchange.requirements import Requirements
 from ..methods import check_allowed
 from ..options import Options
 from . import replicas
 from .guards import check_model
+from .join_state import JoinState, Stateful
 from .structure import without_managed
 
 
@@ -50,15 +53,54 @@ class ReplicatedModel:
         self._transport = self._open_transport(process_group)
         self.site_rank, self.world_size = self._transport.rank, self._transport.world_size
         self._epoch_samples = 0  # since buffers were averaged
-        settings = {name: getattr(options, name) for name in Options.names() if name != "timeout"}
-        replicas.check_alike(model, settings, self._transport)
-        replicas.broadcast_model(model, self._transport)
+        self._further: dict[str, Stateful] = {}
+        self._joined: JoinState | None = self._transport.receive_state()
+        if self._joined is None:
+            replicas.check_alike(self._describe(), self._transport)
+            replicas.broadcast_model(model, self._transport)
+        else:
+            others, own = "the other sites", self._transport.sites[self.site_rank]
+            replicas.compare(self._joined.description, self._describe(), others, own)
+            replicas.load_tensors(model, self._joined.tensors)
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         """Open a transport of its own over a process group."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         options = self.options
-        return open_transport(process_group, self.traffic, device, options.timeout, options.hierarchy)
+        rules = (
+            None if options.min_sites is None else Requirements(options.min_sites, round(1e3 * options.site_timeout))
+        )
+        return open_transport(process_group, self.traffic, device, options.timeout, options.hierarchy, rules)
+
+    @property
+    def present_sites(self) -> list[int]:
+        """Ranks of the sites that took part in the last step; all of them, unless ``min_sites`` lets sites leave."""
+        return [rank for rank in range(self.world_size) if rank not in self._transport.absent]
+
+    def _join(self) -> None:
+        """Restore the objects that the program has named from the state of another site, and take part."""
+        assert self._joined is not None
+        if self._joined.further.keys() != self._further.keys():
+            here, there = sorted(self._further), sorted(self._joined.further)
+            raise MismatchError(f"state= names {here}, and at the other sites {there}")
+        for name, value in self._joined.further.items():
+            self._further[name].load_state_dict(value)
+        self._joined = None
+        self._transport.take_part()
+
+    def _join_state(self, step: int, plan: Any) -> JoinState:
+        """Return the state that a site needs to join.
+
+        Args:
+            step: number of the step.
+            plan: state of the plan.
+        """
+        further = {name: each.state_dict() for name, each in self._further.items()}
+        return JoinState(self._describe(), replicas.tensors_of(self.model), step, plan, further)
+
+    def _describe(self) -> dict[str, str]:
+        settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
+        return replicas.describe(self.model, settings)
 
     @property
     def rank(self) -> int:

@@ -60,6 +60,7 @@ class FirstStepReport:
         return cls([unit.name for unit in order], reasons, rows, forms, samples, link)
 
 
+@register
 @dataclass(frozen=True)
 class MergedReport:
     """Conclusions of all sites from their reports on the first step.
@@ -92,20 +93,23 @@ class MergedReport:
         return sorted(backwards, key=lambda unit: self.positions.get(unit.name, len(self.positions)))
 
 
-def merge_reports(reports: Sequence[FirstStepReport], units: Iterable[Unit], method: Method) -> MergedReport:
+def merge_reports(
+    reports: Sequence[FirstStepReport], units: Iterable[Unit], method: Method, sites: int
+) -> MergedReport:
     """Merge the sites' reports; the result is the same on every site. Sets the form of units that have none yet.
 
     Args:
-        reports: the reports of all sites, by rank.
+        reports: the reports of the sites that are present, by rank.
         units: the units.
         method: the method.
+        sites: number of sites, with those that are absent: a plan holds also when they come.
     """
     reasons: dict[str, str] = {}
     rows: dict[str, int] = {}
     chosen: dict[str, str] = {}
     notices: dict[str, str] = {}
     links = [each.link for each in reports if each.link is not None]
-    link = LinkCosts.worst(links) if links and len(reports) > 1 else None
+    link = LinkCosts.worst(links) if links and sites > 1 else None
     for unit in units:
         if not isinstance(unit, FactorUnit):
             continue
@@ -118,10 +122,10 @@ def merge_reports(reports: Sequence[FirstStepReport], units: Iterable[Unit], met
             else:
                 given.append("inputs of several sizes" if forms else "no site used it in the first step")
         if not given and link is not None and unit.form is not None and not unit.form.sparse:
-            dense, factors = _predict(unit, unit.form, most, len(reports), link)
+            dense, factors = _predict(unit, unit.form, most, sites, link)
             words = f"{1e3 * factors:.2f} ms by factors, {1e3 * dense:.2f} ms by all-reduce"
             (chosen if dense < factors else notices)[unit.name] = f"predicted: {words}"
-        elif not given and (excess := _excess(unit, most, len(reports))) >= 1.0:
+        elif not given and (excess := _excess(unit, most, sites)) >= 1.0:
             given.append(f"its factors would be {excess:.1f} times the bytes")
         if given:
             reasons[unit.name] = given[0]

@@ -74,13 +74,13 @@ def measure_link(transport: Transport) -> LinkCosts:
         summed = torch.zeros(size, device=transport.device)
         reducing = _fastest(lambda: transport.all_reduce(summed).wait())  # noqa: B023
         gather, reduce = (max(0.0, each - latency) / (4 * size) for each in (seconds, reducing))
-        if max(transport.gather_objects(seconds)) > _FAST:
+        if max(transport.gather_present(seconds).values()) > _FAST:
             break
     return LinkCosts(latency, gather, reduce, multiply)
 
 
 def _gather_seconds(transport: Transport, size: int) -> float:
-    gather = transport.gather([size] * transport.world_size, torch.float32)
+    gather = transport.gather_once([size] * transport.world_size, torch.float32)
 
     def exchange() -> None:
         gather.launch()

@@ -24,10 +24,11 @@ from ..units.chained import ChainedUnit
 from ..units.factor import FactorUnit
 from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
 from .costs import PayloadCosts, dense_bytes
-from .first_step import FirstStepReport, merge_reports
+from .first_step import FirstStepReport, MergedReport, merge_reports
 from .link_model import LinkCosts, measure_link
 from .partition import partition_parameters
 from .plan import Plan
+from .plan_state import PlanState
 
 _OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
 _SOME_STEPS = 8
@@ -82,6 +83,7 @@ class Planner:
         self._off_plan = 0  # steps in succession with batches of another size
         self._link: LinkCosts | None = None
         self._added: set[str] = set()  # parameters that have been added since the last plan was complete
+        self._merged: MergedReport | None = None  # of the last complete plan
         self.units: list[Unit]
         self._begin_plan()
 
@@ -174,7 +176,14 @@ class Planner:
                 self._link = measure_link(self._transport)
         check_allowed(self._options)
         own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, self._samples(), self._link)
-        merged = merge_reports(self._transport.gather_objects(own), self.units, self._method)
+        merged = merge_reports(
+            [*self._transport.gather_present(own).values()], self.units, self._method, self._transport.world_size
+        )
+        self._conclude(merged)
+
+    def _conclude(self, merged: MergedReport) -> None:
+        """Complete the plan by what follows from the sites' reports."""
+        self._merged = merged
         self._reasons = merged.reasons | self._reasons
         self._notices |= merged.notices
         self._planned_for, self._off_plan = merged.largest, 0
@@ -239,6 +248,35 @@ class Planner:
 
     # State and release
 
+    def plan_state(self) -> PlanState:
+        """Return the state of the complete plan, for `adopt` at a site that joins."""
+        assert self._reducer is not None
+        assert self._merged is not None
+        return PlanState(
+            version=self._version,
+            earlier=self._earlier,
+            merged=self._merged,
+            forms={unit.name: unit.form for unit in self.units if isinstance(unit, FactorUnit) and unit.form},
+            reference=self._reference,
+            planned_for=self._planned_for,
+            off_plan=self._off_plan,
+            layout=self._reducer.layout(),
+        )
+
+    def adopt(self, state: PlanState) -> None:
+        """Make the plan that other sites have; raise MismatchError if this site's model leads to another one."""
+        self.release(discard=True)
+        self._version, self._reasons = state.version, dict(state.earlier)
+        self._reference = state.reference
+        self._begin_plan()
+        for unit in self.units:
+            if isinstance(unit, FactorUnit):
+                unit.form = state.forms.get(unit.name, unit.form)
+        self._conclude(state.merged)
+        self._off_plan = state.off_plan
+        assert self._reducer is not None
+        self._reducer.restore(state.layout)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the plan carries from step to step: the reference samples and kept rounding errors."""
         if self._reducer is not None:
@@ -286,6 +324,7 @@ class Planner:
         found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense)
         self._capture, self.units, self._paths, self._notices = found
         self._order: list[Unit] = []  # in which gradients arrive
+        self._earlier = dict(self._reasons)
         self._complete = False
         for unit in self.units:
             self._watch(unit)
@@ -318,7 +357,7 @@ class Planner:
     def _link_chains(self) -> bool:
         """Find the layers whose deltas are recomputed, with all sites; return whether any site had a gradient."""
         own = collect_chain_reports(self.units, self._capture)
-        found = merge_chain_reports(self._transport.gather_objects(own), self.units)
+        found = merge_chain_reports([*self._transport.gather_present(own).values()], self.units)
         if found.seen and self._capture.tracer is not None:
             self._capture.tracer.stop_naming()
         if found.seen and not found.links:

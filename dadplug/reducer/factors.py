@@ -44,6 +44,7 @@ class GatheredHandler(BucketHandler):
         self._present: set[str] = set()
         self._samples: list[int] = []  # of each sender, as its payload says
         self._rows: list[list[int]] = []  # that have arrived, by slot and sender
+        self._late: dict[tuple[int, int], FactorPayload] = {}  # of the second round, by slot and sender
         self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     @classmethod
@@ -74,6 +75,12 @@ class GatheredHandler(BucketHandler):
         (out, width), bias = unit.widths, self._bias_size(unit)
         left, right = unit.lead.new_full((1, out), math.nan), unit.lead.new_zeros(1, width)
         return FactorPayload(left, right, left.new_full((bias,), math.nan) if bias else None)
+
+    def layout(self) -> list[list[int]]:
+        return self.bucket.layout()
+
+    def restore(self, layout: Sequence[Sequence[int]]) -> None:
+        self.bucket.restore(layout)
 
     # What a subclass decides
 
@@ -140,9 +147,17 @@ class GatheredHandler(BucketHandler):
             complete, self._weights(samples), unit.bias is not None, site_by_site=traits.exact, form=unit.form
         )
 
+    def _extra(self, headers: Sequence[StepHeader]) -> list[list[int]]:
+        """Return the rows of the second round, by slot and sender."""
+        return [[headers[rank].extra_rows[position] for rank in self.senders] for position in self._positions]
+
+    def fetch_late(self, headers: Sequence[StepHeader]) -> bool:
+        extra = self._extra(headers)
+        self._late = self.bucket.second_round(extra)
+        return any(map(any, extra))
+
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        samples = self._samples_of(headers)
-        extra = [[headers[rank].extra_rows[position] for rank in self.senders] for position in self._positions]
+        samples, extra = self._samples_of(headers), self._extra(headers)
         void = self._void(headers)
         wanted = [write and want for want in self._wanted(headers)]
         missing = any(want and unit.name not in self._gradients for want, unit in zip(wanted, self.units, strict=True))
@@ -158,6 +173,7 @@ class GatheredHandler(BucketHandler):
                 method.rollback(unit.name)
         self._present.clear()
         self._gradients.clear()
+        self._late.clear()
         self.bucket.end_step(self._rows)
 
     def _finish_late(
@@ -184,9 +200,10 @@ class GatheredHandler(BucketHandler):
             for sender in [sender for sender, discarded in enumerate(by_sender) if discarded]:
                 payloads[slot][sender] = payloads[slot][sender].without_rows()
                 self._rows[slot][sender] = 0
-        for (slot, sender), payload in self.bucket.second_round(extra).items():
-            payloads[slot][sender] = payloads[slot][sender].plus(payload)
-            self._rows[slot][sender] += payload.rows
+        for (slot, sender), payload in self._late.items():
+            if extra[slot][sender]:  # otherwise the sender has left since
+                payloads[slot][sender] = payloads[slot][sender].plus(payload)
+                self._rows[slot][sender] += payload.rows
         for slot, unit in enumerate(self.units):
             if wanted[slot] and (any(extra[slot]) or any(void[slot]) or unit.name not in self._gradients):
                 self._decode_unit(unit, payloads[slot], samples)

@@ -54,7 +54,7 @@ class BucketHandler(ABC):
     """A bucket and the units that fill it; one subclass for each path that a gradient can take.
 
     In each step the reducer calls `fill` for each unit, `launch` once the handler is `ready`, and after backward, for
-    all handlers, `add_late`, `receive`, perhaps `repeat`, and `finish`.
+    all handlers, `add_late`, `receive`, perhaps `repeat`, `fetch_late`, and `finish`.
 
     Args:
         units: the units that share the bucket, in the order in which backward is expected to reach them.
@@ -160,6 +160,16 @@ class BucketHandler(ABC):
     def receive(self) -> None:
         """Wait for the bucket."""
 
+    def fetch_late(self, headers: Sequence[StepHeader]) -> bool:
+        """Exchange what had no room in the bucket, or came too late for it; return whether there was any.
+
+        All sites call it, between `receive` and `finish`.
+
+        Args:
+            headers: the headers of all sites, by rank.
+        """
+        return False
+
     def repeat(self) -> None:
         """Exchange the present gradients, with the present samples, in place of those that have been sent.
 
@@ -187,6 +197,17 @@ class BucketHandler(ABC):
         """
 
     # State between steps
+
+    def layout(self) -> list[list[int]]:
+        """Return the room in the bucket, by slot, where it follows from earlier steps; the same at all sites."""
+        return []
+
+    def restore(self, layout: Sequence[Sequence[int]]) -> None:  # noqa: B027  (most have none)
+        """Restore what `layout` returned at another site.
+
+        Raises:
+            MismatchError: if it does not fit.
+        """
 
     def share_state(self) -> None:  # noqa: B027  (most have none)
         """Replace state that has to be the same everywhere by that of rank 0; all sites must call it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
+from ..errors import MismatchError
 from ..exchange import Transport
 from ..exchange.summed_buckets import AllReducedBucket
 from ..methods import Method
@@ -48,6 +50,7 @@ class Reducer:
         self._units = list(units)
         self._version = version
         positions = {unit.name: position for position, unit in enumerate(units)}
+        transport.begin_plan()
         self._context = HandlerContext(transport, method, options, samples, max(reference, 1), positions)
         self._handlers = self._make_handlers(rows)
         self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
@@ -99,13 +102,16 @@ class Reducer:
         self._handlers[self._launched].launch()
         self._launched += 1
 
-    def finish(self, step: int, stop: bool, attached: AttachedGradients | None = None) -> list[StepHeader]:
+    def finish(
+        self, step: int, stop: bool, attached: AttachedGradients | None = None, admits: bool = True
+    ) -> list[StepHeader]:
         """Send what is left, wait for the other sites, and write ``.grad``.
 
         Args:
             step: number of the step.
             stop: whether to ask all sites to stop after this step.
             attached: gradients that the reducer does not send, and that are checked with those that it sends.
+            admits: whether sites that come may join in this step.
 
         Returns:
             The headers of all sites, by rank.
@@ -116,15 +122,12 @@ class Reducer:
         context = self._context
         self._send_rest()
         self._headers.send(self._header(step, stop, attached))
+        context.transport.close_round(admits)
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
-        headers = self._headers.receive()
-        total = sum(header.samples for header in headers)
-        write = total > 0 and not any(header.fault for header in headers)
-        if write:
-            self._repeat(headers)
-            self._reduce_dense(headers, headers[context.transport.rank].samples / total)
-        keep = write and all(header.finite for header in headers)
+        headers = self._exchange_late(self._headers.receive())
+        write = _counts(headers)
+        keep = write and all(header.finite for header in headers) and not context.transport.listens
         for handler in self._handlers:
             handler.finish(headers, write, keep)
             handler.missing = len(handler.units)
@@ -170,25 +173,78 @@ class Reducer:
             header.extra_rows.append(handler.extra_rows(unit))
         return header
 
-    def _repeat(self, headers: Sequence[StepHeader]) -> None:
-        """Exchange again, on all sites, the buckets that have changed at some site since they were launched."""
-        if not any(True in header.dense for header in headers):
-            return
-        positions = self._context.positions
+    def _exchange_late(self, headers: list[StepHeader]) -> list[StepHeader]:
+        """Exchange what the payloads had no room for, and what has changed since they were launched.
+
+        Where a site leaves meanwhile, it counts as idle, and the others repeat all sums, which contain its share.
+
+        Args:
+            headers: the headers of all sites, by rank.
+
+        Returns:
+            The headers that count.
+        """
+        transport, units = self._context.transport, len(self._units)
+        exchanged, left = False, False
+        while True:
+            sums: list[tuple[torch.nn.Parameter, Tensor]] = []
+            if _counts(headers):
+                exchanged = self._repeat(headers, everything=left)
+                for parameter, value in self._sum_dense(headers):
+                    exchanged = True
+                    if transport.elastic:
+                        sums.append((parameter, value))
+                    else:
+                        write_gradient(parameter, value, 1.0)
+            if not left:
+                for handler in self._handlers:
+                    exchanged |= handler.fetch_late(headers)
+            before = transport.absent
+            if exchanged:
+                transport.close_round()
+            if transport.absent == before:
+                break
+            own = headers[transport.rank]
+            gone = StepHeader.idle(own.step, own.version, units, void=True)
+            headers = [gone if rank in transport.absent - before else each for rank, each in enumerate(headers)]
+            exchanged, left = False, True
+        for parameter, value in sums:
+            write_gradient(parameter, value, 1.0)
+        return headers
+
+    def _repeat(self, headers: Sequence[StepHeader], everything: bool) -> bool:
+        """Exchange again, on all sites, the buckets that have changed at some site since they were launched.
+
+        Args:
+            headers: the headers of all sites.
+            everything: whether to exchange all of them.
+
+        Returns:
+            Whether there were any.
+        """
+        if not everything and not any(True in header.dense for header in headers):
+            return False
+        positions, repeated = self._context.positions, False
         for handler in self._handlers:
             void = any(header.dense[positions[unit.name]] for header in headers for unit in handler.units)
-            if handler.repeats and void:
+            if handler.repeats and (void or everything):
                 handler.repeat()
+                repeated = True
+        return repeated
 
-    def _reduce_dense(self, headers: Sequence[StepHeader], weight: float) -> None:
+    def _sum_dense(self, headers: Sequence[StepHeader]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         """All-reduce gradients that no bucket carries, on all sites if any has one.
 
         Args:
             headers: the headers of all sites.
-            weight: this site's share of the samples.
+
+        Yields:
+            Parameters and their agreed gradients.
         """
         if not any(True in header.dense or True in header.void for header in headers):
             return
+        own = headers[self._context.transport.rank]
+        weight = own.samples / sum(header.samples for header in headers)
         for position, unit in enumerate(self._units):
             handler = self._handler_of[unit.name]
             void = handler.resends_as_gradients and any(header.void[position] for header in headers)
@@ -200,7 +256,7 @@ class Reducer:
                 bucket = AllReducedBucket([parameter.numel()], self._context.transport, parameter.dtype)
                 bucket.fill(0, parameter.grad, weight)
                 bucket.launch()
-                write_gradient(parameter, bucket.wait()[0], 1.0)
+                yield parameter, bucket.wait()[0]
 
     def close_plan(self, step: int, version: int) -> None:
         """Exchange an empty step under the number of the next plan, to learn whether the other sites have one too.
@@ -214,7 +270,7 @@ class Reducer:
         """
         self._version = version
         self._context.samples = lambda: 0
-        self.finish(step, False)
+        self.finish(step, False, admits=False)
 
     # Costs and state
 
@@ -225,6 +281,21 @@ class Reducer:
     def sent_bytes(self, unit: Unit) -> int:
         """Return how many bytes this site hands to the transport for a unit in a step."""
         return self._handler_of[unit.name].sent_bytes(unit)
+
+    def layout(self) -> list[list[list[int]]]:
+        """Return the room in the buckets, by handler and slot; the same at all sites."""
+        return [handler.layout() for handler in self._handlers]
+
+    def restore(self, layout: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Restore what `layout` returned at another site.
+
+        Raises:
+            MismatchError: if it does not fit.
+        """
+        if len(layout) != len(self._handlers):
+            raise MismatchError(f"the other sites have {len(layout)} buckets where this one has {len(self._handlers)}")
+        for handler, rooms in zip(self._handlers, layout, strict=True):
+            handler.restore(rooms)
 
     def share_state(self) -> None:
         """Replace state that has to be the same everywhere by that of rank 0; all sites must call it."""
@@ -246,3 +317,8 @@ class Reducer:
         for handler in self._handlers:
             for name, lost in handler.rounding().items():
                 lost.copy_(kept.of(name, lost))
+
+
+def _counts(headers: Sequence[StepHeader]) -> bool:
+    """Return whether a step has samples and no fault, so that gradients are written."""
+    return any(header.samples for header in headers) and not any(header.fault for header in headers)

@@ -46,6 +46,19 @@ class StepHeader:
     void: list[bool] = field(default_factory=list)
     extra_rows: list[int] = field(default_factory=list)
 
+    @classmethod
+    def idle(cls, step: int, version: int, units: int, void: bool = False) -> StepHeader:
+        """Return the header of a site that contributes nothing to a step.
+
+        Args:
+            step: number of the step.
+            version: version of the plan.
+            units: number of units.
+            void: whether the site has sent payloads before it left.
+        """
+        none = [False] * units
+        return cls(step, version, 0, present=none, dense=none, void=[void] * units, extra_rows=[0] * units)
+
     def pack(self) -> list[int]:
         """Return the header as integers: 7 of the step, then flags and rows of the units."""
         flags = [
@@ -75,6 +88,7 @@ class HeaderExchange:
 
     def __init__(self, units: int, transport: Transport) -> None:
         self._transport = transport
+        self._units = units
         size = _HEAD + 2 * units
         self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
 
@@ -91,25 +105,31 @@ class HeaderExchange:
         """Wait for the headers of all sites.
 
         Returns:
-            The headers, by rank.
+            The headers, by rank; those of absent sites are the ones of idle sites.
 
         Raises:
             MismatchError: if the sites are not at the same step of the same plan.
         """
-        headers = [StepHeader.unpack(integers.tolist()) for integers in self._gather.wait()]
-        sites = self._transport.sites
-        for rank, other in enumerate(headers):
-            if other.step != headers[0].step:
+        sites, absent = self._transport.sites, self._transport.absent
+        headers = {
+            rank: StepHeader.unpack(integers.tolist())
+            for rank, integers in enumerate(self._gather.wait())
+            if rank not in absent
+        }
+        lowest, first = next(iter(headers.items()))
+        for rank, other in headers.items():
+            if other.step != first.step:
                 raise MismatchError(
-                    f"{sites[0]} is at step {headers[0].step} and {sites[rank]} at step {other.step}: every site must "
+                    f"{sites[lowest]} is at step {first.step} and {sites[rank]} at step {other.step}: every site must "
                     "call synchronize() equally often; a site that has run out of data calls idle()"
                 )
-            if other.version != headers[0].version:
+            if other.version != first.version:
                 raise MismatchError(
-                    f"in step {other.step}, {sites[rank]} trains other parameters than {sites[0]}: freeze and free "
-                    "parameters on all sites in the same step"
+                    f"in step {other.step}, {sites[rank]} trains other parameters than {sites[lowest]}: freeze and "
+                    "free parameters on all sites in the same step"
                 )
-        return headers
+        idle = StepHeader.idle(first.step, first.version, self._units)
+        return [headers.get(rank, idle) for rank in range(self._transport.world_size)]
 
 
 _MESSAGES = {

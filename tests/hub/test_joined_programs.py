@@ -150,8 +150,8 @@ def test_a_kit_and_a_place_do_not_go_together(place):
 
 
 def test_several_processes_of_a_site_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match=r"announces 4 \(WORLD_SIZE\)"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"announces 4 here \(LOCAL_WORLD_SIZE\)"):
         dadplug.connect(kit="kits/a")
 
 

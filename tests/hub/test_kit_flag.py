@@ -47,7 +47,8 @@ def test_under_torchrun_the_place_is_that_of_the_environment(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert place_of(parsed()) == Place(1, 2)
-    with pytest.raises(ValueError, match="without torchrun"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start the program once at each site"):
         place_of(parsed("--kit", "kits/a"))
 
 

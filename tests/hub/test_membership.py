@@ -284,7 +284,7 @@ def test_below_min_sites_training_pauses_until_a_site_returns_into_the_open_step
     close_steps(membership, 3)
     membership.end(0, 4, 0.0)
     actions = membership.close(1, "gone", 0.0)
-    assert kinds(actions, Pause) == [Pause((1,), "2 sites are needed and 1 are here: waiting for b")]
+    assert kinds(actions, Pause) == [Pause((1,), "2 sites are needed and 1 is here: waiting for b")]
     assert not kinds(actions, Close)
     actions = dial(membership, 1, Position(LIFE, 3), now=1.0)
     assert kinds(actions, Join, Redo, Resume) == [Join(1, 4, 2), Redo(4, 2, (0, 1)), Resume(4)]
@@ -300,3 +300,39 @@ def test_a_pause_lasts_as_long_as_sites_are_missing():
     assert kinds(actions, Pause)[0].waiting_for == (2,)
     assert not kinds(actions, Resume)
     assert kinds(dial(membership, 2, Position(LIFE, 0)), Resume)
+
+
+def test_a_waiting_site_can_be_admitted_to_the_open_step():
+    membership = hub(3, min_sites=1)
+    close_steps(membership, 2)
+    membership.close(2, "gone", 0.0)
+    membership.end(0, 3, 0.0)
+    membership.dial("c", 77, FRESH, 0.0)
+    actions = membership.admit(0.0)
+    assert kinds(actions, Join) == [Join(2, 3, 2)]
+    assert kinds(actions, SendState) == [SendState(0, 2, 2)]
+    assert kinds(membership.end(1, 3, 0.0), Close) == []  # the joiner is waited for
+    membership.joined(2, Position(membership.life, 2), 0.0)
+    assert kinds(membership.end(2, 3, 0.0), Close) == [Close(3, (0, 1, 2), 1)]
+
+
+def test_what_has_begun_is_ended_by_fewer_sites_than_are_needed_to_begin():
+    membership = hub(2, min_sites=2)
+    close_steps(membership, 1)
+    membership.continues = True
+    membership.end(0, 2, 0.0)
+    actions = membership.close(1, "gone", 0.0)
+    assert [each.contributors for each in kinds(actions, Close)] == [(0,)]
+    assert not membership.continues
+    membership.end(0, 3, 0.0)
+    assert membership.open_step == 3
+
+
+def test_rules_can_be_replaced_by_those_that_fit():
+    membership = hub(2, min_sites=2)
+    close_steps(membership, 1)
+    membership.replace_rules(Rules(min_sites=1))
+    membership.end(0, 2, 0.0)
+    assert kinds(membership.close(1, "gone", 0.0), Close)
+    with pytest.raises(ValueError, match="min_sites=3, but the roster has 2 sites"):
+        membership.replace_rules(Rules(min_sites=3))

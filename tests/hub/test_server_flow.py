@@ -11,7 +11,7 @@ from cutting_relay import CuttingRelay
 from running_hub import TestSite, running_hub, together, until
 
 from dadplug.exchange import codec
-from dadplug.hub import relay, session
+from dadplug.hub import early_messages, session
 from dadplug.hub.actions import Close, Drop, Start
 from dadplug.hub.frames import Head, Kind, read_control
 from dadplug.hub.store import Reply, Request
@@ -29,7 +29,7 @@ def hub(tmp_path):
 @pytest.fixture
 def small_queues(monkeypatch):
     monkeypatch.setattr(session, "FULL_BYTES", FULL)
-    monkeypatch.setattr(relay, "FULL_BYTES", FULL)
+    monkeypatch.setattr(early_messages, "FULL_BYTES", FULL)
 
 
 def test_a_site_that_does_not_read_holds_up_those_that_send_to_it(small_queues, hub):

@@ -1,0 +1,47 @@
+"""Messages of the parameter manager to sites that have not opened their channel yet."""
+
+from __future__ import annotations
+
+from .frames import FrameError
+from .session import FULL_BYTES, Session
+from .stream import SendQueue
+
+
+class EarlyMessages:
+    """Messages that are kept until their receivers open the channel."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, SendQueue] = {}  # by slot
+        self._closed: set[int] = set()  # slots of sites that have opened and closed it
+
+    def keep(self, slot: int, frame: bytes, name: str) -> None:
+        """Keep a frame, unless the site has closed the channel.
+
+        Args:
+            slot: the receiver.
+            frame: the frame.
+            name: name of the receiver.
+
+        Raises:
+            FrameError: if too much is kept.
+        """
+        if slot in self._closed:
+            return
+        queue = self._queues.setdefault(slot, SendQueue())
+        queue.append(frame)
+        if queue.nbytes > FULL_BYTES:
+            raise FrameError(f"{name} has not opened the channel that {queue.nbytes} bytes wait for")
+
+    def hand_over(self, session: Session) -> None:
+        """Hand a site's frames over to its session, which has been opened."""
+        self._closed.discard(session.slot)
+        session.queue = self._queues.pop(session.slot, session.queue)
+
+    def close(self, slot: int) -> None:
+        """Take note that a site has closed the channel."""
+        self._closed.add(slot)
+
+    def clear(self) -> None:
+        """Forget everything: the sites begin a new run."""
+        self._queues.clear()
+        self._closed.clear()

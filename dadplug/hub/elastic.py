@@ -1,0 +1,204 @@
+"""Transport over the hub for training that goes on while sites leave and come.
+
+Exchanges take place in rounds. Every site ends a round, and the hub closes it with the list of its contributors, which
+is the same at all sites. What a site has sent counts only if it is a contributor; what arrives before the close is
+provisional. A site that is absent counts as one that sends zeros.
+
+A step of a reduction begins with a round that admits sites: all sites have the same parameters then, and nobody has
+changed his, until it is closed. A site that joins gets the state of another one, and all that has been sent in the
+round. It listens to this one step, in which nothing that it sends counts, and takes part from the next one on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..exchange import codec
+from ..exchange.objects import check_lengths, decode_objects, encode_object
+from ..exchange.requirements import Requirements
+from ..exchange.traffic import Traffic
+from ..exchange.transport import Gather, Reduction
+from .link import HubLink
+from .transport import SECOND_ROUND, GatheredSum, HubGather, HubTransport, bytes_of
+
+
+class ElasticTransport(HubTransport):
+    """Messages between the sites of a hub, of which some may be absent.
+
+    Args:
+        link: the link.
+        traffic: the meter; it counts what this site sends to the hub.
+        timeout: seconds after which a silent site counts as lost.
+        requirements: number of sites that are needed, and when a silent one is lost.
+        group: process group of the sites, if there is one.
+
+    Raises:
+        ValueError: if the project requires sealed messages.
+    """
+
+    elastic = True
+
+    def __init__(
+        self,
+        link: HubLink,
+        traffic: Traffic,
+        timeout: float,
+        requirements: Requirements,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if link.sealing.required:
+            raise ValueError(
+                "min_sites does not go with sealed messages: the sites agree on their key when a run starts, and one "
+                "that joins could not read them"
+            )
+        super().__init__(link, traffic, timeout, group)
+        link.rounds.begin(requirements)
+        self.ring = self.copies
+        self.listens = link.rounds.joins
+        self._in_step = False
+
+    # Rounds
+
+    def close_round(self, admits: bool = False) -> None:
+        with self.traffic.waiting():
+            absent = self.link.rounds.end(self.timeout, self._answer if admits else None)
+        self.absent = absent | self.absent if self._in_step else absent
+        if admits:
+            self._in_step = True
+            self._collectives = 0
+
+    def end_step(self) -> None:
+        self._in_step = self.listens = False
+
+    def _answer(self) -> bytes:
+        """Return the state of this site, for one that joins."""
+        assert self.donate is not None
+        return codec.encode(self.donate())
+
+    def receive_state(self) -> Any:
+        rounds = self.link.rounds
+        return codec.decode(rounds.receive_state(self.timeout)) if rounds.joins else None
+
+    def take_part(self) -> None:
+        self.link.rounds.confirm()
+
+    # Exchanges
+
+    def begin_plan(self) -> None:
+        self._gathers = 0
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return ElasticGather(self, self.next_gather(), sizes, dtype)
+
+    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        assert isinstance(first, ElasticGather)
+        return ElasticGather(self, first.exchange | SECOND_ROUND, sizes, dtype)
+
+    def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        assert isinstance(gather, ElasticGather)
+        return ElasticGather(self, gather.exchange, sizes, dtype)
+
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> ElasticGather:
+        return ElasticGather(self, self.next_collective(), sizes, dtype)
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        return True  # a sum that the hub has formed holds the share of a site that has left since
+
+    def all_reduce(self, tensor: Tensor) -> Reduction:
+        return GatheredSum(self, tensor)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        while True:
+            source = min(set(range(self.world_size)) - self.absent)
+            sizes = [tensor.numel() * (rank == source) for rank in range(self.world_size)]
+            gather = self.gather_once(sizes, tensor.dtype)
+            if self.rank == source:
+                gather.payload.copy_(tensor.detach().reshape(-1))
+            gather.launch()
+            self.close_round()
+            if source not in self.absent:
+                value = gather.wait()[source]
+                if self.rank != source:
+                    tensor.copy_(value.view(tensor.shape))
+                return
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        while True:
+            source = min(set(range(self.world_size)) - self.absent)
+            every = self._gather_present_bytes(content if self.rank == source else b"")
+            if source in every:
+                return every[source].tobytes()
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        every = self.gather_present(item)
+        return [every.get(rank) for rank in range(self.world_size)]
+
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        own, refusal = encode_object(item)
+        every = self._gather_present_bytes(own)
+        return dict(zip(every, decode_objects([*every.values()], refusal), strict=True))
+
+    def _gather_present_bytes(self, own: bytes) -> dict[int, memoryview]:
+        """Gather byte strings of the sites that are present, by rank, and end the round."""
+        sizes = self.gather_once([1] * self.world_size, torch.int64)
+        sizes.payload[0] = len(own) + 1
+        sizes.launch()
+        lengths = [int(size) for size in sizes.wait()]  # 0 for a site that is not there
+        check_lengths(lengths)
+        gather = self.gather_once(lengths, torch.uint8)
+        gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
+        gather.launch()
+        self.close_round()
+        payloads = gather.wait()
+        return {
+            rank: bytes_of(payload)[1:]
+            for rank, payload in enumerate(payloads)
+            if lengths[rank] and rank not in self.absent | gather.missing
+        }
+
+
+class ElasticGather(HubGather):
+    """Gather of payloads, in which those of absent sites are zeros.
+
+    Attributes:
+        missing: ranks of the sites whose payloads have not arrived, in the last round.
+    """
+
+    _transport: ElasticTransport
+
+    def __init__(self, transport: ElasticTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(transport, exchange, sizes, dtype)
+        self.missing: set[int] = set()
+        self._round = 0
+
+    def post(self) -> None:
+        if not self._incoming:
+            super().post()
+            self._round = self._transport.link.step
+
+    def launch(self) -> None:
+        self.missing.clear()
+        if self._transport.listens:
+            self.post()
+        else:
+            super().launch()
+
+    def wait(self) -> list[Tensor]:
+        transport = self._transport
+        if self._incoming:
+            with transport.traffic.waiting():
+                lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
+            self._incoming = []
+            self._blank(lost)
+        self._blank(transport.absent | {transport.rank} if transport.listens else transport.absent)
+        return self._payloads
+
+    def _blank(self, ranks: set[int] | frozenset[int]) -> None:
+        for rank in ranks - self.missing:
+            self._payloads[rank].zero_()
+        self.missing |= ranks

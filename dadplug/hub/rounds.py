@@ -1,0 +1,243 @@
+"""Rounds of a site's link: their ends, the announcements of who takes part, and the state of a site that joins."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from ..errors import SiteError
+from ..exchange.objects import MAX_BYTES
+from ..exchange.requirements import Requirements
+from .actions import Accept, Close, Drop, Join, Pause, Position, SendState, Start
+from .actions import Resume as Resumption
+from .frames import Head, Joined, Kind
+from .inbox import Incoming
+
+_POLL_SECONDS = 0.02
+_SIZE = struct.Struct("<Q")
+_SIZE_EXCHANGE, _STATE_EXCHANGE = 0, 1  # numbers of the two messages of a state
+
+
+class Link(Protocol):
+    """The part of `dadplug.hub.link.HubLink` that rounds need."""
+
+    rank: int
+    world_size: int
+    step: int
+    gone: dict[int, str]
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
+
+    def name(self, slot: int) -> str: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+    def post(self, head: Head, content: bytes) -> None: ...
+
+    def post_control(self, message: object) -> None: ...
+
+    def send(self, exchange: int, content: memoryview, kind: Kind, tag: int, slot: int | None) -> None: ...
+
+    def expect(self, slot: int, exchange: int, buffer: memoryview, kind: Kind) -> Incoming: ...
+
+    def cancel(self, incoming: Sequence[Incoming]) -> None: ...
+
+    def waiting(self) -> AbstractContextManager[None]: ...
+
+    def transfer(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def attend(self, seconds: float) -> None: ...
+
+
+class Rounds:
+    """Rounds of a link.
+
+    Args:
+        link: the link.
+
+    Attributes:
+        elastic: whether training goes on without a site that leaves.
+        joins: whether this site joins in mid-training, and has to be sent a state.
+        closed: number of the last round that has been closed.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.elastic = self.joins = False
+        self.closed = 0
+        self._absent: frozenset[int] = frozenset()  # in the last round
+        self._joined: set[int] = set()  # in the open round
+        self._requests: deque[SendState] = deque()
+        self._donor: int | None = None
+        self._position: Position | None = None  # at which this site joins
+        self._pause = ""
+
+    def begin(self, requirements: Requirements) -> None:
+        """Begin rounds; all sites call it with the same requirements."""
+        with self._link.lock:
+            if not self.elastic and not self.joins:
+                self.closed = self._link.step - 1
+                self._joined.clear()  # at the start
+            self.elastic = True
+        self._link.post_control(requirements)
+
+    # Announcements of the hub, taken with the link's lock held
+
+    def take(self, message: object) -> None:
+        """Take an announcement."""
+        link = self._link
+        if isinstance(message, Accept) and message.needs_state:
+            self.joins = self.elastic = True
+            if message.position is not None:  # this site is admitted
+                self._position, self.closed = message.position, message.position.step
+                link.step = self.closed + 1
+        elif isinstance(message, Start) and self.joins:
+            link.fail(SiteError("the run that this site was to join has ended"))
+        elif isinstance(message, Join):
+            link.gone.pop(message.slot, None)
+            self._joined.add(message.slot)
+        elif isinstance(message, Drop):
+            self._joined.discard(message.slot)
+            if message.slot == self._donor:
+                self._donor = None
+        elif isinstance(message, Close) and self.elastic and message.step > self.closed:
+            self._absent = frozenset(range(link.world_size)) - frozenset(message.contributors) | self._joined
+            self._joined.clear()
+            self.closed, link.step = message.step, message.step + 1
+        elif isinstance(message, SendState) and message.donor == link.rank:
+            self._requests.append(message)
+        elif isinstance(message, SendState) and message.joiner == link.rank:
+            self._donor = message.donor
+        elif isinstance(message, Pause) and self.elastic:
+            self._say(message.reason)
+        elif isinstance(message, Resumption) and self.elastic:
+            self._say("")
+
+    def _say(self, reason: str) -> None:
+        if reason or self._pause:
+            print(f"dadplug: {f'training pauses: {reason}' if reason else 'training goes on'}", file=sys.stderr)
+        self._pause = reason
+
+    # Rounds
+
+    def end(self, timeout: float, answer: Callable[[], bytes] | None) -> frozenset[int]:
+        """End this site's part of the open round, and wait until all others have ended theirs or left.
+
+        Args:
+            timeout: seconds after which the round should be closed, pauses apart.
+            answer: returns this site's state for one that joins; None where the round admits none.
+
+        Returns:
+            The slots of the sites that are not among the contributors.
+
+        Raises:
+            SiteError: if the hub or this site is given up, or the round is not closed in time.
+        """
+        link = self._link
+        number = link.step
+        link.post(Head(Kind.END, link.rank, number, exchange=int(answer is not None)), b"")
+
+        def over() -> bool:
+            if self._requests and answer is not None:
+                self._send_state(self._requests.popleft(), answer)
+            return self.closed >= number
+
+        what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
+        self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
+        assert self.closed == number
+        return self._absent
+
+    def wait_for(self, incoming: Sequence[Incoming], number: int, timeout: float) -> set[int]:
+        """Wait until messages have arrived, or cannot arrive any more.
+
+        Args:
+            incoming: the messages.
+            number: the round that they belong to.
+            timeout: seconds after which they should have arrived, pauses apart.
+
+        Returns:
+            The senders of those that have not arrived, and are expected no longer.
+
+        Raises:
+            SiteError: if the hub or this site is given up, or a site is silent.
+        """
+        link = self._link
+
+        def over() -> bool:
+            return self.closed >= number or all(each.done or each.key[1] in link.gone for each in incoming)
+
+        what = f"a site has sent nothing in step {number} for {timeout:g} s, though the hub is connected to it"
+        self._wait_until(over, timeout, what)
+        missing = [each for each in incoming if not each.done]
+        link.cancel(missing)
+        return {each.key[1] for each in missing}
+
+    def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str) -> None:
+        """Exchange messages until a condition holds."""
+        link = self._link
+        deadline = time.monotonic() + timeout
+        with link.waiting():
+            while True:
+                with link.lock:
+                    link.transfer()
+                if over():
+                    return
+                link.check()
+                if self._pause:
+                    deadline = time.monotonic() + timeout
+                if time.monotonic() > deadline:
+                    raise SiteError(failure)
+                link.attend(_POLL_SECONDS)
+
+    # State of a site that joins
+
+    def _send_state(self, request: SendState, answer: Callable[[], bytes]) -> None:
+        content = answer()
+        for exchange, part in ((_SIZE_EXCHANGE, _SIZE.pack(len(content))), (_STATE_EXCHANGE, content)):
+            self._link.send(exchange, memoryview(part), Kind.STATE, 0, request.joiner)
+
+    def receive_state(self, timeout: float) -> bytes:
+        """Receive the state of another site; from the beginning where it leaves meanwhile.
+
+        Raises:
+            SiteError: if none arrives in time.
+        """
+        while True:
+            self._wait_until(lambda: self._donor is not None, timeout, "no site has sent its state")
+            donor = self._donor
+            size = self._receive_part(donor, _SIZE_EXCHANGE, _SIZE.size, timeout)
+            if size is None:
+                continue
+            (nbytes,) = _SIZE.unpack(size)
+            if nbytes > MAX_BYTES:
+                raise SiteError(f"{self._link.name(donor or 0)} announces a state of {nbytes} bytes: it is no state")
+            state = self._receive_part(donor, _STATE_EXCHANGE, nbytes, timeout)
+            if state is not None:
+                return state
+
+    def _receive_part(self, donor: int | None, exchange: int, nbytes: int, timeout: float) -> bytes | None:
+        """Receive a part of a state; None if the donor has left."""
+        if donor is None:
+            return None
+        buffer = memoryview(bytearray(nbytes))
+        incoming = self._link.expect(donor, exchange, buffer, Kind.STATE)
+        name = self._link.name(donor)
+        self._wait_until(lambda: incoming.done or self._donor != donor, timeout, f"the state of {name} has not arrived")
+        if incoming.done:
+            return bytes(buffer)
+        self._link.cancel([incoming])
+        return None
+
+    def confirm(self) -> None:
+        """Tell the hub that this site has the state, and takes part."""
+        assert self._position is not None
+        self._link.post_control(Joined(self._position))
+        self.joins = False

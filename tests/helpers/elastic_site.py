@@ -1,0 +1,121 @@
+"""One site of the tests of elastic training: trains, and leaves or is idle in steps that it is told.
+
+Run as ``elastic_site.py CASE``, where the case is JSON, see `Case`. Writes a line of JSON for each step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import dadplug
+from dadplug.planning import planner
+from dadplug.planning.link_model import LinkCosts
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process of a site.
+
+    Attributes:
+        kit: folder of its kit.
+        log: file for the lines.
+        mode: the method.
+        steps: number of steps of the run.
+        min_sites: option of the reduction.
+        leave: step in which the process ends; -1 for never.
+        how: "before" the forward pass, "sent" after backward, or "half" of a payload, or "raise" an error.
+        idle: steps in which the site calls `idle`.
+        cold: steps before which the compressor is reset.
+        pause: seconds between steps.
+        stop: file that contains the last step, once it exists; empty for none.
+        link: costs of the link that mode "auto" is to plan by, in place of measured ones.
+    """
+
+    kit: str
+    log: str
+    mode: str = "dsgd"
+    steps: int = 1 << 30
+    min_sites: int | None = 1
+    leave: int = -1
+    how: str = "before"
+    idle: list[int] = field(default_factory=list)
+    cold: list[int] = field(default_factory=list)
+    pause: float = 0.0
+    stop: str = ""
+    link: list[float] = field(default_factory=list)
+
+    def start(self) -> list[str]:
+        """Return the arguments of the interpreter that run it."""
+        return [__file__, json.dumps(vars(self))]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 24), nn.LayerNorm(24), nn.ReLU(), nn.Linear(24, 5))
+
+
+def batch(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the batch of a site in a step; sizes differ between sites, and change."""
+    generator = torch.Generator().manual_seed(1000 * slot + step)
+    rows = 6 + 3 * slot + (5 if step % 4 == 3 else 0)
+    return torch.randn(rows, 12, generator=generator), torch.randint(5, (rows,), generator=generator)
+
+
+def last_step(case: Case) -> int:
+    """Return the number of steps, as far as it is known."""
+    stop = Path(case.stop) if case.stop else None
+    return int(stop.read_text() or case.steps) if stop is not None and stop.exists() else case.steps
+
+
+def die(how: str) -> None:
+    if how == "raise":
+        raise RuntimeError("the data are lost")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(case: Case) -> None:
+    dadplug.connect(kit=case.kit, timeout=60)
+    if case.link:
+        planner.measure_link = lambda transport: LinkCosts(*case.link)
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    reduction = dadplug.GradientReduction(
+        model, case.mode, min_sites=case.min_sites, state={"optimizer": optimizer}, timeout=60
+    )
+    cold = reduction.state_dict()
+    criterion, rank = nn.CrossEntropyLoss(), reduction.site_rank
+    with Path(case.log).open("a", buffering=1) as log:
+        while (step := reduction.step) < last_step(case):
+            if step in case.cold:
+                reduction.load_state_dict(cold | {"step": step})
+            if step == case.leave and case.how in ("before", "raise"):
+                die(case.how)
+            optimizer.zero_grad()
+            if step not in case.idle:
+                inputs, targets = batch(rank, step)
+                criterion(model(inputs), targets).backward()
+            if step == case.leave:
+                time.sleep(0.2)
+                die(case.how)
+            reduction.synchronize() if step not in case.idle else reduction.idle()
+            optimizer.step()
+            values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+            digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+            line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
+            log.write(json.dumps(line) + "\n")
+            time.sleep(case.pause)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(Case(**json.loads(sys.argv[1])))

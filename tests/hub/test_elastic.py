@@ -1,0 +1,168 @@
+"""Training that goes on while sites leave and come: the same bits as with a site that is idle in these steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import forkserver
+import pytest
+import support
+import torch
+from elastic_site import Case
+from running_hub import RunningHub, running_hub
+
+from dadplug.options import Options
+
+ENDED = 60.0  # seconds for a process, on a busy machine
+
+
+class Run:
+    """Processes of sites with a hub, one after the other for each site.
+
+    Args:
+        folder: folder for kits and logs.
+        hub: the hub.
+        settings: fields of `Case` for all of them.
+    """
+
+    def __init__(self, folder: Path, hub: RunningHub, **settings: object) -> None:
+        self.folder, self.hub, self.settings = folder, hub, settings
+        self.processes: dict[str, forkserver.Program] = {}
+
+    def start(self, name: str, **fields: object) -> None:
+        log = str(self.folder / f"{name}.log")
+        case = Case(**({"kit": str(self.hub.kits / name), "log": log} | self.settings | fields))  # type: ignore[arg-type]
+        self.processes[name] = forkserver.start(case.start(), os.environ | support.ONE_THREAD)
+
+    def end(self, name: str, status: int = 0) -> str:
+        """Wait for a site's process, and return what it has printed to the standard error stream."""
+        assert self.processes[name].wait(ENDED) == status, self.processes[name].read()
+        return self.processes[name].read()[1]
+
+    def lines(self, name: str) -> dict[int, dict]:
+        """Return a site's lines by step."""
+        path = self.folder / f"{name}.log"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {line["step"]: line for line in map(json.loads, lines)}
+
+    def await_step(self, name: str, step: int) -> None:
+        end = time.monotonic() + ENDED
+        while step not in self.lines(name):
+            assert self.processes[name].poll() is None, self.processes[name].read()
+            assert time.monotonic() < end, f"{name} has not reached step {step}: {self.hub.log}"
+            time.sleep(0.02)
+
+
+def stops(folder: Path, step: int) -> None:
+    """Let the sites end after a step."""
+    (folder / "stop").write_text(str(step))
+
+
+def leaves_and_returns(folder: Path, names: str, **settings: object) -> tuple[dict, list[dict[int, dict]]]:
+    """Train with a site that is killed and comes back; return the lines of the first site, and those of all."""
+    folder.mkdir()
+    with running_hub(folder / "kits", tuple(names)) as hub:
+        run = Run(folder, hub, stop=str(folder / "stop"), pause=0.01, **settings)
+        for name in names[:-1]:
+            run.start(name)
+        run.start(names[-1], leave=5, how=settings.get("how", "sent"))
+        assert run.processes[names[-1]].wait(ENDED) == -9
+        run.start(names[-1])
+        hub.await_line(f"{names[-1]} joins")
+        stops(folder, max(run.lines("a")) + 40)
+        for name in names:
+            run.end(name)
+        return run.lines("a"), [run.lines(name) for name in names]
+
+
+def idles(folder: Path, names: str, present: dict[int, list[int]], **settings: object) -> dict[int, dict]:
+    """Train with sites that are idle in the steps in which they are not present; return the lines of the first one."""
+    folder.mkdir()
+    steps = max(present) + 1
+    with running_hub(folder / "kits", tuple(names)) as hub:
+        run = Run(folder, hub, **(settings | {"min_sites": None, "steps": steps}))
+        for slot, name in enumerate(names):
+            idle = [step for step in range(steps) if slot not in present[step]]
+            run.start(name, idle=idle, cold=[step + 1 for step in idle if step + 1 not in idle])
+        for name in names:
+            run.end(name)
+        return run.lines("a")
+
+
+@pytest.mark.parametrize(
+    ("mode", "names", "how"),
+    [("dsgd", "abc", "before"), ("dad", "ab", "sent"), ("rankdad", "abc", "sent"), ("auto", "ab", "before")],
+)
+def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, names, how):
+    first, every = leaves_and_returns(tmp_path / "run", names, mode=mode, how=how, link=[1e-4, 1e-8, 2e-8, 1e-11])
+    last = len(names) - 1
+    present = {step: line["present"] for step, line in first.items()}
+    assert present[4] == list(range(len(names)))
+    assert last not in present[5]
+    assert present[max(present)] == list(range(len(names)))
+    for lines in every:
+        assert all(lines[step]["digest"] == first[step]["digest"] for step in lines)
+    assert max(every[last]) == max(first)  # the site that has returned
+    reference = idles(tmp_path / "idle", names, present, mode=mode, link=[1e-4, 1e-8, 2e-8, 1e-11])
+    assert {step: line["digest"] for step, line in reference.items()} == {
+        step: line["digest"] for step, line in first.items()
+    }
+
+
+def test_the_reason_is_told_and_training_goes_on(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, steps=12)
+        run.start("a")
+        run.start("b", leave=3, how="raise")
+        assert "the data are lost" in run.end("b", 1)
+        run.end("a")
+        assert [line["present"] for line in run.lines("a").values()] == [[0, 1]] * 3 + [[0]] * 9
+        assert hub.await_line("b has left: RuntimeError: the data are lost")
+
+
+def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, min_sites=2, steps=12)
+        run.start("a")
+        run.start("b", leave=3)
+        assert run.processes["b"].wait(ENDED) == -9
+        hub.await_line("paused: 2 sites are needed and 1 is here: waiting for b")
+        assert max(run.lines("a")) == 2
+        run.start("b")
+        assert "training pauses: 2 sites are needed and 1 is here: waiting for b" in run.end("a")
+        run.end("b")
+        assert max(run.lines("b")) == 11
+
+
+def test_what_needs_all_sites_is_refused():
+    for options in ({"mode": "edad"}, {"mode": "powersgd"}, {"sync_batchnorm": True}, {"hierarchy": 2}):
+        with pytest.raises(ValueError, match="needs all sites in every step: leave min_sites out"):
+            Options.create(min_sites=1, **options)
+    with pytest.raises(ValueError, match="min_sites must be a whole number of at least 1"):
+        Options.create(min_sites=0)
+
+
+def requires(min_sites):
+    import dadplug
+
+    with pytest.raises(ValueError, match="min_sites needs a hub"):
+        dadplug.GradientReduction(torch.nn.Linear(2, 2), "dsgd", min_sites=min_sites)
+
+
+def test_sites_without_a_hub_cannot_leave(sites):
+    sites(2).run(requires, 1)
+
+
+def test_the_trainers_need_all_sites():
+    pytest.importorskip("catalyst")
+    pytest.importorskip("pytorch_lightning")
+    from dadplug.runners.pytorch_lightning import DADStrategy
+
+    from dadplug import DistributedRunner
+
+    for build in (lambda: DADStrategy(min_sites=1), lambda: DistributedRunner(min_sites=1)):
+        with pytest.raises(ValueError, match="needs all sites until the end: leave min_sites out"):
+            build()
