@@ -31,7 +31,7 @@ def test_a_file_gets_one_line_an_epoch(capsys):
     assert err == ""
 
 
-def test_a_terminal_gets_one_bar_that_ends_full(monkeypatch, capsys):
+def test_a_terminal_gets_one_bar_that_ends_full(capsys, monkeypatch):  # so that the stream is restored first
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys, "stderr", Terminal())
     run()
@@ -44,7 +44,7 @@ def test_a_terminal_gets_one_bar_that_ends_full(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
-def test_other_sites_show_nothing(monkeypatch, capsys, stream):
+def test_other_sites_show_nothing(capsys, monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream())
     run(shown=False)
     assert capsys.readouterr().out == ""
