@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import dadplug
+from dadplug.hub.elastic import ElasticTransport
 from dadplug.planning import planner
 from dadplug.planning.link_model import LinkCosts
 
@@ -33,7 +35,9 @@ class Case:
         steps: number of steps of the run.
         min_sites: option of the reduction.
         leave: step in which the process ends; -1 for never.
-        how: "before" the forward pass, "sent" after backward, or "half" of a payload, or "raise" an error.
+        how: "before" the forward pass, "sent" after backward, "header" before the end of the step's first round, "late"
+            before that of its second round, "donates" when it is asked for its state, "joins" when it has received one;
+            "raise" for an error before the forward pass.
         idle: steps in which the site calls `idle`.
         cold: steps before which the compressor is reset.
         pause: seconds between steps.
@@ -83,15 +87,40 @@ def die(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_inside(case: Case, current: Callable[[], int]) -> None:
+    """Let the process end in an exchange of the step in which it leaves.
+
+    Args:
+        case: the case.
+        current: returns the number of the step.
+    """
+    close_round = ElasticTransport.close_round
+
+    def closing(transport: ElasticTransport, admits: bool = False) -> None:
+        if current() == case.leave and case.how == ("header" if admits else "late"):
+            die(case.how)
+        close_round(transport, admits)
+
+    if case.how in ("header", "late"):
+        ElasticTransport.close_round = closing
+    elif case.how == "donates":
+        ElasticTransport._answer = lambda transport: die(case.how)
+    elif case.how == "joins":
+        ElasticTransport.take_part = lambda transport: die(case.how)
+
+
 def train(case: Case) -> None:
     dadplug.connect(kit=case.kit, timeout=60)
     if case.link:
         planner.measure_link = lambda transport: LinkCosts(*case.link)
     model = make_model()
+    if case.how == "joins":
+        die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     reduction = dadplug.GradientReduction(
         model, case.mode, min_sites=case.min_sites, state={"optimizer": optimizer}, timeout=60
     )
+    die_inside(case, lambda: reduction.step)
     cold = reduction.state_dict()
     criterion, rank = nn.CrossEntropyLoss(), reduction.site_rank
     with Path(case.log).open("a", buffering=1) as log:
@@ -104,7 +133,7 @@ def train(case: Case) -> None:
             if step not in case.idle:
                 inputs, targets = batch(rank, step)
                 criterion(model(inputs), targets).backward()
-            if step == case.leave:
+            if step == case.leave and case.how == "sent":
                 time.sleep(0.2)
                 die(case.how)
             reduction.synchronize() if step not in case.idle else reduction.idle()

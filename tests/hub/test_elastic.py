@@ -17,6 +17,7 @@ from running_hub import RunningHub, running_hub
 from dadplug.options import Options
 
 ENDED = 60.0  # seconds for a process, on a busy machine
+LEAVES = 3  # step in which the batches are larger than before, so that there is a second round
 
 
 class Run:
@@ -50,7 +51,7 @@ class Run:
 
     def await_step(self, name: str, step: int) -> None:
         end = time.monotonic() + ENDED
-        while step not in self.lines(name):
+        while max(self.lines(name), default=-1) < step:
             assert self.processes[name].poll() is None, self.processes[name].read()
             assert time.monotonic() < end, f"{name} has not reached step {step}: {self.hub.log}"
             time.sleep(0.02)
@@ -68,7 +69,7 @@ def leaves_and_returns(folder: Path, names: str, **settings: object) -> tuple[di
         run = Run(folder, hub, stop=str(folder / "stop"), pause=0.01, **settings)
         for name in names[:-1]:
             run.start(name)
-        run.start(names[-1], leave=5, how=settings.get("how", "sent"))
+        run.start(names[-1], leave=LEAVES)
         assert run.processes[names[-1]].wait(ENDED) == -9
         run.start(names[-1])
         hub.await_line(f"{names[-1]} joins")
@@ -94,14 +95,20 @@ def idles(folder: Path, names: str, present: dict[int, list[int]], **settings: o
 
 @pytest.mark.parametrize(
     ("mode", "names", "how"),
-    [("dsgd", "abc", "before"), ("dad", "ab", "sent"), ("rankdad", "abc", "sent"), ("auto", "ab", "before")],
+    [
+        ("dsgd", "ab", "header"),
+        ("dad", "ab", "sent"),
+        ("dad", "abc", "late"),
+        ("rankdad", "abc", "late"),
+        ("auto", "ab", "before"),
+    ],
 )
 def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, names, how):
     first, every = leaves_and_returns(tmp_path / "run", names, mode=mode, how=how, link=[1e-4, 1e-8, 2e-8, 1e-11])
     last = len(names) - 1
     present = {step: line["present"] for step, line in first.items()}
-    assert present[4] == list(range(len(names)))
-    assert last not in present[5]
+    assert present[LEAVES - 1] == list(range(len(names)))
+    assert last not in present[LEAVES]
     assert present[max(present)] == list(range(len(names)))
     for lines in every:
         assert all(lines[step]["digest"] == first[step]["digest"] for step in lines)
@@ -135,6 +142,40 @@ def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
         assert "training pauses: 2 sites are needed and 1 is here: waiting for b" in run.end("a")
         run.end("b")
         assert max(run.lines("b")) == 11
+
+
+def test_another_site_gives_its_state_if_one_is_lost_meanwhile(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = Run(tmp_path, hub, stop=str(tmp_path / "stop"), pause=0.01)
+        donor, other = "ab"  # of members that have been asked equally often, the first one is asked
+        run.start(donor, how="donates")
+        run.start(other)
+        run.start("c", leave=LEAVES)
+        assert run.processes["c"].wait(ENDED) == -9
+        run.start("c")
+        hub.await_line("c joins")
+        hub.await_line(f"{donor} has left")
+        run.await_step("c", max(run.lines(other)) + 2)
+        stops(tmp_path, max(run.lines(other)) + 5)
+        run.end(other)
+        run.end("c")
+        assert run.lines("c")[max(run.lines("c"))]["digest"] == run.lines(other)[max(run.lines("c"))]["digest"]
+
+
+def test_a_site_that_is_lost_while_it_joins_holds_up_nobody(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, stop=str(tmp_path / "stop"), pause=0.01)
+        run.start("a")
+        run.start("b", leave=LEAVES)
+        assert run.processes["b"].wait(ENDED) == -9
+        run.start("b", how="joins")
+        assert run.processes["b"].wait(ENDED) == -9
+        run.start("b")
+        run.await_step("b", max(run.lines("a")) + 2)
+        stops(tmp_path, max(run.lines("a")) + 5)
+        run.end("a")
+        run.end("b")
+        assert run.lines("b")[max(run.lines("b"))]["digest"] == run.lines("a")[max(run.lines("b"))]["digest"]
 
 
 def test_what_needs_all_sites_is_refused():
