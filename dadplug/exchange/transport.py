@@ -76,12 +76,13 @@ class Transport(ABC):
         elastic: whether training goes on without a site that leaves.
         absent: ranks of the sites that are not part of the last round, the same at all sites; what they have sent does
             not count, and gathers return zeros for them. Always empty unless `elastic`.
+        joins: whether this site joins others in mid-training, and `receive_state` returns a state.
         listens: whether this site joins in this step, so that nothing that it sends counts.
     """
 
     nodes: Nodes | None = None
     is_direct: bool = True
-    elastic = listens = False
+    elastic = joins = listens = False
     absent: frozenset[int] = frozenset()
     donate: Callable[[], Any] | None = None
     """Returns what a site that joins in mid-training needs; called while this site waits for the end of a round that
@@ -178,6 +179,8 @@ class Transport(ABC):
 
     def receive_state(self) -> Any:
         """Return what `donate` has returned at another site, where this site joins in mid-training; else None.
+
+        Until it is called, the others do not wait for this site.
 
         Raises:
             SiteError: if it does not arrive.

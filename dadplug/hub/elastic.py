@@ -57,9 +57,11 @@ class ElasticTransport(HubTransport):
                 "that joins could not read them"
             )
         super().__init__(link, traffic, timeout, group)
-        link.rounds.begin(requirements)
+        self._requirements = requirements
+        self.joins = self.listens = link.rounds.joins
+        if not self.joins:
+            link.rounds.begin(requirements)
         self.ring = self.copies
-        self.listens = link.rounds.joins
         self._in_step = False
 
     # Rounds
@@ -81,11 +83,14 @@ class ElasticTransport(HubTransport):
         return codec.encode(self.donate())
 
     def receive_state(self) -> Any:
-        rounds = self.link.rounds
-        return codec.decode(rounds.receive_state(self.timeout)) if rounds.joins else None
+        if not self.joins:
+            return None
+        self.link.rounds.begin(self._requirements)
+        return codec.decode(self.link.rounds.receive_state(self.timeout))
 
     def take_part(self) -> None:
         self.link.rounds.confirm()
+        self.joins = False
 
     # Exchanges
 

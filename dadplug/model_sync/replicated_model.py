@@ -13,6 +13,7 @@ from ..errors import MismatchError
 from ..exchange import Traffic, Transport, open_transport
 from ..exchange.requirements import Requirements
 from ..methods import check_allowed
+from ..methods.warm_up import warm_up
 from ..options import Options
 from . import replicas
 from .guards import check_model
@@ -54,6 +55,8 @@ class ReplicatedModel:
         self.site_rank, self.world_size = self._transport.rank, self._transport.world_size
         self._epoch_samples = 0  # since buffers were averaged
         self._further: dict[str, Stateful] = {}
+        if self._transport.joins:
+            warm_up(options, next((parameter.dtype for parameter in model.parameters()), torch.float32))
         self._joined: JoinState | None = self._transport.receive_state()
         if self._joined is None:
             replicas.check_alike(self._describe(), self._transport)
