@@ -11,8 +11,9 @@ import forkserver
 import pytest
 import support
 import torch
+from cutting_relay import CuttingRelay
 from elastic_site import Case
-from running_hub import RunningHub, running_hub
+from running_hub import RunningHub, running_hub, until
 
 from dadplug.options import Options
 
@@ -117,6 +118,36 @@ def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, n
     assert {step: line["digest"] for step, line in reference.items()} == {
         step: line["digest"] for step, line in first.items()
     }
+
+
+def goes_by_way_of(relay: CuttingRelay, kit: Path) -> None:
+    """Let a site dial a relay in place of the hub."""
+    roster = json.loads((kit / "roster.json").read_text())
+    roster["hub"] = f"127.0.0.1:{relay.address[1]}"
+    (kit / "roster.json").write_text(json.dumps(roster))
+
+
+@pytest.mark.parametrize(("mode", "cuts"), [("rankdad", 40)])
+def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, mode, cuts):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub, CuttingRelay(hub.address) as relay:
+        goes_by_way_of(relay, tmp_path / "kits" / "b")
+        run = Run(tmp_path, hub, mode=mode, stop=str(tmp_path / "stop"))
+        run.start("a")
+        run.start("b")
+        run.await_step("a", 2)
+        for number in range(cuts):
+            relay.cut_after(number % 2, 1 + 211 * number)
+            until(lambda cut=number: relay.cuts > cut or run.processes["b"].poll() is not None)
+            until(lambda cut=number: "b (training) has dialled again" in "".join(hub.log) or cut < 1)
+            if run.processes["b"].poll() is not None:
+                break  # too busy a machine for the grace; the verdict is the same
+        stops(tmp_path, max(run.lines("a")) + 3)
+        run.end("a")
+        lines = run.lines("a")
+        print(f"{relay.cuts} cuts, b present in {sum(1 in line['present'] for line in lines.values())} of {len(lines)}")
+        assert relay.cuts
+    reference = idles(tmp_path / "idle", "ab", {step: line["present"] for step, line in lines.items()}, mode=mode)
+    assert [line["digest"] for line in reference.values()] == [line["digest"] for line in lines.values()]
 
 
 def test_the_reason_is_told_and_training_goes_on(tmp_path):
