@@ -393,7 +393,7 @@ class Membership:
             reason = f"no site here holds step {self.step}"
         absent = tuple(self._sites.in_phase(Phase.ABSENT))
         pause = Pause(absent, f"{reason}: waiting for {self._sites.names(absent)}") if reason else None
-        if pause == self._pause:
+        if pause == self._pause or (self.started and not self._sites.connected()):  # nobody waits any more
             return
         self._pause = pause
         self._actions.append(Resume(self.open_step) if pause is None else pause)

@@ -291,6 +291,11 @@ def test_below_min_sites_training_pauses_until_a_site_returns_into_the_open_step
     assert kinds(membership.end(1, 4, 1.0), Close) == [Close(4, (0, 1), 2)]
 
 
+def test_nobody_waits_once_the_last_site_has_left():
+    membership = hub(2, min_sites=1)
+    assert not kinds(membership.close(0, "", 0.0) + membership.close(1, "", 0.0), Pause)
+
+
 def test_a_pause_lasts_as_long_as_sites_are_missing():
     membership = hub(3, min_sites=3)
     membership.close(1, "gone", 0.0)
