@@ -10,7 +10,7 @@ from .frames import FrameError
 from .membership import Membership
 from .open_round import OpenRound
 
-_SHORT_GRACE = 0.3  # seconds
+SHORT_GRACE = 0.3  # seconds for which a site may dial again where others wait for it
 
 
 class ElasticRun:
@@ -64,7 +64,7 @@ class ElasticRun:
         Args:
             seconds: the time where all sites must stay.
         """
-        return min(seconds, _SHORT_GRACE) if self.elastic else seconds
+        return min(seconds, SHORT_GRACE) if self.elastic else seconds
 
     def begin_round(self) -> None:
         """Begin a round."""

@@ -15,6 +15,7 @@ from cutting_relay import CuttingRelay
 from elastic_site import Case
 from running_hub import RunningHub, running_hub, until
 
+from dadplug.hub import elastic_run
 from dadplug.options import Options
 
 ENDED = 60.0  # seconds for a process, on a busy machine
@@ -127,26 +128,27 @@ def goes_by_way_of(relay: CuttingRelay, kit: Path) -> None:
     (kit / "roster.json").write_text(json.dumps(roster))
 
 
-@pytest.mark.parametrize(("mode", "cuts"), [("rankdad", 40)])
-def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, mode, cuts):
+@pytest.mark.parametrize(("grace", "cuts"), [(20.0, 40), (0.0, 1)])
+def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grace, cuts):
+    monkeypatch.setattr(elastic_run, "SHORT_GRACE", grace)
     with running_hub(tmp_path / "kits", ("a", "b")) as hub, CuttingRelay(hub.address) as relay:
         goes_by_way_of(relay, tmp_path / "kits" / "b")
-        run = Run(tmp_path, hub, mode=mode, stop=str(tmp_path / "stop"))
+        run = Run(tmp_path, hub, mode="rankdad", stop=str(tmp_path / "stop"))
         run.start("a")
         run.start("b")
         run.await_step("a", 2)
         for number in range(cuts):
             relay.cut_after(number % 2, 1 + 211 * number)
-            until(lambda cut=number: relay.cuts > cut or run.processes["b"].poll() is not None)
-            until(lambda cut=number: "b (training) has dialled again" in "".join(hub.log) or cut < 1)
-            if run.processes["b"].poll() is not None:
-                break  # too busy a machine for the grace; the verdict is the same
-        stops(tmp_path, max(run.lines("a")) + 3)
+            until(lambda cut=number: relay.cuts > cut)
+            again = number + 1 if grace else 0
+            until(lambda count=again: sum("(training) has dialled again" in line for line in hub.log) >= count)
+        stops(tmp_path, max(run.lines("a")) + 20)
         run.end("a")
+        assert ("has given this site up" in run.end("b", 1)) if not grace else not run.end("b")
         lines = run.lines("a")
-        print(f"{relay.cuts} cuts, b present in {sum(1 in line['present'] for line in lines.values())} of {len(lines)}")
-        assert relay.cuts
-    reference = idles(tmp_path / "idle", "ab", {step: line["present"] for step, line in lines.items()}, mode=mode)
+    present = {step: line["present"] for step, line in lines.items()}
+    assert present[max(present)] == ([0, 1] if grace else [0])
+    reference = idles(tmp_path / "idle", "ab", present, mode="rankdad")
     assert [line["digest"] for line in reference.values()] == [line["digest"] for line in lines.values()]
 
 
