@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import running_hub
 import support
 
 import dadplug
@@ -131,6 +132,11 @@ def test_blocks_of_guides_run_at_two_sites(page, number, tmp_path):
         program = tmp_path / "train.py"
         program.write_text("import torch\nfrom torch import nn\n" + prepared(code))
         run([[str(program)]], tmp_path, code)
+    elif "kit=" in code:  # the folder of the site's kit is the program's argument
+        program = tmp_path / "train.py"
+        program.write_text("import torch\nfrom torch import nn\n" + prepared(code))
+        with running_hub.running_hub(tmp_path / "kits") as hub:
+            run([[str(program), str(hub.kits / name)] for name in "ab"], tmp_path, code)
     else:
         run(support.site_scripts(prepared(code), tmp_path), tmp_path, code)
 
