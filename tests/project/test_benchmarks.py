@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
@@ -130,3 +131,95 @@ def test_bert_has_the_parameters_of_bert_base():
     with torch.device("meta"):  # without memory
         model = program("workloads").BERT.build()
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == 109
+
+
+def test_ways_to_connect_are_compared_block_by_block():
+    hub = program("hub")
+    plain = hub.Way([[0.010, 0.012, 0.014], [0.020, 0.022, 0.024]], 6000)
+    over = hub.Way([[0.012, 0.015, 0.018], [0.022, 0.025, 0.028]], 6120)
+    found = hub.row("dad", "100mbit", "mnistnet", {"plain": plain, "hub": over})
+    assert found["difference"] == pytest.approx(3.0)
+    assert found["ratio"] == pytest.approx((15 / 12 + 25 / 22) / 2)
+    assert (found["plain bytes"], found["hub bytes"], found["steps"]) == (1000, 1020, 6)
+
+
+@pytest.mark.slow
+def test_steps_over_plain_streams_and_over_the_hub():
+    pytest.importorskip("cryptography")
+    hub = program("hub")
+    arguments = argparse.Namespace(model="lstm", warm_up=2, steps=3, blocks=2)
+    with hub.Loopback() as link, hub.running_pairs(link) as pairs:
+        ways = hub.measure(pairs, "rankdad", arguments)
+    assert {name: [len(block) for block in way.blocks] for name, way in ways.items()} == {
+        "plain": [3, 3],
+        "hub": [3, 3],
+    }
+    assert all(seconds > 0 for way in ways.values() for seconds in way.times)
+
+
+def logs_of(order, present):
+    """Return logs of sites that use the samples of their order in steps in which they are present."""
+    elastic = program("elastic_logs")
+    logs = [elastic.Log(Path("none")) for _ in range(2)]
+    for step, ranks in enumerate(present):
+        for rank in ranks:
+            logs[rank].rows[step] = order(rank).batch(step).tolist()
+            logs[rank].done[step] = {"step": step, "present": ranks, "digest": step}
+    return logs
+
+
+def test_the_order_of_a_site_has_each_of_its_samples_once_an_epoch():
+    order = program("returning_site").Order(samples=50, sites=3, rank=1, batch_size=4, seed=0)
+    epochs = [[int(row) for step in range(4 * each, 4 * each + 4) for row in order.batch(step)] for each in range(3)]
+    assert all(len(set(epoch)) == 16 and all(row % 3 == 1 for row in epoch) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_wrong_use_of_the_data_is_found():
+    elastic, site = program("elastic_logs"), program("returning_site")
+
+    def order(rank):
+        return site.Order(samples=24, sites=2, rank=rank, batch_size=4, seed=0)
+
+    present = [[0, 1], [1], [0, 1], [0, 1], [0, 1], [0, 1]]
+    assert elastic.use_of_data(logs_of(order, present), 6, order) == (44, 4, [])
+    logs = logs_of(order, present)
+    logs[0].rows[3] = logs[0].rows[4]
+    faults = elastic.use_of_data(logs, 6, order)[2]
+    assert "site 0 has used 4 samples twice in epoch 1" in faults
+    logs = logs_of(order, present)
+    del logs[1].rows[2]
+    assert elastic.use_of_data(logs, 6, order)[2] == ["site 1 has used other samples in epoch 0 than it should have"]
+
+
+def test_different_replicas_and_growth_are_found():
+    elastic, site = program("elastic_logs"), program("returning_site")
+    logs = logs_of(lambda rank: site.Order(24, 2, rank, 4, 0), [[0, 1]] * 3)
+    assert not elastic.different_replicas(logs)
+    logs[0].done[1]["digest"] = 7
+    assert elastic.different_replicas(logs) == ["digest differs between sites 0 and 1 after step 1"]
+    outcome = elastic.Outcome()
+    outcome.memory["hub"], outcome.descriptors["hub"] = [80, 100, 100, 101, 105, 104], [9, 11, 11, 10, 11, 11]
+    assert not elastic.grown(outcome)
+    outcome.memory["hub"][-1], outcome.descriptors["hub"][-1] = 120, 12
+    assert len(elastic.grown(outcome)) == 2
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_sites_are_killed_and_return(tmp_path):
+    pytest.importorskip("cryptography")
+    settings = {
+        "steps": 60,
+        "kills": 2,
+        "stops": 0,
+        "seeds": 1,
+        "sites": 2,
+        "batch-size": 4,
+        "pace": 0.02,
+        "out": tmp_path,
+    }
+    command = [sys.executable, str(FOLDER / "elastic.py"), *(f"--{name}={value}" for name, value in settings.items())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert "seed 0, 2 kills: accuracy" in done.stdout, done.stderr
+    assert "pause at kills" in done.stdout
+    assert not [line for line in done.stdout.splitlines() if "differs between" in line or "has used" in line]
