@@ -56,7 +56,7 @@ class RunningHub:
         """Load the kit of a site."""
         return Kit.load(self.kits / name)
 
-    def await_line(self, text: str) -> str:
+    def await_line(self, text: str, timeout: float = TIMEOUT) -> str:
         """Wait for a line of the journal that contains a text, and return it."""
         found: list[str] = []
 
@@ -64,7 +64,7 @@ class RunningHub:
             found[:] = [line for line in self.log if text in line]
             return bool(found)
 
-        until(look, lambda: f"no line with {text!r} in {self.log}")
+        until(look, lambda: f"no line with {text!r} in {self.log}", timeout)
         return found[0]
 
 
@@ -114,9 +114,9 @@ def free_port() -> int:
             return port
 
 
-def until(condition: Any, message: Any = lambda: "the condition has not come true") -> None:
+def until(condition: Any, message: Any = lambda: "the condition has not come true", timeout: float = TIMEOUT) -> None:
     """Wait until a condition is true."""
-    end = time.monotonic() + TIMEOUT
+    end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, message()
         time.sleep(0.005)

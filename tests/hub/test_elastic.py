@@ -74,7 +74,7 @@ def leaves_and_returns(folder: Path, names: str, **settings: object) -> tuple[di
         run.start(names[-1], leave=LEAVES)
         assert run.processes[names[-1]].wait(ENDED) == -9
         run.start(names[-1])
-        hub.await_line(f"{names[-1]} joins")
+        hub.await_line(f"{names[-1]} joins", ENDED)
         stops(folder, max(run.lines("a")) + 40)
         for name in names:
             run.end(name)
@@ -139,9 +139,12 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
         run.await_step("a", 2)
         for number in range(cuts):
             relay.cut_after(number % 2, 1 + 211 * number)
-            until(lambda cut=number: relay.cuts > cut)
+            until(lambda cut=number: relay.cuts > cut, timeout=ENDED)
             again = number + 1 if grace else 0
-            until(lambda count=again: sum("(training) has dialled again" in line for line in hub.log) >= count)
+            until(
+                lambda count=again: sum("(training) has dialled again" in line for line in hub.log) >= count,
+                timeout=ENDED,
+            )
         stops(tmp_path, max(run.lines("a")) + 20)
         run.end("a")
         assert ("has given this site up" in run.end("b", 1)) if not grace else not run.end("b")
@@ -160,7 +163,7 @@ def test_the_reason_is_told_and_training_goes_on(tmp_path):
         assert "the data are lost" in run.end("b", 1)
         run.end("a")
         assert [line["present"] for line in run.lines("a").values()] == [[0, 1]] * 3 + [[0]] * 9
-        assert hub.await_line("b has left: RuntimeError: the data are lost")
+        assert hub.await_line("b has left: RuntimeError: the data are lost", ENDED)
 
 
 def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
@@ -169,7 +172,7 @@ def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
         run.start("a")
         run.start("b", leave=3)
         assert run.processes["b"].wait(ENDED) == -9
-        hub.await_line("paused: 2 sites are needed and 1 is here: waiting for b")
+        hub.await_line("paused: 2 sites are needed and 1 is here: waiting for b", ENDED)
         assert max(run.lines("a")) == 2
         run.start("b")
         assert "training pauses: 2 sites are needed and 1 is here: waiting for b" in run.end("a")
@@ -186,8 +189,8 @@ def test_another_site_gives_its_state_if_one_is_lost_meanwhile(tmp_path):
         run.start("c", leave=LEAVES)
         assert run.processes["c"].wait(ENDED) == -9
         run.start("c")
-        hub.await_line("c joins")
-        hub.await_line(f"{donor} has left")
+        hub.await_line("c joins", ENDED)
+        hub.await_line(f"{donor} has left", ENDED)
         run.await_step("c", max(run.lines(other)) + 2)
         stops(tmp_path, max(run.lines(other)) + 5)
         run.end(other)
