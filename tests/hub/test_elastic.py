@@ -137,6 +137,7 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
         run.start("a")
         run.start("b")
         run.await_step("a", 2)
+        relay.refuse = not grace
         for number in range(cuts):
             relay.cut_after(number % 2, 1 + 211 * number)
             until(lambda cut=number: relay.cuts > cut, timeout=ENDED)
@@ -145,6 +146,9 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
                 lambda count=again: sum("(training) has dialled again" in line for line in hub.log) >= count,
                 timeout=ENDED,
             )
+        if not grace:
+            hub.await_line("b has left", ENDED)
+            relay.refuse = False
         stops(tmp_path, max(run.lines("a")) + 20)
         run.end("a")
         assert ("has given this site up" in run.end("b", 1)) if not grace else not run.end("b")
