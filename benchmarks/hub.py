@@ -6,8 +6,8 @@
     python benchmarks/hub.py --rates none                               without root, on loopback; bytes are left out
 
 Two pairs of sites are connected over the same link, one by plain streams and one over a hub that runs beside site 0.
-The pairs take turns: while one executes a block of steps, the processes of the other wait for their next order. The
-first pair of blocks is not counted. Both pairs build the same models and draw the same data.
+The pairs take turns: while one executes a block of steps, the processes of the other wait for their next order. A
+short block of each is not counted. Both pairs build the same models and draw the same data.
 
 A step is forward, backward, the exchange and the optimizer's step, timed at site 0; quartiles are in parentheses. Bytes
 are those that the interfaces of both sites have sent, with all that the kernel and TLS add, a step. One thread a site.
@@ -201,10 +201,14 @@ def measure(pairs: dict[str, Pair], method: str, arguments: argparse.Namespace) 
     ways: dict[str, Way] = {}
     for pair in pairs.values():
         pair.ask(do="begin", model=arguments.model, method=method, warm_up=arguments.warm_up)
-    for block in range(arguments.blocks + 1):
-        order = [PLAIN, HUB] if block % 2 else [HUB, PLAIN]
-        for name in order:
-            run_block(pairs[name], arguments.steps, ways.setdefault(name, Way()) if block else Way())
+    first = Way()  # not counted
+    for pair in pairs.values():
+        run_block(pair, min(3, arguments.steps), first)
+    most = int(arguments.seconds / statistics.median(first.times))
+    steps = max(2, min(arguments.steps, most))
+    for block in range(arguments.blocks):
+        for name in [HUB, PLAIN] if block % 2 else [PLAIN, HUB]:
+            run_block(pairs[name], steps, ways.setdefault(name, Way()))
     for pair in pairs.values():
         pair.ask(do="end")
     return ways
@@ -256,7 +260,8 @@ def main() -> int:
     parser.add_argument("--methods", default="rankdad,dad,dsgd", help="as benchmarks/attach.py names them")
     parser.add_argument("--model", choices=list(WORKLOADS), default="mnistnet")
     parser.add_argument("--rates", default="100mbit,none")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a block")
+    parser.add_argument("--steps", type=int, default=20, help="most steps of a block")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time after which steps of a block are enough")
     parser.add_argument("--blocks", type=int, default=12, help="blocks of each way")
     parser.add_argument("--warm-up", type=int, default=10, help="steps of a method before its first block")
     parser.add_argument("--quick", action="store_true", help="three blocks of five steps")

@@ -147,7 +147,7 @@ def test_ways_to_connect_are_compared_block_by_block():
 def test_steps_over_plain_streams_and_over_the_hub():
     pytest.importorskip("cryptography")
     hub = program("hub")
-    arguments = argparse.Namespace(model="lstm", warm_up=2, steps=3, blocks=2)
+    arguments = argparse.Namespace(model="lstm", warm_up=2, steps=3, seconds=60.0, blocks=2)
     with hub.Loopback() as link, hub.running_pairs(link) as pairs:
         ways = hub.measure(pairs, "rankdad", arguments)
     assert {name: [len(block) for block in way.blocks] for name, way in ways.items()} == {
