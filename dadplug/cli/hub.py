@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--status", type=Path, metavar="FILE", help="file for the status, as JSON, twice a second")
     parser.add_argument("--journal", type=Path, metavar="FILE", help="file to append to: who joins, leaves, is refused")
-    parser.add_argument("--min-sites", type=int, metavar="N", help="number of sites that must stay (default: all)")
     parser.add_argument(
         "--site-timeout",
         type=float,
@@ -67,9 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.grace <= 0:
             raise ValueError(f"grace={arguments.grace}: it has to be positive")
-        rules = Rules(
-            min_sites=count if arguments.min_sites is None else arguments.min_sites, site_timeout=arguments.site_timeout
-        )
+        rules = Rules(min_sites=count, site_timeout=arguments.site_timeout)
         listen = split_address(arguments.listen) if arguments.listen else None
         hub = Hub(kit, rules, listen=listen, journal=journal, grace=arguments.grace, report=report)
     except KitError:

@@ -18,7 +18,6 @@ class ElasticRun:
 
     Args:
         rules: rules of the hub.
-        world_size: number of sites.
 
     Attributes:
         rules: the rules that hold.
@@ -26,17 +25,16 @@ class ElasticRun:
         admits: whether sites may join in the open round.
     """
 
-    def __init__(self, rules: Rules, world_size: int) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.rules = self._first = rules
         self.round = OpenRound()
         self.admits = False
-        self._world_size = world_size
         self._required: Requirements | None = None
 
     @property
     def elastic(self) -> bool:
         """Whether the run goes on without a site that leaves."""
-        return self._required is not None or self.rules.min_sites < self._world_size
+        return self._required is not None
 
     def require(self, requirements: Requirements, membership: Membership) -> None:
         """Take what the sites require.

@@ -62,7 +62,7 @@ class Relay:
         self.sessions: dict[tuple[str, int], Session] = {}
         self.leaving: list[Session] = []
         self.pause = ""
-        self._run = ElasticRun(rules, len(names))
+        self._run = ElasticRun(rules)
         self._grace = grace
         self._journal = journal
         self._store = Store()

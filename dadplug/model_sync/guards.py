@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..hooks import overridden
+from .structure import is_managed
 
 
 class Synchronized(Protocol):
@@ -38,6 +39,17 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if overridden(module):
             raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")
+
+
+def check_elastic(model: nn.Module) -> None:
+    """Check that a model can be trained while sites leave and return.
+
+    Raises:
+        ValueError: if a parameter is managed elsewhere, as the tables of an AdaModel are: each site has a part of them.
+    """
+    for name, parameter in model.named_parameters():
+        if is_managed(parameter):
+            raise ValueError(f"min_sites: the rows of {name!r} are spread over the sites, and all of them must stay")
 
 
 def refuse_unsynchronised(reduction: Synchronized) -> Callable[[torch.optim.Optimizer, Any, Any], None]:

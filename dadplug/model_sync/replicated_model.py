@@ -16,7 +16,7 @@ from ..methods import check_allowed
 from ..methods.warm_up import warm_up
 from ..options import Options
 from . import replicas
-from .guards import check_model
+from .guards import check_elastic, check_model
 from .join_state import JoinState, Stateful
 from .structure import without_managed
 
@@ -48,6 +48,8 @@ class ReplicatedModel:
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
         check_allowed(options)  # before anything is sent
         check_model(model)
+        if options.min_sites is not None:
+            check_elastic(model)
         self.model = model
         self.options = options
         self.traffic = Traffic()

@@ -15,7 +15,9 @@ from cutting_relay import CuttingRelay
 from elastic_site import Case
 from running_hub import RunningHub, running_hub, until
 
+from dadplug import GradientReduction
 from dadplug.hub import elastic_run
+from dadplug.model_sync.structure import mark_managed
 from dadplug.options import Options
 
 ENDED = 60.0  # seconds for a process, on a busy machine
@@ -224,6 +226,13 @@ def test_what_needs_all_sites_is_refused():
             Options.create(min_sites=1, **options)
     with pytest.raises(ValueError, match="min_sites must be a whole number of at least 1"):
         Options.create(min_sites=0)
+
+
+def test_tables_that_are_spread_over_the_sites_are_refused():
+    model = torch.nn.Linear(2, 2)
+    mark_managed(model.weight, True)
+    with pytest.raises(ValueError, match="the rows of 'weight' are spread over the sites, and all of them must stay"):
+        GradientReduction(model, "dsgd", min_sites=1)
 
 
 def requires(min_sites):

@@ -211,8 +211,6 @@ def test_the_command_serves_sites_until_it_gets_a_signal(kits, tmp_path):
         ("a", "is the kit of the site a"),
         ("hub --listen nowhere", "must be HOST:PORT"),
         ("hub --listen 192.0.2.1:8470", "cannot listen at 192.0.2.1:8470"),
-        ("hub --min-sites 3", "min_sites=3, but the roster has 2 sites"),
-        ("hub --min-sites 0", "at least one site has to stay"),
         ("hub --grace 0", "grace=0.0: it has to be positive"),
         ("missing", "is not a folder"),
     ],
