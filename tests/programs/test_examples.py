@@ -90,6 +90,30 @@ def test_wrong_arguments_end_before_any_site_starts():
     assert only.errors.strip() == f"error: unknown mode 'foo'; valid ones are {support.valid_modes()}"
 
 
+def test_a_hospital_that_is_killed_returns_into_the_run(tmp_path):
+    flags = ["--steps", "60", "--kill-at", "20", "--seconds", "0", "--pause", "0.05", "--out", str(tmp_path)]
+    (only,) = support.run_programs([[str(ROOT / "examples" / "two_hospitals.py"), *flags]], timeout=200)
+    assert only.status == 0, only.errors
+    for line in ("lyon is killed", "hub: lyon has left: its connection was lost", "lyon is started again"):
+        assert line in only.output
+    assert "The two models are equal, to the bit." in only.output
+    rows = {row[0]: row for row in (line.split() for line in only.output.partition("took part")[2].splitlines()) if row}
+    assert float(rows["berlin"][1]) > 0.8
+    assert rows["berlin"][1:3] == rows["lyon"][1:3]
+    last = rows["berlin"][-1]
+    assert rows["berlin"][3:] == ["0", "to", last]
+    assert re.fullmatch(rf"0 to \d+, \d+ to {last}", " ".join(rows["lyon"][3:]))
+    assert (tmp_path / "two_hospitals.png").exists() or (tmp_path / "two_hospitals.txt").exists()
+
+
+def test_an_error_of_a_hospital_ends_the_example(tmp_path):
+    flags = ["--mode", "edad", "--out", str(tmp_path)]
+    (only,) = support.run_programs([[str(ROOT / "examples" / "two_hospitals.py"), *flags]])
+    assert only.status == 1
+    assert "mode='edad' needs all sites in every step" in only.errors
+    assert "Traceback" not in only.errors
+
+
 def children(pid: int) -> list[int]:
     path = Path(f"/proc/{pid}/task/{pid}/children")
     return [int(child) for child in path.read_text().split()] if path.exists() else []
