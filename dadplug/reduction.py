@@ -356,23 +356,25 @@ class GradientReduction(ReplicatedModel):
         self._method.load_state_dict(state["method"])
         self._planner.load_state_dict(state)
 
-    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_states(self, states: Sequence[dict[str, Any] | None]) -> None:
         """Restore this site's state from those of all sites, as a checkpoint contains them.
 
-        A site that has none in it, since the checkpoint was written by fewer sites, takes over the number of the step,
-        and its compressor begins anew.
+        A site that has none in it, since the checkpoint was written by fewer sites, or without this one, takes over the
+        number of the step, and its compressor begins anew.
 
         Args:
-            states: the states, by rank.
+            states: the states, by rank; None for sites that were absent.
 
         Raises:
             ValueError: if the states are of another mode.
         """
-        if self.site_rank < len(states):
-            self.load_state_dict(states[self.site_rank])
-        elif states:
+        own = states[self.site_rank] if self.site_rank < len(states) else None
+        other = next((each for each in states if each is not None), None)
+        if own is not None:
+            self.load_state_dict(own)
+        elif other is not None:
             self.load_state_dict(
-                states[0] | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
+                other | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
             )
 
     def detach(self, *, discard: bool = False) -> None:

@@ -63,6 +63,7 @@ class AdaPMRunner(DistributedRunner):
         self._management, others = Management.split(arguments)
         check_names(name for name in others if name not in _KEYS)
         super().__init__(model, criterion, optimizer, mode, **others)
+        self.options.check_all_stay("AdaPMRunner")
         self._owner: Any = None
         self._gathered: tuple[int, dict[str, Any]] | None = None
 

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import MismatchError
 from ..exchange import connect
+from ..exchange.requirements import Requirements
 from ..model_sync.uneven_inputs import batches_before, takes_part
 from ..options import Options
 from ..reduction import GradientReduction
@@ -46,6 +47,11 @@ class DistributedRunner(SupervisedRunner):
     existing process group; without any of them the runner trains as a single site. Stock callbacks, loggers and
     progress bars work as for one process: metrics of a loader are those of all sites together, and only site 0 prints
     and writes files.
+
+    With ``min_sites``, over a hub, training goes on without a site that leaves. Metrics, early stopping and checkpoints
+    are then those of the sites that are present, the first of which prints, and each of them writes the checkpoints. Of
+    a data set that is split, the share of an absent site is left out; it is drawn anew for each epoch. A site that has
+    left cannot return before the run has ended, so that below ``min_sites`` the run ends with an error.
 
     Args:
         model: model to train; may be passed to `train` instead.
@@ -77,6 +83,7 @@ class DistributedRunner(SupervisedRunner):
     engine: SiteEngine
     reduction: GradientReduction
     need_early_stop: bool
+    loggers: dict[str, Any]
 
     @takes_keywords_of(Options)
     def __init__(
@@ -100,7 +107,6 @@ class DistributedRunner(SupervisedRunner):
         if split_data not in SPLIT_DATA:
             raise ValueError(f"unknown split_data {split_data!r}; valid ones are {', '.join(map(repr, SPLIT_DATA))}")
         self.options = Options.create(mode=mode, **options)
-        self.options.check_all_stay("Catalyst's runner")
         self._given = {"model": model, "criterion": criterion, "optimizer": optimizer}
         self._split_data = split_data
         self._process_group = process_group
@@ -172,6 +178,7 @@ class DistributedRunner(SupervisedRunner):
             timeout=self.options.timeout,
             split_data=self._split_data if split_data is None else split_data,
             process_group=self._process_group,
+            requirements=Requirements.of(self.options.min_sites, self.options.site_timeout),
         )
 
     def _run(self) -> None:
@@ -212,7 +219,7 @@ class DistributedRunner(SupervisedRunner):
         self.engine.seed = self.seed
         self.engine.loader_samples = lambda: self._loader_samples
         loaders = self.get_loaders()
-        names = self.engine.transport.gather_objects(list(loaders))
+        names = [*self.engine.transport.gather_present(list(loaders)).values()]
         if any(other != names[0] for other in names):
             raise MismatchError(f"the sites do not have the same loaders: {'; '.join(map(str, names))}")
         self.loaders = {name: self.engine.prepare_data_loader(loader, name=name) for name, loader in loaders.items()}
@@ -234,6 +241,12 @@ class DistributedRunner(SupervisedRunner):
         return GradientReduction(model, **settings)
 
     # The loop
+
+    def on_epoch_start(self, runner: Any) -> None:
+        """Open the loggers if the site that has printed so far is gone."""
+        super().on_epoch_start(runner)
+        if self.engine.is_main_process and not self.loggers and self.engine.transport.absent:
+            self.loggers = self.get_loggers()
 
     def on_loader_start(self, runner: Any) -> None:
         """Compute the number of steps with the other sites, and set the samplers' epoch."""
@@ -314,10 +327,9 @@ class DistributedRunner(SupervisedRunner):
 
     def on_loader_end(self, runner: Any) -> None:
         """Merge the metrics of all sites, and average running statistics before an evaluation uses them."""
-        by_site = self.engine.transport.gather_objects(
-            ({name: float(value) for name, value in self.loader_metrics.items()}, self._loader_samples)
-        )
-        self.loader_metrics.update(merge_metrics(by_site))
+        own = {name: float(value) for name, value in self.loader_metrics.items()}
+        by_site = self.engine.transport.gather_present((own, self._loader_samples))
+        self.loader_metrics.update(merge_metrics([*by_site.values()]))
         if self.is_train_loader and self.engine.reduction is not None and self.options.average_buffers:
             self.reduction.average_buffers()
         super().on_loader_end(runner)
@@ -325,12 +337,12 @@ class DistributedRunner(SupervisedRunner):
     def on_epoch_end(self, runner: Any) -> None:
         """Stop all sites if one of them asks for it."""
         super().on_epoch_end(runner)
-        self.need_early_stop = any(self.engine.transport.gather_objects(self.need_early_stop))
+        self.need_early_stop = any(self.engine.transport.gather_present(self.need_early_stop).values())
 
     # Checkpoints
 
     def reduction_states(self) -> list[Any]:
-        """Gather the compressor state of every site, once an epoch; all sites must call it."""
+        """Gather the compressor states by rank, None for absent sites, once an epoch; all sites must call it."""
         if self._states is None or self._states[0] != self.epoch_step:
             self._states = (self.epoch_step, self.engine.transport.gather_objects(self.reduction.state_dict()))
         return self._states[1]
@@ -346,18 +358,20 @@ class DistributedRunner(SupervisedRunner):
         return {"model": model} | rest
 
     def load_shared(self, path: str | Path) -> dict[str, Any]:
-        """Load a checkpoint of site 0 on all sites.
+        """Load a checkpoint of the first site that is present on all sites.
 
         Raises:
-            FileNotFoundError: on all sites, if site 0 does not have the file.
+            FileNotFoundError: on all sites, if that site does not have the file.
             ValueError: on all sites, if the file is damaged.
         """
         transport = self.engine.transport
         content = Path(path).read_bytes() if Path(path).is_file() else None
-        digests = transport.gather_objects(None if content is None else hashlib.sha256(content).hexdigest())
-        if digests[0] is None:
-            raise FileNotFoundError(f"checkpoint {path} is not at {transport.sites[0]}, from which all sites load it")
-        if any(digest != digests[0] for digest in digests):
+        digests = transport.gather_present(None if content is None else hashlib.sha256(content).hexdigest())
+        first = next(iter(digests))
+        if digests[first] is None:
+            source = transport.sites[first]
+            raise FileNotFoundError(f"checkpoint {path} is not at {source}, from which all sites load it")
+        if any(digest != digests[first] for digest in digests.values()):
             content = transport.broadcast_bytes(content or b"")
         try:
             checkpoint: dict[str, Any] = torch.load(io.BytesIO(content or b""), map_location="cpu", weights_only=True)

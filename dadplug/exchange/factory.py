@@ -23,7 +23,7 @@ from .traffic import Traffic
 from .transport import Transport
 
 Recognise = Callable[[dist.ProcessGroup], bool]
-Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float, "Requirements | None"], Transport]
+Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float, "Requirements | None", str], Transport]
 
 _networks: list[tuple[Recognise, Open]] = []
 
@@ -33,7 +33,8 @@ def register_network(recognise: Recognise, open_network: Open) -> None:
 
     Args:
         recognise: returns whether a process group is one of the network.
-        open_network: opens a transport for such a group; takes group, meter, device, timeout and requirements.
+        open_network: opens a transport for such a group; takes group, meter, device, timeout, requirements and
+            trainer, see `open_transport`.
     """
     _networks.append((recognise, open_network))
 
@@ -45,6 +46,7 @@ def open_transport(
     timeout: float,
     hierarchy: Hierarchy = None,
     requirements: Requirements | None = None,
+    trainer: str = "",
 ) -> Transport:
     """Open a transport over a process group of its own, so that no other messages come between its messages.
 
@@ -56,6 +58,7 @@ def open_transport(
         hierarchy: which processes share a node, see `dadplug.exchange.topology.members_of`; None for one level. It has
             no effect with one node, or with one process on each.
         requirements: what training requires to go on without a site that leaves; None where all sites must stay.
+        trainer: name of a trainer that sites cannot join in mid-training; empty where they can.
 
     Raises:
         SiteError: if a site ends or does not answer.
@@ -72,7 +75,7 @@ def open_transport(
         return SingleSite(traffic, device, timeout)
     for recognise, open_network in _networks:
         if recognise(parent):
-            return open_network(parent, traffic, device, timeout, requirements)
+            return open_network(parent, traffic, device, timeout, requirements, trainer)
     if requirements is not None:
         raise ValueError("min_sites needs a hub, which knows who is there: dadplug.connect(kit=...)")
     sites = introduce(parent, timeout)

@@ -15,3 +15,13 @@ class Requirements(NamedTuple):
 
     min_sites: int
     timeout_ms: int
+
+    @classmethod
+    def of(cls, min_sites: int | None, site_timeout: float) -> Requirements | None:
+        """Return the requirements that options state.
+
+        Args:
+            min_sites: number of sites below which training pauses; None where all must stay.
+            site_timeout: seconds of silence after which a site counts as lost.
+        """
+        return None if min_sites is None else cls(min_sites, round(1e3 * site_timeout))

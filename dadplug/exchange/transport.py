@@ -99,6 +99,11 @@ class Transport(ABC):
         self.ring = 2 * (self.world_size - 1) / self.world_size
 
     @property
+    def lowest(self) -> int:
+        """Rank of the first site that is present, the same at all sites."""
+        return min(set(range(self.world_size)) - self.absent)
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """Process group of the sites.
 

@@ -62,6 +62,7 @@ class ElasticTransport(HubTransport):
         if not self.joins:
             link.rounds.begin(requirements)
         self.ring = self.copies
+        self.absent = link.rounds.absent
         self._in_step = False
 
     # Rounds

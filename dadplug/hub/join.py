@@ -189,8 +189,16 @@ def _link() -> HubLink:
 
 
 def _open_transport(
-    group: dist.ProcessGroup, traffic: Traffic, device: object, timeout: float, requirements: Requirements | None
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+    device: object,
+    timeout: float,
+    requirements: Requirements | None,
+    trainer: str,
 ) -> HubTransport:
+    link = _link()
     if requirements is None:
-        return HubTransport(_link(), traffic, timeout, group)
-    return ElasticTransport(_link(), traffic, timeout, requirements, group)
+        return HubTransport(link, traffic, timeout, group)
+    if trainer:
+        link.rounds.refuse_joins(trainer)
+    return ElasticTransport(link, traffic, timeout, requirements, group)

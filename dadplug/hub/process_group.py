@@ -2,23 +2,27 @@
 
 Every collective is one gather or broadcast of bytes over the link, in a channel of the group's own; sums are formed by
 each site, in the order of ranks, so that all sites get the same bits. A group holds all sites, or one.
+
+**Where sites may leave** (``min_sites``), a collective is a round of its own, see `dadplug.hub.elastic`, and complete
+when it returns. Reductions are those of the sites that are present, and barriers wait for these. All others need what
+a certain site has sent: they raise an error at all sites, where it is absent.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import SiteError
 from ..exchange.objects import MAX_BYTES
 from ..exchange.worker_threads import WorkerThreads
 from .transport import bytes_of
+from .work import HubWork
 
 if TYPE_CHECKING:
 
@@ -35,7 +39,6 @@ else:
 BACKEND = "dadplug"
 _NUMBERS = 1 << 23  # of the collectives of a channel, before they begin again
 _NARROW = (torch.float16, torch.bfloat16)  # added in float32, and rounded once
-_FUTURES = "futures"  # name of a worker thread
 
 
 class Link(Protocol):
@@ -43,6 +46,10 @@ class Link(Protocol):
 
     rank: int
     world_size: int
+    step: int
+    rounds: Any
+
+    def name(self, slot: int) -> str: ...
 
     def new_channel(self) -> int: ...
 
@@ -66,79 +73,6 @@ def register(link: Callable[[], Link]) -> None:
         return HubGroup(link(), slots, options.group_rank, seconds)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
-
-
-class HubWork(dist.Work):
-    """Collective in progress.
-
-    Args:
-        wait: function of a timeout in seconds that waits for what has to arrive.
-        finish: function that writes the results, once it has arrived.
-        tensors: the results.
-        group: group of the collective.
-    """
-
-    def __init__(
-        self, wait: Callable[[float], object], finish: Callable[[], object], tensors: Sequence[Tensor], group: HubGroup
-    ) -> None:
-        super().__init__()
-        self._wait = wait
-        self._finish = finish
-        self._tensors = list(tensors)
-        self._group = group
-        self._lock = threading.Lock()
-        self._over = False
-        self._error: BaseException | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the collective.
-
-        Args:
-            timeout: time to wait at most; none or 0 for the group's timeout.
-
-        Raises:
-            SiteError: if a site is gone or silent.
-        """
-        with self._lock:
-            if not self._over:
-                try:
-                    self._wait((timeout.total_seconds() if timeout else 0.0) or self._group.seconds)
-                    self._finish()
-                except BaseException as error:
-                    self._error = error
-                finally:
-                    self._over = True
-            if self._error is not None:
-                raise self._error
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the results, which another thread completes."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def complete() -> None:
-            try:
-                self.wait()
-            except BaseException as error:
-                # Its waiters get a copy: torch tells the message of a RuntimeError only.
-                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-            else:
-                future.set_result(self._tensors)
-
-        self._group.threads.submit((_FUTURES, complete))
-        return future
-
-    def is_completed(self) -> bool:
-        return self._over
-
-    def is_success(self) -> bool:
-        return self._over and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
 
 
 class HubGroup(_ProcessGroup):
@@ -214,7 +148,8 @@ class HubGroup(_ProcessGroup):
 
     def barrier(self, opts: Any = None) -> HubWork:
         """Wait until all sites have called it."""
-        return self._gather(torch.zeros(1, dtype=torch.uint8), [1] * self.size(), lambda parts: None, [])
+        own = torch.zeros(1, dtype=torch.uint8)
+        return self._gather(own, [1] * self.size(), lambda parts: None, [], needs_all=False)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HubWork:
         """Gather a tensor of each site at all sites."""
@@ -291,10 +226,16 @@ class HubGroup(_ProcessGroup):
     def _reduce(self, tensors: Sequence[Tensor], operation: Any, put: Callable[[Tensor], object]) -> HubWork:
         flat = _flat(tensors)
         combine = _reduction(operation)
-        return self._gather(flat, [len(flat)] * self.size(), lambda parts: put(combine(parts)), tensors)
+        sizes = [len(flat)] * self.size()
+        return self._gather(flat, sizes, lambda parts: put(combine(parts)), tensors, needs_all=False)
 
     def _gather(
-        self, own: Tensor, sizes: Sequence[int], put: Callable[[list[Tensor]], object], tensors: Sequence[Tensor]
+        self,
+        own: Tensor,
+        sizes: Sequence[int],
+        put: Callable[[list[Tensor]], object],
+        tensors: Sequence[Tensor],
+        needs_all: bool = True,
     ) -> HubWork:
         """Start a gather.
 
@@ -303,23 +244,61 @@ class HubGroup(_ProcessGroup):
             sizes: number of elements of each site's tensor, by rank.
             put: function that writes the results, given the flat tensors by rank.
             tensors: the results.
+            needs_all: whether `put` needs the tensors of all sites that send one; those of the sites that are present
+                otherwise.
 
         Raises:
             ValueError: if this site's tensor does not have the size that it should have.
+            SiteError: at all sites, if a tensor that is needed is that of a site which is absent.
         """
         if len(own) != sizes[self._own]:
             raise ValueError(f"the tensor of rank {self._own} has {len(own)} elements, not {sizes[self._own]}")
         parts = [torch.empty(size, dtype=own.dtype) for size in sizes]
         parts[self._own] = own.clone()  # it may be changed before the end
         if self.size() == 1:
-            return HubWork(lambda seconds: None, lambda: put(parts), tensors, self)
+            return self._work(tensors, finish=lambda: put(parts))
+        if self._link.rounds.elastic:
+            put(self._present(self._gather_in_round(parts), parts, needs_all))
+            return self._work(tensors)
         exchange = self._first + self._count
         self._count = (self._count + 1) % _NUMBERS
         others = [rank for rank, size in enumerate(sizes) if size and rank != self._own]
         incoming = [self._link.expect(self._slots[rank], exchange, bytes_of(parts[rank])) for rank in others]
         if len(own):
             self._link.send(exchange, bytes_of(own))
-        return HubWork(lambda seconds: self._link.wait(incoming, seconds), lambda: put(parts), tensors, self)
+        return self._work(tensors, lambda seconds: self._link.wait(incoming, seconds), lambda: put(parts))
+
+    def _work(
+        self,
+        tensors: Sequence[Tensor],
+        wait: Callable[[float], object] = lambda seconds: None,
+        finish: Callable[[], object] = lambda: None,
+    ) -> HubWork:
+        """Return a handle; one of a collective that is complete if there is nothing to wait for."""
+        return HubWork(wait, finish, tensors, self.seconds, self.threads)
+
+    def _gather_in_round(self, parts: Sequence[Tensor]) -> frozenset[int]:
+        """Gather the tensors of the sites that are present in a round of its own.
+
+        Args:
+            parts: this site's tensor and room for the others, by rank.
+
+        Returns:
+            The ranks of the sites that are absent.
+        """
+        link = self._link
+        buffers = {slot: bytes_of(part) for slot, part in zip(self._slots, parts, strict=True)}
+        absent = link.rounds.gather(self._first + link.step % _NUMBERS, buffers, self.seconds)
+        return frozenset(rank for rank, slot in enumerate(self._slots) if slot in absent)
+
+    def _present(self, absent: frozenset[int], parts: list[Tensor], needs_all: bool) -> list[Tensor]:
+        if needs_all and (missing := [rank for rank in sorted(absent) if len(parts[rank])]):
+            names = ", ".join(self._link.name(self._slots[rank]) for rank in missing)
+            raise SiteError(
+                f"{names} is gone, and a collective needs what it would have sent: where sites may leave, there are "
+                "reductions, barriers, and GradientReduction.gather_objects"
+            )
+        return parts if needs_all else [part for rank, part in enumerate(parts) if rank not in absent]
 
     def _tables(self, sizes: Sequence[int]) -> list[list[int]]:
         """Gather the numbers of elements that each site sends to each.

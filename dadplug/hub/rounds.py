@@ -6,11 +6,11 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from ..errors import SiteError
+from ..errors import MismatchError, SiteError
 from ..exchange.objects import MAX_BYTES
 from ..exchange.requirements import Requirements
 from .actions import Accept, Close, Drop, Join, Pause, Position, SendState, Start
@@ -67,18 +67,39 @@ class Rounds:
         elastic: whether training goes on without a site that leaves.
         joins: whether this site joins in mid-training, and has to be sent a state.
         closed: number of the last round that has been closed.
+        absent: slots of the sites that are not part of that round, the same at all sites.
+        admits: whether sites may join in mid-training; where they may not, nothing is to be waited for below the number
+            of sites that are needed.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self.elastic = self.joins = False
+        self.admits = True
         self.closed = 0
-        self._absent: frozenset[int] = frozenset()  # in the last round
+        self.absent: frozenset[int] = frozenset()
         self._joined: set[int] = set()  # in the open round
         self._requests: deque[SendState] = deque()
         self._donor: int | None = None
         self._position: Position | None = None  # at which this site joins
         self._pause = ""
+        self._fresh = False  # whether this site has joined and not ended a round since
+
+    def refuse_joins(self, trainer: str) -> None:
+        """Take note that no site can join this run in mid-training; below the number that is needed it ends.
+
+        Args:
+            trainer: name of the trainer, for the message.
+
+        Raises:
+            SiteError: if this site itself would have to join.
+        """
+        if self.joins:
+            raise SiteError(
+                f"the other sites are in mid-training, and {trainer} cannot join them: start this site again when "
+                "their run has ended. Sites can return in loops of your own, with GradientReduction"
+            )
+        self.admits = False
 
     def begin(self, requirements: Requirements) -> None:
         """Begin rounds; all sites call it with the same requirements."""
@@ -109,7 +130,7 @@ class Rounds:
             if message.slot == self._donor:
                 self._donor = None
         elif isinstance(message, Close) and self.elastic and message.step > self.closed:
-            self._absent = frozenset(range(link.world_size)) - frozenset(message.contributors) | self._joined
+            self.absent = frozenset(range(link.world_size)) - frozenset(message.contributors) | self._joined
             self._joined.clear()
             self.closed, link.step = message.step, message.step + 1
         elif isinstance(message, SendState) and message.donor == link.rank:
@@ -140,9 +161,16 @@ class Rounds:
 
         Raises:
             SiteError: if the hub or this site is given up, or the round is not closed in time.
+            RuntimeError: if this site has just joined, in a step that the others have begun.
         """
         link = self._link
         number = link.step
+        if self._fresh and answer is None:
+            raise RuntimeError(
+                "this site has joined in mid-training, while the others are in synchronize(): it may not exchange "
+                "anything before it has called synchronize() itself"
+            )
+        self._fresh = False
         link.post(Head(Kind.END, link.rank, number, exchange=int(answer is not None)), b"")
 
         def over() -> bool:
@@ -153,7 +181,41 @@ class Rounds:
         what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
         self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
         assert self.closed == number
-        return self._absent
+        return self.absent
+
+    def gather(self, exchange: int, buffers: Mapping[int, memoryview], timeout: float) -> frozenset[int]:
+        """Gather messages in a round of its own.
+
+        Args:
+            exchange: number of the exchange.
+            buffers: this site's message and room for those of the others, of bytes, by slot.
+            timeout: seconds after which the round should be closed.
+
+        Returns:
+            The slots of the sites that are absent, whose messages do not count.
+
+        Raises:
+            SiteError: as in `end`, or if this site is to join in mid-training.
+            RuntimeError: as in `end`.
+            MismatchError: if a site that is present has sent no such message.
+        """
+        link = self._link
+        if self.joins:
+            raise SiteError(
+                "this site joins in mid-training, and can take part in nothing before it has built its reduction"
+            )
+        others = [(slot, buffer) for slot, buffer in buffers.items() if slot != link.rank and len(buffer)]
+        incoming = [link.expect(slot, exchange, buffer, Kind.PAYLOAD) for slot, buffer in others]
+        link.send(exchange, buffers[link.rank], Kind.PAYLOAD, 0, None)
+        absent = self.end(timeout, None)
+        missing = [each for each in incoming if not each.done]
+        link.cancel(missing)
+        for each in missing:
+            if each.key[1] not in absent:
+                raise MismatchError(
+                    f"{link.name(each.key[1])} is not at the same collective: all sites must run the same program"
+                )
+        return absent
 
     def wait_for(self, incoming: Sequence[Incoming], number: int, timeout: float) -> set[int]:
         """Wait until messages have arrived, or cannot arrive any more.
@@ -191,6 +253,8 @@ class Rounds:
                 if over():
                     return
                 link.check()
+                if self._pause and not self.admits:
+                    raise SiteError(f"training cannot go on: {self._pause}; and no site can join this run")
                 if self._pause:
                     deadline = time.monotonic() + timeout
                 if time.monotonic() > deadline:
@@ -240,4 +304,4 @@ class Rounds:
         """Tell the hub that this site has the state, and takes part."""
         assert self._position is not None
         self._link.post_control(Joined(self._position))
-        self.joins = False
+        self.joins, self._fresh = False, True

@@ -72,9 +72,7 @@ class ReplicatedModel:
         """Open a transport of its own over a process group."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         options = self.options
-        rules = (
-            None if options.min_sites is None else Requirements(options.min_sites, round(1e3 * options.site_timeout))
-        )
+        rules = Requirements.of(options.min_sites, options.site_timeout)
         return open_transport(process_group, self.traffic, device, options.timeout, options.hierarchy, rules)
 
     @property

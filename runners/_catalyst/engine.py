@@ -15,6 +15,7 @@ from catalyst.core.engine import Engine
 from ...exchange import Traffic, Transport, open_transport
 from ...exchange.addresses import gloo_interface
 from ...exchange.exit_reasons import describe
+from ...exchange.requirements import Requirements
 from ...reduction import GradientReduction
 from .loaders import DeviceLoader, site_loader
 from .metrics import merge_metrics
@@ -35,6 +36,7 @@ class SiteEngine(Engine):
         timeout: seconds without an answer after which a site counts as lost.
         split_data: whether to split the data set of the sites' loaders over the sites: True, False or ``"auto"``.
         process_group: process group of the sites; the default group if None.
+        requirements: what training requires to go on without a site that leaves; None where all must stay.
 
     Attributes:
         transport: transport for everything but gradients.
@@ -54,6 +56,7 @@ class SiteEngine(Engine):
         timeout: float,
         split_data: bool | str = "auto",
         process_group: dist.ProcessGroup | None = None,
+        requirements: Requirements | None = None,
     ) -> None:
         with _alone():
             super().__init__(cpu=cpu or not torch.cuda.is_available(), mixed_precision=mixed_precision)
@@ -64,7 +67,14 @@ class SiteEngine(Engine):
         self.reduction: GradientReduction | None = None
         self.loader_samples: Callable[[], int] = lambda: 1
         self.seed = 0
-        self.transport = open_transport(process_group, Traffic(), torch.device("cpu"), timeout)
+        self.transport = open_transport(
+            process_group,
+            Traffic(),
+            torch.device("cpu"),
+            timeout,
+            requirements=requirements,
+            trainer="Catalyst's runner",
+        )
         self._place = self.transport.rank, self.transport.world_size
 
     @contextmanager
@@ -116,7 +126,14 @@ class SiteEngine(Engine):
 
     @property
     def is_main_process(self) -> bool:
-        return self.process_index == 0
+        """Whether this site prints: the first one that is present."""
+        rank, sites = self._place
+        return sites == 1 or rank == self.transport.lowest
+
+    @property
+    def writes(self) -> bool:
+        """Whether this site writes checkpoints: the first one, or all where any of them may leave."""
+        return self.is_main_process or self.transport.elastic
 
     @property
     def is_local_main_process(self) -> bool:
@@ -142,7 +159,7 @@ class SiteEngine(Engine):
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate the tensors of all sites along the first dimension."""
-        parts = self.transport.gather_objects(tensor.detach().cpu())
+        parts = self.transport.gather_present(tensor.detach().cpu()).values()
         return torch.cat([part.reshape(-1) if part.dim() == 0 else part for part in parts]).to(tensor.device)
 
     def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +168,8 @@ class SiteEngine(Engine):
 
     def mean_reduce_ddp_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Average the sites' metrics of a loader, weighted by their samples."""
-        by_site = self.transport.gather_objects(({k: float(v) for k, v in metrics.items()}, self.loader_samples()))
-        return merge_metrics(by_site)
+        own = {name: float(value) for name, value in metrics.items()}
+        return merge_metrics([*self.transport.gather_present((own, self.loader_samples())).values()])
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, name: str = "loader", **kwargs: Any) -> Any:
         """Split the data if all sites have the same data set, and move batches to the device."""
@@ -172,15 +189,15 @@ class SiteEngine(Engine):
             self.reduction.synchronize()
 
     def save(self, obj: Any, f: Any, **kwargs: Any) -> None:
-        """Write a file on site 0, atomically."""
-        if self.is_main_process:
+        """Write a file atomically, at the sites that write."""
+        if self.writes:
             save_whole(obj, f)
 
 
 def save_whole(item: Any, path: str | Path) -> None:
     """Write a file atomically: it is complete or does not exist."""
     path = Path(path)
-    partial = path.with_name(path.name + ".part")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # several sites of one machine may write it
     torch.save(item, partial)
     os.replace(partial, path)
 

@@ -80,7 +80,10 @@ def _clip(clip: Any, runner: SiteRunner) -> Any:
 
 
 class FixedCheckpoint(CheckpointCallback):
-    """Checkpoint callback: site 0 writes files with all sites' compressor states, and all sites load its files."""
+    """Checkpoint callback: site 0 writes files with all sites' compressor states, and all sites load its files.
+
+    Where sites may leave, each of them writes the files, which are equal, and the first one that is present counts.
+    """
 
     @property
     def on_epoch_end(self) -> Any:
@@ -91,7 +94,7 @@ class FixedCheckpoint(CheckpointCallback):
         logpath = f"{logprefix}.pth"
         states = runner.reduction_states() if self.mode == "runner" else None
         parts = runner.checkpoint_parts(saving=True)
-        if not runner.engine.is_main_process:
+        if not runner.engine.writes:
             return logpath
         if self.mode == "runner":
             save_whole(pack_checkpoint(**(obj | parts), dadplug=states), logpath)
@@ -102,7 +105,7 @@ class FixedCheckpoint(CheckpointCallback):
         return logpath
 
     def _handle_epoch(self, runner: SiteRunner, score: float) -> None:
-        if runner.engine.is_main_process:
+        if runner.engine.writes:
             super()._handle_epoch(runner, score)
             return
         if self.mode == "runner":

@@ -82,7 +82,7 @@ def site_loader(loader: Any, split: bool | str, name: str, seed: int, transport:
     if transport.world_size == 1:
         return loader
     own = _fingerprint(loader) if split is not False else None
-    by_site = transport.gather_objects((split, own))
+    by_site = [*transport.gather_present((split, own)).values()]
     if any(other[0] != split for other in by_site):
         raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in by_site)}")
     alike = own is not None and all(other[1] == own for other in by_site)
@@ -159,7 +159,7 @@ def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int
     if sampler is not None:
         sampler.set_epoch(epoch)
     digest = None if sampler is None else hashlib.sha256(repr(sampler.order).encode()).hexdigest()
-    by_site = transport.gather_objects((len(loader), digest))
+    by_site = transport.gather_present((len(loader), digest)).values()
     if len({order for _, order in by_site}) > 1:
         raise MismatchError(
             f"the sampler of loader {name!r} gives every site another order, so that the data cannot be split: let it "

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 from dadplug.errors import SiteError
@@ -44,6 +45,7 @@ class MemoryLink:
         self.network = network
         self.rank = rank
         self.world_size = network.world_size
+        self.rounds = SimpleNamespace(elastic=False)
         self._channels = 0
 
     def new_channel(self) -> int:

@@ -1,0 +1,140 @@
+"""One site of the tests of Catalyst's runner where sites leave: trains, and is killed in a round that it is told.
+
+Run as ``elastic_catalyst.py CASE``, where the case is JSON, see `Case`. Writes a JSON file at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from catalyst import dl
+from catalyst.core.callback import Callback
+from catalyst_training import data, metrics_callbacks, net
+from dadplug.runners import DistributedRunner
+from torch import nn
+from torch.utils.data import DataLoader
+
+import dadplug
+from dadplug.hub.rounds import Rounds
+
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process of a site.
+
+    Attributes:
+        kit: folder of its kit.
+        folder: folder for its results and checkpoints.
+        mode: the method.
+        epochs: number of epochs.
+        min_sites: option of the runner.
+        leave: number of the round of the second epoch in which the process is killed, from 0; -1 for never.
+        where: whether it is killed in a "train" round of gradients, or any "other".
+        ended: whether it has ended its part of the round when it is killed.
+    """
+
+    kit: str
+    folder: str
+    mode: str = "dad"
+    epochs: int = 3
+    min_sites: int | None = 1
+    leave: int = -1
+    where: str = "train"
+    ended: bool = False
+
+    def start(self) -> list[str]:
+        """Return the arguments of the interpreter that run it."""
+        return [__file__, json.dumps(vars(self))]
+
+
+def train_data(slot: int):
+    return data(40 + 16 * slot, seed=slot)
+
+
+def valid_data(slot: int):
+    return data(20 + 7 * slot, seed=100 + slot)
+
+
+def digest(model: nn.Module) -> str:
+    values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+
+
+class Record(Callback):
+    """Record of the metrics of each loader, and of the number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__(order=1000)
+        self.epochs: list[dict] = []
+
+    def on_epoch_start(self, runner) -> None:
+        self.epochs.append({})
+
+    def on_epoch_end(self, runner) -> None:
+        scalars = {key: dict(runner.epoch_metrics[key]) for key in ("train", "valid")}
+        self.epochs[-1] |= {"metrics": scalars, "step": runner.reduction.step, "digest": digest(runner.model)}
+        self.epochs[-1]["present"] = runner.reduction.present_sites
+        self.epochs[-1]["main"] = runner.engine.is_main_process
+
+
+def die_in_round(case: Case, record: Record) -> None:
+    """Kill this process in a round of the second epoch."""
+    original, count = Rounds.end, iter(range(1 << 30))
+
+    def end(self, timeout, answer):
+        here = len(record.epochs) == 2 and (answer is not None) == (case.where == "train")
+        if not here or next(count) != case.leave:
+            return original(self, timeout, answer)
+        if case.ended:
+            self._wait_until = lambda *_: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGKILL))
+            return original(self, timeout, answer)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Rounds.end = end
+
+
+def run(case: Case) -> None:
+    dadplug.connect(kit=case.kit, timeout=60)
+    slot = torch.distributed.get_rank()
+    record = Record()
+    if case.leave >= 0:
+        die_in_round(case, record)
+    model = net()
+    runner = DistributedRunner(mode=case.mode, min_sites=case.min_sites, split_data=False, timeout=60)
+    loaders = {
+        "train": DataLoader(train_data(slot), batch_size=BATCH, shuffle=True),
+        "valid": DataLoader(valid_data(slot), batch_size=BATCH),
+    }
+    checkpoints = dl.CheckpointCallback(
+        str(Path(case.folder) / "checkpoints"), loader_key="valid", metric_key="loss", minimize=True, mode="runner"
+    )
+    runner.train(
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+        loaders=loaders,
+        callbacks=[*metrics_callbacks(), checkpoints, record],
+        num_epochs=case.epochs,
+        verbose=False,
+    )
+    assert runner.reduction.first_difference() is None
+    torch.distributed.barrier()
+    result = {"epochs": record.epochs, "digest": digest(model)}
+    (Path(case.folder) / "result.json").write_text(json.dumps(result, default=float))
+    torch.save(model.state_dict(), Path(case.folder) / "model.pth")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Case(**json.loads(sys.argv[1])))
