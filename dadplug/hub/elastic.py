@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import MismatchError
 from ..exchange import codec
 from ..exchange.objects import check_lengths, decode_objects, encode_object
 from ..exchange.requirements import Requirements
@@ -182,13 +183,9 @@ class ElasticGather(HubGather):
         self.missing: set[int] = set()
         self._round = 0
 
-    def post(self) -> None:
-        if not self._incoming:
-            super().post()
-            self._round = self._transport.link.step
-
     def launch(self) -> None:
         self.missing.clear()
+        self._round = self._transport.link.step
         if self._transport.listens:
             self.post()
         else:
@@ -200,9 +197,23 @@ class ElasticGather(HubGather):
             with transport.traffic.waiting():
                 lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
             self._incoming = []
+            self._check(lost)
             self._blank(lost)
         self._blank(transport.absent | {transport.rank} if transport.listens else transport.absent)
         return self._payloads
+
+    def _check(self, missing: set[int]) -> None:
+        """Raise MismatchError if a site has taken part in the round without its payload.
+
+        A site that joins gets what has been sent in this round, but not what was sent in an earlier one.
+        """
+        transport, gone = self._transport, self._transport.link.gone
+        for rank in sorted(missing - transport.absent - gone.keys()):
+            raise MismatchError(
+                f"{transport.sites[rank]} has ended the round without its payload of {self._payloads[rank].numel()} "
+                "elements: do all sites run the same program, and is nothing else exchanged between backward() and "
+                "synchronize() when a site joins?"
+            )
 
     def _blank(self, ranks: set[int] | frozenset[int]) -> None:
         for rank in ranks - self.missing:

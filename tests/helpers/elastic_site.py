@@ -41,6 +41,7 @@ class Case:
         idle: steps in which the site calls `idle`.
         cold: steps before which the compressor is reset.
         pause: seconds between steps.
+        talks: whether sites exchange objects between backward and the end of each step.
         stop: file that contains the last step, once it exists; empty for none.
         link: costs of the link that mode "auto" is to plan by, in place of measured ones.
     """
@@ -55,6 +56,7 @@ class Case:
     idle: list[int] = field(default_factory=list)
     cold: list[int] = field(default_factory=list)
     pause: float = 0.0
+    talks: bool = False
     stop: str = ""
     link: list[float] = field(default_factory=list)
 
@@ -136,6 +138,8 @@ def train(case: Case) -> None:
             if step == case.leave and case.how == "sent":
                 time.sleep(0.2)
                 die(case.how)
+            if case.talks:  # ends a round in which payloads have been sent
+                assert reduction.gather_objects(rank)[rank] == rank
             reduction.synchronize() if step not in case.idle else reduction.idle()
             optimizer.step()
             values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])

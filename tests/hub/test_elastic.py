@@ -172,6 +172,20 @@ def test_the_reason_is_told_and_training_goes_on(tmp_path):
         assert hub.await_line("b has left: RuntimeError: the data are lost", ENDED)
 
 
+def test_a_round_of_its_own_between_backward_and_the_end_of_the_step_takes_nothing_away(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, mode="dad", steps=10, talks=True)
+        run.start("a")
+        run.start("b", leave=6, how="before")
+        assert run.processes["b"].wait(ENDED) == -9
+        run.end("a")
+        lines = run.lines("a")
+    present = {step: line["present"] for step, line in lines.items()}
+    assert list(present.values()) == [[0, 1]] * 6 + [[0]] * 4
+    reference = idles(tmp_path / "idle", "ab", present, mode="dad")
+    assert [line["digest"] for line in reference.values()] == [line["digest"] for line in lines.values()]
+
+
 def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
         run = Run(tmp_path, hub, min_sites=2, steps=12)
