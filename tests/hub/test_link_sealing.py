@@ -227,7 +227,8 @@ def test_a_site_whose_kit_does_not_require_sealing_is_found_out_at_once(tmp_path
             return gather(link, SENTINEL, len(SENTINEL), 1)
 
         results = together(lambda rank: hub_kits.attempt(lambda: train(rank)), 3)
-    assert "has a kit that requires sealed messages, and this site's kit does not" in str(results[1])
+    found = ("has a kit that requires sealed messages, and this site's kit does not", "messages that are not sealed")
+    assert any(reason in str(each) for each in results for reason in found), results  # by whoever receives first
     assert all(isinstance(each, SiteError) for each in results)
     assert all(SENTINEL not in body for head, body in reader.seen if head.slot != 1)
 

@@ -61,7 +61,7 @@ def train_both_ways(mode: str, kits: str) -> tuple[list[torch.Tensor], list[torc
 
     plain = train(mode)
     link = HubLink.open(Kit.load(f"{kits}/{NAMES[dist.get_rank()]}"), timeout=30.0)
-    over_hub = (lambda group: True), (lambda group, traffic, device, timeout: HubTransport(link, traffic, timeout))
+    over_hub = (lambda group: True), (lambda group, traffic, device, timeout, *_: HubTransport(link, traffic, timeout))
     factory.register_network(*over_hub)
     try:
         return plain, train(mode), link.step - 1
