@@ -4,8 +4,8 @@ Exchanges take place in rounds. Every site ends a round, and the hub closes it w
 is the same at all sites. What a site has sent counts only if it is a contributor; what arrives before the close is
 provisional. A site that is absent counts as one that sends zeros.
 
-A step of a reduction begins with a round that admits sites: all sites have the same parameters then, and nobody has
-changed his, until it is closed. A site that joins gets the state of another one, and all that has been sent in the
+A step of a reduction begins with a round that admits sites: all sites have the same parameters then, and no site
+changes them until it is closed. A site that joins gets the state of another one, and all that has been sent in the
 round. It listens to this one step, in which nothing that it sends counts, and takes part from the next one on.
 """
 

@@ -11,7 +11,7 @@ class HasDescriptors(Protocol):
     """Connection whose descriptors a child has to close."""
 
     def close_descriptors(self) -> None:
-        """Close the descriptors, without a lock and without a farewell."""
+        """Close the descriptors, without a lock and without a TLS closing alert."""
 
 
 _open: weakref.WeakSet[HasDescriptors] = weakref.WeakSet()

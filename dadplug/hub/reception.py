@@ -1,4 +1,4 @@
-"""Reception of the hub: listens, leads strangers through their handshakes, and sees off connections that end."""
+"""Reception of the hub: listens, carries out handshakes, and closes connections that end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..errors import KitError, RefusedError
 from . import tls
 from .journal import Journal
 from .kits import Kit
-from .strangers import Arrival, Farewell, Stranger
+from .pending import Arrival, ClosingConnection, PendingConnection
 
-STRANGERS = 64  # at most at once
+MAX_PENDING = 64  # at most at once
 _A_TURN = 4  # connections that are accepted, and that get on, in a turn of the hub's loop
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -23,7 +23,7 @@ class Reception:
     Args:
         kit: the hub's kit.
         address: host and port to listen at; None for those of the kit's roster.
-        selector: the hub's selector. Its keys have a `Stranger`, a `Farewell` or this object as their data.
+        selector: the hub's selector, whose keys hold a `PendingConnection`, a `ClosingConnection` or this object.
         journal: log of who is refused.
         greet: takes a site that has shown who it is, and the time.
 
@@ -41,15 +41,15 @@ class Reception:
         address: tuple[str, int] | None,
         selector: selectors.BaseSelector,
         journal: Journal,
-        greet: Callable[[Stranger, Arrival, float], None],
+        greet: Callable[[PendingConnection, Arrival, float], None],
     ) -> None:
         self.use(kit)
         self._selector, self._journal, self._greet = selector, journal, greet
         self._listener = _listen(*(address or kit.roster.address()), given=address is not None)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.refused = 0
-        self._strangers: list[Stranger] = []  # the oldest first
-        self._farewells: list[Farewell] = []
+        self._pending: list[PendingConnection] = []  # the oldest first
+        self._closing: list[ClosingConnection] = []
         self._listens = True
         selector.register(self._listener, _READ, self)
 
@@ -68,18 +68,18 @@ class Reception:
     @property
     def busy(self) -> bool:
         """Whether connections are being ended."""
-        return bool(self._farewells)
+        return bool(self._closing)
 
-    def serve(self, ready: list[Stranger], accepts: bool, now: float) -> None:
+    def serve(self, ready: list[PendingConnection], accepts: bool, now: float) -> None:
         """Let a few connections get on; the others are ready in the next turn, too.
 
         Args:
-            ready: strangers that have sent something.
+            ready: pending connections that have sent something.
             accepts: whether there are new connections.
             now: the time, in seconds.
         """
-        for stranger in ready[:_A_TURN]:
-            self._advance(stranger, now)
+        for pending in ready[:_A_TURN]:
+            self._advance(pending, now)
         if accepts:
             self._accept(now)
 
@@ -99,8 +99,8 @@ class Reception:
     def _accept(self, now: float) -> None:
         """Accept a few connections."""
         for _ in range(_A_TURN):
-            silent = next((each for each in self._strangers if each.silent), None)  # the oldest such
-            full = len(self._strangers) >= STRANGERS
+            silent = next((each for each in self._pending if each.silent), None)  # the oldest such
+            full = len(self._pending) >= MAX_PENDING
             if full and silent is None:
                 self._listen(False)  # until the next tick
                 return
@@ -119,52 +119,52 @@ class Reception:
     def _admit(self, connection: socket.socket, address: str, now: float) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stranger = Stranger(connection, address, self._context, self._kit, now)
+            pending = PendingConnection(connection, address, self._context, self._kit, now)
         except OSError as error:
             connection.close()
             self._journal.refuse(address, tls.explain(error), now)
             return
-        self._strangers.append(stranger)
-        self._selector.register(stranger, _READ, stranger)
+        self._pending.append(pending)
+        self._selector.register(pending, _READ, pending)
 
-    def _advance(self, stranger: Stranger, now: float) -> None:
+    def _advance(self, pending: PendingConnection, now: float) -> None:
         try:
-            arrival = stranger.advance(now)
+            arrival = pending.advance(now)
         except (RefusedError, OSError) as error:
-            self._refuse(stranger, str(error), now)
+            self._refuse(pending, str(error), now)
             return
         if arrival is not None:
-            self._selector.unregister(stranger)
-            self._strangers.remove(stranger)
-            self._greet(stranger, arrival, now)
+            self._selector.unregister(pending)
+            self._pending.remove(pending)
+            self._greet(pending, arrival, now)
         else:
-            self._selector.modify(stranger, _WRITE if stranger.writing else _READ, stranger)
+            self._selector.modify(pending, _WRITE if pending.writing else _READ, pending)
 
-    def _refuse(self, stranger: Stranger, reason: str, now: float) -> None:
+    def _refuse(self, pending: PendingConnection, reason: str, now: float) -> None:
         self.refused += 1
-        self._journal.refuse(stranger.address, reason, now)
-        self._selector.unregister(stranger)
-        self._strangers.remove(stranger)
-        self.see_off(stranger.detach(), now)
+        self._journal.refuse(pending.address, reason, now)
+        self._selector.unregister(pending)
+        self._pending.remove(pending)
+        self.close_gracefully(pending.detach(), now)
 
-    def see_off(self, connection: socket.socket, now: float) -> None:
+    def close_gracefully(self, connection: socket.socket, now: float) -> None:
         """End a connection such that what was sent last arrives.
 
         Args:
             connection: the connection below TLS.
             now: the time, in seconds.
         """
-        if len(self._farewells) >= STRANGERS:
-            self.end_farewell(self._farewells[0])
-        farewell = Farewell(connection, now)
-        self._farewells.append(farewell)
-        self._selector.register(farewell, _READ, farewell)
+        if len(self._closing) >= MAX_PENDING:
+            self.end_closing(self._closing[0])
+        closing = ClosingConnection(connection, now)
+        self._closing.append(closing)
+        self._selector.register(closing, _READ, closing)
 
-    def end_farewell(self, farewell: Farewell) -> None:
+    def end_closing(self, closing: ClosingConnection) -> None:
         """Close a connection that has been seen off."""
-        self._selector.unregister(farewell)
-        self._farewells.remove(farewell)
-        farewell.close()
+        self._selector.unregister(closing)
+        self._closing.remove(closing)
+        closing.close()
 
     def tick(self, now: float) -> None:
         """End what has taken too long.
@@ -173,18 +173,18 @@ class Reception:
             now: the time, in seconds.
         """
         self._listen(True)
-        for stranger in [each for each in self._strangers if now >= each.deadline]:
-            self._refuse(stranger, "it has not finished the handshake in time", now)
-        for farewell in [each for each in self._farewells if now >= each.deadline]:
-            self.end_farewell(farewell)
+        for pending in [each for each in self._pending if now >= each.deadline]:
+            self._refuse(pending, "it has not finished the handshake in time", now)
+        for closing in [each for each in self._closing if now >= each.deadline]:
+            self.end_closing(closing)
 
     def close(self) -> None:
         """Close all connections."""
         self._listener.close()
-        for stranger in self._strangers:
-            stranger.detach().close()
-        for farewell in self._farewells:
-            farewell.close()
+        for pending in self._pending:
+            pending.detach().close()
+        for closing in self._closing:
+            closing.close()
 
 
 def _listen(host: str, port: int, given: bool) -> socket.socket:

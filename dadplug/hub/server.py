@@ -1,7 +1,7 @@
 """The hub: one thread that accepts the connections of sites and passes their frames on.
 
 Members come first: in a turn of the loop, every member that has sent something is read once, everything that can be
-sent is sent, and only then a few connections of strangers get on. So a crowd of strangers costs members hardly
+sent is sent, and only then a few handshakes continue. So many unknown connections cost members hardly
 anything.
 
 Memory is bounded: a connection holds one incomplete frame, and a site is no longer read while a queue that its frames
@@ -25,10 +25,10 @@ from .actions import Refuse, Rules
 from .frames import FrameError, pack_control
 from .journal import Journal
 from .kits import Kit, KitWatch
+from .pending import Arrival, ClosingConnection, PendingConnection
 from .reception import Reception
 from .relay import GRACE, Relay
 from .session import Session
-from .strangers import Arrival, Farewell, Stranger
 
 _TICK = 0.1  # seconds
 _REPORT_SECONDS = 0.5
@@ -121,7 +121,7 @@ class Hub:
         ready = any(self._reads(session) for session in self._again)
         events = self._selector.select(0 if ready else _TICK)
         now = time.monotonic()
-        strangers: list[Stranger] = []
+        pending: list[PendingConnection] = []
         accepts = False
         for key, mask in events:
             if isinstance(key.data, Session):
@@ -129,18 +129,18 @@ class Hub:
                     self._again.add(key.data)
                 if mask & _WRITE or key.data.blocked == "read":
                     key.data.blocked = None
-            elif isinstance(key.data, Stranger):
-                strangers.append(key.data)
-            elif isinstance(key.data, Farewell):
+            elif isinstance(key.data, PendingConnection):
+                pending.append(key.data)
+            elif isinstance(key.data, ClosingConnection):
                 if key.data.drain():
-                    self.reception.end_farewell(key.data)
+                    self.reception.end_closing(key.data)
             elif key.data is self.reception:
                 accepts = True
             else:
                 self._wake.recv(64)
         self._receive(now)
         self._send(now)
-        self.reception.serve(strangers, accepts, now)
+        self.reception.serve(pending, accepts, now)
         if now >= self._next_tick:
             self._next_tick = now + _TICK
             self._tick(now)
@@ -185,7 +185,7 @@ class Hub:
                     self._lose(session, tls.explain(error), now)
                     continue
             if session in self._leaving and not session.waiting:
-                self._say_farewell(session, now)
+                self._close_after_last(session, now)
         for session in self.relay.sessions.values():  # those without a connection, too
             session.update_full()
 
@@ -205,12 +205,12 @@ class Hub:
             assert session.stream is not None
             self._selector.unregister(session.stream.connection)
 
-    def _say_farewell(self, session: Session, now: float) -> None:
+    def _close_after_last(self, session: Session, now: float) -> None:
         self._forget(session)
         del self._leaving[session]
         stream = session.detach("", now)
         if stream is not None:
-            self.reception.see_off(socket.socket(fileno=stream.connection.detach()), now)
+            self.reception.close_gracefully(socket.socket(fileno=stream.connection.detach()), now)
 
     def _update_masks(self) -> None:
         """Register what each connection waits for."""
@@ -230,15 +230,15 @@ class Hub:
                 self._selector.modify(connection, wanted, session)
             self._masks[session] = wanted
 
-    def _greet(self, stranger: Stranger, arrival: Arrival, now: float) -> None:
+    def _greet(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
         """Attach a site's connection to its session, or refuse it."""
         session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
         if session is None or isinstance(answer, Refuse):
             assert isinstance(answer, Refuse)
             self.reception.refused += 1
-            self.journal.refuse(stranger.address, f"{arrival.name}: {answer.reason}", now)
-            stranger.refuse(pack_control(answer, 0))
-            self.reception.see_off(stranger.detach(), now)
+            self.journal.refuse(pending.address, f"{arrival.name}: {answer.reason}", now)
+            pending.refuse(pack_control(answer, 0))
+            self.reception.close_gracefully(pending.detach(), now)
             return
         if session.stream is not None:
             self._lose(session, "the site has dialled again", now)
@@ -247,7 +247,7 @@ class Hub:
         self._selector.register(arrival.stream.connection, _READ, session)
         self._again.add(session)
         if answer.resumed:
-            self.journal.write(f"{arrival.name} ({session.channel}) has dialled again from {stranger.address}")
+            self.journal.write(f"{arrival.name} ({session.channel}) has dialled again from {pending.address}")
 
     # Time.
 

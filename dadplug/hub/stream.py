@@ -163,5 +163,5 @@ class Stream:
         return self._view[:filled] if filled else None
 
     def close(self) -> None:
-        """Close the connection without a farewell."""
+        """Close the connection without a TLS closing alert."""
         self.connection.close()

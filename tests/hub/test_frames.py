@@ -1,4 +1,4 @@
-"""Frames arrive whole however the stream is cut, and bytes of strangers raise nothing but a FrameError."""
+"""Frames arrive whole however the stream is cut, and bytes of unknown senders raise nothing but a FrameError."""
 
 from __future__ import annotations
 

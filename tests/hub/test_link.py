@@ -65,7 +65,7 @@ def test_a_site_whose_program_ends_is_gone(tmp_path):
             exchange(a).wait()
 
 
-def test_a_site_without_a_farewell_is_gone_after_the_grace(tmp_path):
+def test_a_site_that_leaves_without_a_reason_is_gone_after_the_grace(tmp_path):
     with links(tmp_path, grace=0.3) as opened:
         a, _ = transports(opened)
         opened[1].close_descriptors()  # as if it had been killed

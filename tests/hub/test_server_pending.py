@@ -14,7 +14,7 @@ import pytest
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
 
 from dadplug.errors import RefusedError
-from dadplug.hub import Project, provision, reception, strangers, tls
+from dadplug.hub import Project, pending, provision, reception, tls
 from dadplug.hub.actions import Close, Drop, Refuse, Start
 from dadplug.hub.certificates import current_time
 from dadplug.hub.frames import VERSION, Kind
@@ -83,7 +83,7 @@ def test_tls_1_2_is_refused(kits, serve, monkeypatch):
     ids=["http", "bytes", "silent", "half"],
 )
 def test_plain_tcp_is_refused_and_its_connection_closed(serve, monkeypatch, sent, reason):
-    monkeypatch.setattr(strangers, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 0.3)
     with serve() as hub, socket.create_connection(hub.address, TIMEOUT) as connection:
         connection.sendall(sent)
         with contextlib.suppress(ConnectionError):
@@ -93,7 +93,7 @@ def test_plain_tcp_is_refused_and_its_connection_closed(serve, monkeypatch, sent
 
 
 def test_a_site_that_does_not_say_hello_is_refused(kits, serve, monkeypatch):
-    monkeypatch.setattr(strangers, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 0.3)
     with serve() as hub:
         with tls.dial(Kit.load(kits / "a"), TIMEOUT, hub.address) as connection:
             assert connection.recv(100) == b""
@@ -123,7 +123,7 @@ def test_frames_before_the_answer_are_refused(kits, serve):
         hub.await_line("a: these bytes are not the beginning of a frame")
 
 
-def test_a_crowd_of_strangers_does_not_disturb_members(serve):
+def test_many_unknown_connections_do_not_disturb_members(serve):
     """500 connections: garbage, half handshakes and silent ones, while steps go on and a site dials again."""
     with serve() as hub:
         a, b = together(hub)
@@ -155,20 +155,20 @@ def test_a_crowd_of_strangers_does_not_disturb_members(serve):
         thread.join()
         for connection in crowd:
             connection.close()
-        until(lambda: not hub.hub.reception._strangers)
+        until(lambda: not hub.hub.reception._pending)
         assert hub.hub.relay.membership.step == step
         assert sum("refused" in line for line in hub.log) <= 15
         assert hub.hub.reception.refused >= 300
 
 
-def test_a_site_gets_in_though_all_places_of_strangers_are_taken(kits, serve, monkeypatch):
-    monkeypatch.setattr(strangers, "HANDSHAKE_SECONDS", 60.0)
+def test_a_site_gets_in_though_all_places_are_taken(kits, serve, monkeypatch):
+    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 60.0)
     with serve() as hub:
-        silent = [socket.create_connection(hub.address, TIMEOUT) for _ in range(reception.STRANGERS)]
-        until(lambda: len(hub.hub.reception._strangers) == reception.STRANGERS)
+        silent = [socket.create_connection(hub.address, TIMEOUT) for _ in range(reception.MAX_PENDING)]
+        until(lambda: len(hub.hub.reception._pending) == reception.MAX_PENDING)
         a, b = together(hub)
         assert a.answer.min_sites == b.answer.min_sites == 2
-        assert len(hub.hub.reception._strangers) <= reception.STRANGERS
+        assert len(hub.hub.reception._pending) <= reception.MAX_PENDING
         for connection in silent:
             connection.close()
 

@@ -15,7 +15,7 @@ from .kits import Kit
 from .stream import Stream
 
 HANDSHAKE_SECONDS = 2.0  # for the TLS handshake, and again for the first message
-_FAREWELL_SECONDS = 0.5
+_CLOSING_SECONDS = 0.5
 _LONGEST_HELLO = 4096  # bytes
 
 
@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
     hello: Hello
 
 
-class Stranger:
+class PendingConnection:
     """Connection during its handshake and until its first message.
 
     Args:
@@ -140,7 +140,7 @@ class Stranger:
         return socket.socket(fileno=self.connection.detach())
 
 
-class Farewell:
+class ClosingConnection:
     """End of a connection, such that what was sent last arrives.
 
     A socket that is closed with bytes unread resets the connection, and the other end may lose an alert or a reason.
@@ -154,7 +154,7 @@ class Farewell:
     """
 
     def __init__(self, connection: socket.socket, now: float) -> None:
-        self.deadline = now + _FAREWELL_SECONDS
+        self.deadline = now + _CLOSING_SECONDS
         self._connection = connection
         connection.setblocking(False)
         with contextlib.suppress(OSError):
