@@ -187,9 +187,14 @@ class Run:
             return
         self._sampled = share
         for name, pid in processes.items():
-            status = Path(f"/proc/{pid}/status").read_text()
-            self.outcome.memory[name].append(1024 * int(status.split("VmRSS:")[1].split()[0]))
-            self.outcome.descriptors[name].append(len(os.listdir(f"/proc/{pid}/fd")))
+            try:
+                status = Path(f"/proc/{pid}/status").read_text()
+                memory = 1024 * int(status.split("VmRSS:")[1].split()[0])
+                descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+            except (OSError, IndexError):
+                continue  # the process ends: the last step is in the log before its site exits
+            self.outcome.memory[name].append(memory)
+            self.outcome.descriptors[name].append(descriptors)
 
     def _messages(self) -> str:
         files = [self.folder / f"{name}.log.err" for name in self.names]

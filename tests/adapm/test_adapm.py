@@ -44,7 +44,7 @@ def follows_intent():
         table.intent(keys, 0, 10)
         table.intent(torch.tensor([999]), 0, 10)  # both sites want it
         deadline = time.monotonic() + 20
-        while manager.counts["rows"] < 101 - manager.rank and time.monotonic() < deadline:
+        while manager.counts["rows"] < 101 and time.monotonic() < deadline:
             time.sleep(0.01)
         manager.wait_sync(everywhere=True)
         before = manager.counts["pulled_remotely"]

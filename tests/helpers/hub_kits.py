@@ -14,7 +14,7 @@ from typing import Any
 from dadplug.errors import RefusedError
 from dadplug.hub import Project, provision, tls
 from dadplug.hub.kits import Kit
-from dadplug.hub.strangers import Farewell, Stranger
+from dadplug.hub.pending import ClosingConnection, PendingConnection
 
 TIMEOUT = 20.0
 PUBLIC = {"ca.pem", "certificate.pem", "revoked.pem", "roster.json"}
@@ -78,21 +78,21 @@ def accept(connection: socket.socket, kit: Kit, timeout: float) -> tuple[ssl.SSL
         kit: the hub's kit.
         timeout: seconds for the handshake.
     """
-    stranger = Stranger(connection, "", tls.hub_context(kit), kit, time.monotonic())
+    pending = PendingConnection(connection, "", tls.hub_context(kit), kit, time.monotonic())
     end = time.monotonic() + timeout
     try:
-        while not stranger.name:
-            if not any(select.select([stranger], [stranger] if stranger.writing else [], [], end - time.monotonic())):
+        while not pending.name:
+            if not any(select.select([pending], [pending] if pending.writing else [], [], end - time.monotonic())):
                 raise RefusedError("it has not finished the TLS handshake")
-            stranger.advance(time.monotonic())
+            pending.advance(time.monotonic())
     except (RefusedError, OSError):
-        farewell = Farewell(stranger.detach(), time.monotonic())
-        while time.monotonic() < farewell.deadline and not farewell.drain():
+        closing = ClosingConnection(pending.detach(), time.monotonic())
+        while time.monotonic() < closing.deadline and not closing.drain():
             time.sleep(0.01)
-        farewell.close()
+        closing.close()
         raise
-    stranger.connection.settimeout(TIMEOUT)
-    return stranger.connection, stranger.name
+    pending.connection.settimeout(TIMEOUT)
+    return pending.connection, pending.name
 
 
 def dial(kit: Kit) -> Callable[[tuple[str, int]], ssl.SSLSocket]:
