@@ -32,8 +32,6 @@ than `min_sites`, or if no site holds the last closed step, training pauses and 
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, deque
 from collections.abc import Sequence
 
 from .actions import (
@@ -41,22 +39,18 @@ from .actions import (
     Action,
     Close,
     Drop,
-    Join,
     Pause,
     Position,
     Redo,
     Refuse,
-    Replay,
     Resume,
     Rules,
-    SendState,
     Skip,
-    Start,
 )
+from .history import History
+from .joining import Joining
 from .sites import Phase, Sites
-
-_MEDIAN_OF, _MEDIAN_NEEDS = 32, 5  # steps
-_JITTER = 0.05  # seconds by which no member is late
+from .step_times import StepTimes
 
 
 class Membership:
@@ -70,10 +64,7 @@ class Membership:
         closed: the last closed step, from the hub's log; None where it is unknown.
 
     Attributes:
-        life: number of the life.
-        step: the last closed step.
         started: whether training has started.
-        attempt: number of the open step's attempt.
         continues: whether the open step belongs to what others have begun, so that it closes with any number of sites.
 
     Raises:
@@ -85,16 +76,14 @@ class Membership:
     ) -> None:
         self._sites = Sites(roster)
         self.replace_rules(rules)
-        self.life, self.step = closed or Position(life, 0)
+        self._history = History(*(closed or Position(life, 0)))
+        self._times = StepTimes(now)
+        self._created = now
         self.started = closed is not None
-        self.attempt, self.continues = 0, False
-        self._base = Position(self.life, self.step)  # that this life started from
-        self._oldest = self.step + 1  # step whose frames are kept
-        self._created = self._step_start = self._first_end = now
-        self._regular = True  # the open step's participants have not changed
-        self._durations: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self.continues = False
         self._pause: Pause | None = None
         self._actions: list[Action] = []
+        self._joining = Joining(self._sites, self._history, self._actions)
 
     def replace_rules(self, rules: Rules) -> None:
         """Replace the rules, or raise ValueError if they do not fit the roster."""
@@ -103,9 +92,24 @@ class Membership:
         self._rules = rules
 
     @property
+    def life(self) -> int:
+        """Number of the life."""
+        return self._history.life
+
+    @property
+    def step(self) -> int:
+        """The last closed step."""
+        return self._history.step
+
+    @property
     def open_step(self) -> int:
         """Number of the step that closes next."""
-        return self.step + 1
+        return self._history.open_step
+
+    @property
+    def attempt(self) -> int:
+        """Number of the open step's attempt."""
+        return self._history.attempt
 
     @property
     def participants(self) -> list[int]:
@@ -144,7 +148,10 @@ class Membership:
         site.phase, site.instance, site.position = Phase.WAITING, instance, position
         site.heard = site.progressed = now
         site.session += 1
-        self._accept(slot)
+        if self.started:
+            self._joining.accept(slot)
+        else:
+            self._actions.append(Accept(slot, None, False, site.session))
         return self._advance(now)
 
     def heard(self, slot: int, now: float, progress: bool = False) -> None:
@@ -170,7 +177,7 @@ class Membership:
             self._drop(slot, f"it has ended step {step}, which it does not take part in")
         else:
             if step == self.open_step and not self._sites.ended(self.open_step):
-                self._first_end = now
+                self._times.first_end = now
             site.ended = step
         return self._advance(now)
 
@@ -186,11 +193,11 @@ class Membership:
         if site.phase is Phase.ABSENT:
             return []
         self.heard(slot, now, progress=True)
-        if position != (self.life, self.step) or site.phase is Phase.WAITING:
+        if position != self._history.position or site.phase is Phase.WAITING:
             self._drop(slot, f"it holds step {position.step} of another history, not step {self.step}")
         elif site.phase is Phase.JOINING:
             site.phase, site.donor, site.needs_state = Phase.MEMBER, None, False
-            self._step_start = now  # it was not late before
+            self._times.begin(now)  # it was not late before
         return self._advance(now)
 
     def close(self, slot: int, reason: str, now: float) -> list[Action]:
@@ -206,7 +213,7 @@ class Membership:
 
     def forget(self, step: int) -> None:
         """Take note that the frames of a step, and of those before, are no longer kept."""
-        self._oldest = max(self._oldest, min(step, self.step) + 1)
+        self._history.forget(step)
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass; to be called at `deadline`, at the latest."""
@@ -223,27 +230,13 @@ class Membership:
         times = [s.heard + self._rules.site_timeout for s in self._sites if s.phase is not Phase.ABSENT]
         times += [until for slot in self.participants if (until := self._progress_deadline(slot)) is not None]
         if self._may_skip():
-            times.append(self._skip_time())
+            times.append(self._times.late_at(self._rules.patience))
         if not self.started and self._rules.start_timeout is not None and self._enough(self._sites.connected()):
             times.append(self._created + self._rules.start_timeout)
         return min(times, default=None)
 
     def _enough(self, slots: Sequence[int]) -> bool:
         return self.continues or len(slots) >= self._rules.min_sites
-
-    def _accept(self, slot: int) -> None:
-        """Accept a site, and have the frames replayed that it lacks."""
-        site = self._sites[slot]
-        if not self.started:
-            self._actions.append(Accept(slot, None, False, site.session))
-            return
-        life, step = (self.life, self._base.step) if site.position == self._base else site.position
-        follows = life == self.life and step + 1 >= self._oldest and (step > 0 or self.step == 0)
-        site.needs_state = not follows
-        self._actions.append(Accept(slot, Position(self.life, self.step), site.needs_state, site.session))
-        if follows:
-            site.position = Position(life, step)
-            self._actions.append(Replay(slot, step + 1))
 
     def _drop(self, slot: int, reason: str) -> None:
         site = self._sites[slot]
@@ -258,18 +251,10 @@ class Membership:
 
     def _redo(self, participants: Sequence[int]) -> None:
         """Take note that the open step's participants have changed."""
-        self._regular = False
-        self.attempt += 1
+        self._times.regular = False
+        self._history.attempt += 1
         if participants:
             self._actions.append(Redo(self.open_step, self.attempt, tuple(participants)))
-
-    def _join(self, slot: int, now: float) -> None:
-        """Make a waiting site a participant of the open step."""
-        site = self._sites[slot]
-        site.phase = Phase.JOINING if site.needs_state else Phase.MEMBER
-        site.ended, site.progressed = self.step, now
-        self._actions.append(Join(slot, self.open_step, site.session))
-        self._regular = False
 
     def _advance(self, now: float) -> list[Action]:
         """Start, admit, close and pause as far as possible, and return the actions."""
@@ -278,11 +263,12 @@ class Membership:
         if self.started:
             self._restart_if_lost(now)
             self._admit_if_paused(now)
-            self._assign_donors(now)
+            self._joining.assign_donors(now)
             if self._try_close(now):
-                self._assign_donors(now)
+                self._joining.assign_donors(now)
         self._announce_pause()
-        actions, self._actions = self._actions, []
+        actions = list(self._actions)
+        self._actions.clear()
         return actions
 
     def _try_start(self, now: float) -> None:
@@ -295,23 +281,14 @@ class Membership:
         """Start again from an older step, if all sites are here and none has the last closed one."""
         needy = [site for site in self._sites if site.phase is not Phase.ABSENT and site.needs_state]
         if len(needy) == len(self._sites):
-            self.life += 1
+            self._history.life += 1
             self._start(now)
 
     def _start(self, now: float) -> None:
-        """Start from the highest position of the connected sites."""
-        connected = self._sites.connected()
-        counts = Counter(self._sites[slot].position for slot in connected)
-        winner = max(counts, key=lambda position: (position.step, counts[position], position.life))
-        self.started, self.step, self._base = True, winner.step, winner
-        self._oldest, self.attempt, self._step_start = self.step + 1, 0, now
-        holders = [slot for slot in connected if self._sites[slot].position == winner]
-        self._actions.append(Start(Position(self.life, self.step), tuple(holders)))
-        for slot in connected:
-            self._sites[slot].needs_state, self._sites[slot].donor = slot not in holders, None
-            self._join(slot, now)
-            self._actions.append(Replay(slot, self.open_step))
-        self._regular = True
+        self._joining.start(now)
+        self.started = True
+        self._times.begin(now)
+        self._times.regular = True
 
     def _admit_if_paused(self, now: float) -> None:
         """Make all waiting sites participants of the open step, if it cannot close without them."""
@@ -322,21 +299,9 @@ class Membership:
         self._redo(self.participants)
 
     def _admit(self, slots: Sequence[int], now: float) -> None:
-        for slot in slots:
-            self._join(slot, now)
-            if self._sites[slot].needs_state:
-                self._actions.append(Replay(slot, self.open_step))
-
-    def _assign_donors(self, now: float) -> None:
-        """Ask a member for its state for each joiner without a donor, the one that was asked least often."""
-        members = self._sites.in_phase(Phase.MEMBER)
-        for slot in self._sites.in_phase(Phase.JOINING) if members else ():
-            joiner = self._sites[slot]
-            if joiner.donor is None:
-                joiner.donor = min(members, key=lambda member: self._sites[member].donations)
-                joiner.progressed = now
-                self._sites[joiner.donor].donations += 1
-                self._actions.append(SendState(joiner.donor, slot, self.step))
+        self._joining.admit(slots, now)
+        if slots:
+            self._times.regular = False
 
     def _try_close(self, now: float) -> bool:
         """Close the open step if its contributors are known."""
@@ -345,16 +310,14 @@ class Membership:
             return False
         missing = [slot for slot in members if slot not in ended]
         if missing:
-            if not self._may_skip() or now < self._skip_time():
+            if not self._may_skip() or now < self._times.late_at(self._rules.patience):
                 return False
             self._actions += [Skip(slot, self.open_step) for slot in missing]
             self._redo(ended)
         self._actions.append(Close(self.open_step, tuple(ended), self.attempt))
-        if self._regular:
-            self._durations.append(now - self._step_start)
-        self.step, self.attempt, self.continues = self.open_step, 0, False
-        self._step_start, self._regular = now, True
-        self._oldest = max(self._oldest, self.open_step - self._rules.kept_steps)
+        self._times.close(now)
+        self._history.close(self._rules.kept_steps)
+        self.continues = False
         for slot in missing:
             if self.step - self._sites[slot].ended >= self._rules.max_lag:
                 self._drop(slot, f"late in {self._rules.max_lag} steps in succession")
@@ -363,16 +326,12 @@ class Membership:
 
     def _may_skip(self) -> bool:
         """Return whether the open step can close without its late members once they are late."""
-        known = len(self._durations) >= _MEDIAN_NEEDS
         return (
             self._rules.late == "skip"
-            and known
+            and self._times.known
             and self._enough(self._sites.ended(self.open_step))
             and not self._sites.in_phase(Phase.JOINING)
         )
-
-    def _skip_time(self) -> float:
-        return self._step_start + max(_JITTER, self._rules.patience * statistics.median(self._durations))
 
     def _progress_deadline(self, slot: int) -> float | None:
         """Return when a participant is lost though it is alive; None while nobody waits for it."""
@@ -380,7 +339,7 @@ class Membership:
         if site.phase is Phase.JOINING and site.donor is not None:
             return max(site.progressed, self._sites[site.donor].progressed) + self._rules.progress_timeout
         if site.phase is Phase.MEMBER and site.ended < self.open_step and self._sites.ended(self.open_step):
-            return max(site.progressed, self._first_end) + self._rules.progress_timeout
+            return max(site.progressed, self._times.first_end) + self._rules.progress_timeout
         return None
 
     def _announce_pause(self) -> None:
