@@ -15,18 +15,21 @@ NEWEST := .venv-newest
 CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange hooks hub lowrank methods model_sync \
 	planning reducer runners test_jit.py test_reduction.py test_reduction_state.py test_registry.py test_signature.py)
 
+# Two processes, file by file. pytest-xdist may wait without end after it has replaced one that crashed.
+XDIST := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 .PHONY: demo test test-oldest test-newest lint types docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/two_site_mnist.py
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python tests/run.py $(XDIST)
 
 # Builds of torch without CUDA save gigabytes, where an index offers them:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-oldest
 test-oldest test-newest: test-%: .venv-%/ready
-	.venv-$*/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(CORE_TESTS)
+	.venv-$*/bin/python tests/run.py $(XDIST) -m "not slow" $(CORE_TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

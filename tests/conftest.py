@@ -5,6 +5,7 @@ import sys
 import pytest
 import support
 import torch
+from crashes import pytest_sessionfinish, pytest_testnodedown  # noqa: F401 (hooks)
 
 torch.set_num_threads(1)  # as the sites have; threads that wait for each other are what a busy machine lacks
 

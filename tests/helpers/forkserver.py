@@ -291,7 +291,7 @@ def _reconfigure() -> None:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     for path in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        if path and path not in sys.path:
+        if path and path not in sys.path[1:]:  # the first one will be replaced by that of the program
             sys.path.insert(1, path)
 
 
