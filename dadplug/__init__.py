@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .adaptive import Accumulator, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .errors import MismatchError, NonFiniteError, SiteError
     from .hub.join import connect
+    from .racing import compare
     from .reduction import GradientReduction
     from .runners import AdaPMRunner, AdaPMStrategy, DADStrategy, DistributedRunner
 
@@ -41,6 +42,7 @@ _LAZY = {
     "MismatchError": "errors",
     "NonFiniteError": "errors",
     "SiteError": "errors",
+    "compare": "racing",
     "connect": "hub.join",
     "remaining_epochs_until": "adaptive",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "NonFiniteError",
     "SiteError",
     "adapm",
+    "compare",
     "connect",
     "lowrank",
     "remaining_epochs_until",

@@ -23,6 +23,7 @@ COMMANDS = {
     "renew": ("renew", "renew the certificate of the hub or one site"),
     "check": ("check", "check the kit of this site, and the way to the hub"),
     "hub": ("hub", "run the hub, which all sites dial, until it gets SIGTERM"),
+    "compare": ("compare", "train a model in several ways, and say which is fastest"),
     "revoke": ("revoke", "revoke the certificates of the hub or one site"),
 }
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class GroupTransport(Transport):
             self._sockets.close()
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+            with suppress(ValueError):  # the program has destroyed all groups since, and made new ones
+                dist.destroy_process_group(group)
 
     def __del__(self) -> None:
         self.close()

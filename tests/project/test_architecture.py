@@ -36,6 +36,7 @@ LAYERS = (
     "adaptive",
     "reduction",
     "adapm",
+    "racing",
     "cli",
     "runners",
     "callbacks",

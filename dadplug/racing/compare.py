@@ -1,0 +1,215 @@
+"""Race of the ways to train a model, on the user's own model and data."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..exchange.objects import gather_objects
+from .heat import Point, run_heat
+from .pool import Pool, RunFailed
+from .result import Comparison
+from .row import Row
+from .task import Build, Task
+from .ways import WAYS, Place, Way
+
+FINALISTS = 3
+HEATS_SHARE = 0.4  # of the time, where not all ways are in the final
+
+Runner = Callable[[str, float, int], "list[Point]"]  # way, seconds, seed
+
+
+def compare(
+    build: Build,
+    dataset: Any,
+    seconds: float = 60.0,
+    *,
+    ways: Sequence[str] | None = None,
+    batch_size: int = 32,
+    evaluation: Any = None,
+    processes: int | None = None,
+    seeds: int = 3,
+    progress: bool = True,
+) -> Comparison:
+    """Train a model in all ways that apply, each for the same time, and say which is fastest.
+
+    Where sites are connected (`dadplug.connect`), all of them call it, and the race is between them over their link,
+    each with its own data. Otherwise it is between processes of this machine, which divide the data.
+
+    First each way runs once. Then the three with the lowest held-out loss run with several seeds, in turn. Only
+    training counts as time: not the start of processes, nor the first three steps, in which kernels are compiled, nor
+    evaluation.
+
+    Args:
+        build: returns ``(model, optimizer, criterion)``. It is called anew in every run, with torch's generator seeded;
+            the criterion is a mean over a batch. For processes of this machine it must be at the top level of a module.
+        dataset: samples, tuples of inputs and a target, drawn by number.
+        seconds: training time of all runs together.
+        ways: names of ways; all that apply if None, see `dadplug.racing.ways.WAYS`.
+        batch_size: samples in a batch of each process.
+        evaluation: samples whose loss is compared; a tenth of `dataset`, at most 1,000, if None.
+        processes: number of processes of this machine; one a core, at most 4, if None.
+        seeds: number of runs of each way in the final.
+        progress: whether to print the runs to standard error.
+
+    Returns:
+        The result: ``.rows``, ``.best``, ``.table()``, ``.picture(path)``.
+
+    Raises:
+        TypeError: if `build` cannot be called, or samples cannot be drawn by number.
+        ValueError: if an argument is out of its range, a way is unknown or does not apply here, or `build` cannot be
+            sent to other processes.
+
+    Example:
+        >>> comparison = dadplug.compare(build, dataset, seconds=60)
+        >>> print(comparison.table())
+        >>> comparison.picture("comparison.png")
+    """
+    connected = dist.is_initialized() and dist.get_world_size() > 1
+    place = _place(connected, processes)
+    if not seconds > 0:
+        raise ValueError(f"seconds must be above 0, got {seconds!r}")
+    if not isinstance(seeds, int) or seeds < 2:
+        raise ValueError(f"seeds must be a whole number of at least 2, since one run shows no noise; got {seeds!r}")
+    chosen = _choose(ways, place)
+    task = Task.create(build, dataset, evaluation, batch_size, place.processes, dealt=not connected)
+    race = _Race(chosen, seconds, seeds, progress and (not connected or dist.get_rank() == 0))
+    finalists = _hold(race, task, place)
+    held_out = len(task.held_out)  # type: ignore[arg-type]
+    return Comparison(
+        race.rows(finalists), finalists, race.final_seconds, held_out, place.processes, batch_size, connected
+    )
+
+
+class _Race:
+    """Heats and final.
+
+    Args:
+        ways: names of the ways.
+        seconds: training time of all runs together.
+        seeds: number of runs of each way in the final.
+        shown: whether to print the runs.
+
+    Attributes:
+        final_seconds: training time of a run of the final.
+    """
+
+    def __init__(self, ways: Sequence[str], seconds: float, seeds: int, shown: bool) -> None:
+        self._ways = list(ways)
+        self._seconds = seconds
+        self._seeds = seeds
+        self._shown = shown
+        self._heats: dict[str, list[list[Point]]] = {name: [] for name in ways}
+        self._final: dict[str, list[list[Point]]] = {}
+        self._failures: dict[str, str] = {}
+        self._done = 0
+        self.final_seconds = 0.0
+
+    def run(self, run: Runner) -> list[str]:
+        """Run the race.
+
+        Args:
+            run: runs one way for some seconds with a seed.
+
+        Returns:
+            The names of the ways that have run in the final.
+        """
+        left, finalists = self._seconds, self._ways
+        if len(self._ways) > FINALISTS:
+            left *= 1 - HEATS_SHARE
+            for name in self._ways:
+                self._run(run, name, self._seconds * HEATS_SHARE / len(self._ways), 0, self._heats)
+            able = [name for name in self._ways if name not in self._failures]
+            finalists = sorted(able, key=lambda name: self._heats[name][0][-1].loss)[:FINALISTS]
+        self._final = {name: [] for name in finalists}
+        self.final_seconds = left / max(1, len(finalists) * self._seeds)
+        for seed in range(1, self._seeds + 1):
+            for name in finalists:
+                if name not in self._failures:
+                    self._run(run, name, self.final_seconds, seed, self._final)
+        return [name for name in finalists if name not in self._failures]
+
+    def _run(self, run: Runner, name: str, seconds: float, seed: int, into: dict[str, list[list[Point]]]) -> None:
+        try:
+            points = run(name, seconds, seed)
+        except RunFailed as error:
+            self._failures[name] = str(error)
+            points = []
+        else:
+            into[name].append(points)
+        self._done += 1
+        if self._shown:
+            said = f"loss {points[-1].loss:.4f} after {points[-1].seconds:.1f} s" if points else "failed"
+            print(f"run {self._done}: {WAYS[name].label}: {said}", file=sys.stderr, flush=True)
+
+    def rows(self, finalists: Sequence[str]) -> list[Row]:
+        """Return the rows: finalists by their loss, then the others, then those that failed."""
+        rows = [Row(name, WAYS[name].label, self._final[name]) for name in finalists]
+        others = [name for name in self._ways if name not in finalists and name not in self._failures]
+        behind = [Row(name, WAYS[name].label, self._heats[name]) for name in others]
+        failed = [Row(name, WAYS[name].label, failure=reason) for name, reason in self._failures.items()]
+        return [*sorted(rows, key=lambda row: row.loss), *sorted(behind, key=lambda row: row.loss), *failed]
+
+
+def _place(connected: bool, processes: int | None) -> Place:
+    if connected:
+        if processes is not None:
+            raise ValueError("the connected sites are the processes: leave out processes=")
+        return Place(dist.get_world_size(), torch.get_num_threads(), connected=True)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(cores, 4) if processes is None else processes
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"processes must be a whole number of at least 1, got {processes!r}")
+    return Place(count, cores, connected=False)
+
+
+def _choose(ways: Sequence[str] | None, place: Place) -> list[str]:
+    if ways is None:
+        return [name for name, way in WAYS.items() if way.applies(place)]
+    for name in ways:
+        if not WAYS[name].applies(place):
+            raise ValueError(f"{WAYS[name].label!r} has nothing to race with {place.processes} processes here")
+    return list(dict.fromkeys(ways))
+
+
+def _hold(race: _Race, task: Task, place: Place) -> list[str]:
+    if place.connected or place.processes == 1:
+        return race.run(lambda name, seconds, seed: _run_here(WAYS[name], task, place, seconds, seed))
+    with Pool(task) as pool:
+        return race.run(lambda name, seconds, seed: _run_in(pool, name, place, seconds, seed))
+
+
+def _run_in(pool: Pool, name: str, place: Place, seconds: float, seed: int) -> list[Point]:
+    """Run a way in processes of this machine."""
+    way = WAYS[name]
+    results = pool.run(_heat, way.processes(place), way.threads(place), name, seconds, seed)
+    points: list[Point] = results[0]
+    return points
+
+
+def _heat(task: Task, rank: int, count: int, name: str, seconds: float, seed: int) -> list[Point]:
+    return run_heat(WAYS[name], task, seconds, seed, rank, count)
+
+
+def _run_here(way: Way, task: Task, place: Place, seconds: float, seed: int) -> list[Point]:
+    """Run a way in this process, one of the connected sites or alone; return site 0's points at all sites."""
+    rank, threads = dist.get_rank() if place.connected else 0, torch.get_num_threads()
+    torch.set_num_threads(way.threads(place))
+    failure, points = "", []
+    try:
+        points = run_heat(way, task, seconds, seed, rank, place.processes)
+    except (ValueError, TypeError, NotImplementedError, FloatingPointError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_num_threads(threads)
+    own = [[point.seconds, point.megabytes, float(point.steps), point.loss] for point in points]
+    outcomes: list[Any] = gather_objects([failure, own]) if place.connected else [[failure, own]]
+    for other, _ in outcomes:
+        if other:
+            raise RunFailed(other)
+    return [Point(seconds, megabytes, int(steps), loss) for seconds, megabytes, steps, loss in outcomes[0][1]]

@@ -1,0 +1,8 @@
+"""Ways to train that are raced, one family a file."""
+
+from __future__ import annotations
+
+from . import alone, ddp, gradients
+from .base import WAYS, Place, Trainer, Way
+
+__all__ = ["WAYS", "Place", "Trainer", "Way", "alone", "ddp", "gradients"]

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dadplug
+from dadplug.racing import Comparison, Row
+from dadplug.racing.heat import Point
+from dadplug.racing.pool import Pool, RunFailed
+from dadplug.racing.task import MAX_HELD_OUT, Task
+from dadplug.racing.ways import WAYS, Place, Trainer, Way
+
+
+def samples(count=512):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 12, generator=generator)
+    return TensorDataset(inputs, (inputs[:, :3].sum(1) > 0).long())
+
+
+def build():
+    model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
+    return model, torch.optim.Adam(model.parameters(), 1e-2), nn.CrossEntropyLoss()
+
+
+def build_for_no_way():
+    model = nn.Linear(12, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if torch.distributed.is_initialized():
+        raise ValueError("this model trains alone")
+    return model, optimizer, nn.CrossEntropyLoss()
+
+
+# Rows and verdicts
+
+
+def run(*points):
+    return [Point(*point) for point in points]
+
+
+def row(way, *losses):
+    return Row(way, way.upper(), [run((0.0, 0.0, 0, 2.0), *[(2.0, 4.0, 10, loss)] * 3) for loss in losses])
+
+
+def comparison(*rows, finalists=None):
+    finalists = [each.way for each in rows] if finalists is None else finalists
+    return Comparison(list(rows), finalists, 2.0, 100, 2, 32, False)
+
+
+def test_the_way_that_is_ahead_in_every_run_is_the_best():
+    found = comparison(row("a", 0.5, 0.6, 0.4), row("b", 0.7, 0.8, 0.6), Row("c", "C", failure="no such thing"))
+    assert found.best == "a"
+    assert found.verdict == "fastest: A"
+    assert "C: not raced, no such thing" in found.table()
+    head = found.table().splitlines()[0].strip()
+    assert [each for each in head.split("  ") if each] == [
+        *("loss", "runs", "s to 0.8", "MB to 0.8", "ms a step", "MB a step")
+    ]
+
+
+def test_a_difference_within_noise_has_no_winner():
+    behind_once = comparison(row("a", 0.5, 0.6, 0.4), row("b", 0.49, 0.9, 0.8))
+    wide = comparison(row("a", 0.5, 0.6, 0.4), row("b", 0.501, 0.602, 0.9))
+    for found in (behind_once, wide):
+        assert found.best is None
+        assert found.leaders == ["a", "b"]
+        assert found.verdict == "no difference beyond noise between A and B"
+
+
+def test_ways_that_left_after_the_heats_do_not_win():
+    found = comparison(row("a", 0.5, 0.6), row("b", 0.1), finalists=["a"])
+    assert found.best == "a"
+    assert "0.1000*" in found.table()
+
+
+def test_seconds_to_a_loss_are_interpolated_between_evaluations():
+    found = Row("a", "A", [run((0.0, 0.0, 0, 2.0), (1.0, 10.0, 5, 1.0), (3.0, 30.0, 15, 0.5))])
+    assert found.seconds_to(1.5) == 0.5
+    assert found.megabytes_to(0.75) == 20.0
+    assert found.seconds_to(2.5) == 0.0
+    assert found.seconds_to(0.4) == float("inf")
+    assert found.step_seconds == 0.2
+    assert found.megabytes_a_step == 2.0
+    assert found.loss == pytest.approx(3.5 / 3)
+
+
+# Tasks
+
+
+def test_batches_of_the_processes_share_no_sample_and_leave_the_held_out_ones():
+    data = TensorDataset(torch.arange(103.0), torch.arange(103.0))
+    task = Task.create(build, data, None, 10, 2, dealt=True)
+    seen = []
+    for rank in range(2):
+        batches = task.batches(rank, 2, seed=3)
+        own = torch.cat([next(batches)[0] for _ in range(4)])
+        assert torch.equal(own, torch.cat([each for each, _ in zip_first(task.batches(rank, 2, seed=3), 4)]))
+        seen += own.tolist()
+    held_out = [float(task.held_out[index][0]) for index in range(len(task.held_out))]
+    assert len(set(seen)) == len(seen) == 80
+    assert len(held_out) == 10
+    assert not set(held_out) & set(seen)
+
+
+def zip_first(batches, count):
+    return [next(batches) for _ in range(count)]
+
+
+def test_evaluation_leaves_no_trace():
+    model, _, criterion = build()
+    model.insert(1, nn.BatchNorm1d(32))
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    state = torch.random.get_rng_state()
+    data = samples(400)
+    task = Task.create(build, data, None, 8, 1, dealt=True)
+    loss = task.evaluate(model, criterion)
+    inputs, targets = (torch.stack(column) for column in zip(*[task.held_out[i] for i in range(40)], strict=True))
+    expected = criterion(model.eval()(inputs), targets)
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
+    task.evaluate(model, criterion)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, samples(64), None, 8, 2), TypeError, "build must be a function"),
+        ((build, samples(64), None, 0, 2), ValueError, "batch_size must be a whole number of at least 1, got 0"),
+        ((build, samples(64), None, 32, 2), ValueError, "29 samples to train on, fewer than a batch of 32"),
+        ((build, iter([1]), None, 8, 2), TypeError, "draws samples by number|drawn by number"),
+    ],
+)
+def test_tasks_that_cannot_be_raced_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Task.create(*arguments, dealt=True)
+    assert MAX_HELD_OUT == 1000
+
+
+def test_wrong_arguments_are_refused_before_anything_runs():
+    for options, message in [
+        ({"seconds": 0}, "seconds must be above 0"),
+        ({"seeds": 1}, "at least 2"),
+        ({"processes": 0}, "at least 1"),
+        ({"ways": ["nonsense"]}, "unknown way to train 'nonsense'; valid ones are alone, threads, ddp, dad"),
+        ({"ways": ["dad"], "processes": 1}, "'dad' has nothing to race with 1 processes here"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dadplug.compare(build, samples(), **options)
+    with pytest.raises(ValueError, match="at the top level of a module"):
+        dadplug.compare(lambda: build(), samples(), ways=["alone"], processes=2)
+
+
+# Processes of this machine
+
+
+def answers(shared, rank, count, action):
+    if action == "fail" and rank == 1:
+        raise ValueError("this process cannot")
+    if action == "die" and rank == 0:
+        os._exit(3)
+    value = torch.tensor([float(rank + 1)])
+    if count > 1:
+        torch.distributed.all_reduce(value)
+    return shared, rank, float(value), torch.get_num_threads()
+
+
+@pytest.mark.slow
+def test_a_pool_goes_on_after_a_failed_run():
+    with Pool("shared") as pool:
+        assert pool.run(answers, 2, 1, "") == [("shared", 0, 3.0, 1), ("shared", 1, 3.0, 1)]
+        assert pool.run(answers, 1, 2, "") == [("shared", 0, 1.0, 2)]
+        with pytest.raises(RunFailed, match="exited with status 3"):
+            pool.run(answers, 1, 1, "die")
+        assert pool.run(answers, 1, 1, "") == [("shared", 0, 1.0, 1)]
+    with pytest.raises(ValueError, match="top level of a module"):
+        Pool(lambda: None)
+    assert pickle.loads(pickle.dumps(build)) is build
+
+
+@pytest.mark.slow
+def test_a_race_on_this_machine_by_the_command(tmp_path):
+    (tmp_path / "task.py").write_text(
+        textwrap.dedent("""
+        import torch
+        from torch import nn
+        from torch.utils.data import TensorDataset
+
+        def build():
+            model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 2))
+            return model, torch.optim.Adam(model.parameters(), 1e-2), nn.CrossEntropyLoss()
+
+        def dataset():
+            inputs = torch.randn(512, 12, generator=torch.Generator().manual_seed(1))
+            return TensorDataset(inputs, (inputs[:, :3].sum(1) > 0).long())
+        """)
+    )
+    program = [sys.executable, "-m", "dadplug", "compare", "task.py:build"]
+    options = ["--seconds=2", "--processes=2", "--ways=alone,ddp,dad", "--picture=race.png"]
+    settings = {"capture_output": True, "text": True, "cwd": tmp_path}
+    found = subprocess.run([*program, "task.py:dataset", *options], **settings)
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    labels = [line.split("  ")[0] for line in lines[2:5]]
+    assert sorted(labels) == ["DDP", "alone, 1 thread", "dad"]
+    assert lines[6].startswith(("fastest: ", "no difference beyond noise between "))
+    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+    assert "Exception" not in found.stderr
+    wrong = subprocess.run([*program, "task.py:missing"], **settings)
+    assert (wrong.returncode, wrong.stderr) == (1, "error: task has no missing\n")
+
+
+# Connected sites
+
+
+class Lazy(Way):
+    """A way that trains nothing."""
+
+    label = "lazy"
+
+    def attach(self, model, optimizer):
+        trainer = Trainer(model, optimizer)
+        trainer.step = lambda: None
+        return trainer
+
+
+def races_between_sites():
+    WAYS.register("lazy")(Lazy())
+    try:
+        ways = ["alone", "ddp", "dad", "lazy"] if torch.get_num_threads() == 1 else ["threads", "ddp", "dad", "lazy"]
+        found = dadplug.compare(build, samples(), 2.0, ways=ways, seeds=2, progress=False)
+        failed = dadplug.compare(build_for_no_way, samples(), 0.2, ways=["dad"], progress=False)
+    finally:
+        del WAYS["lazy"]
+    rows = {each.way: each for each in found.rows}
+    for name in ("ddp", "dad"):
+        assert rows[name].loss < 0.55 < 0.6 < rows["lazy"].loss
+        assert rows[name].megabytes_a_step > 0
+        for points in rows[name].runs:
+            assert points[0].steps == 0
+            assert [p.steps for p in points] == sorted(p.steps for p in points)
+            assert points[-1].seconds > 0
+    assert rows["lazy"].megabytes_a_step == 0
+    dense = sum(p.numel() * 4 for p in build()[0].parameters())
+    assert rows["ddp"].megabytes_a_step == pytest.approx(dense / 1e6)
+    assert "lazy" not in found.finalists
+    assert len(found.finalists) == 3
+    assert found.connected
+    assert found.processes == 2
+    assert failed.rows[0].failure == "ValueError: this model trains alone"
+    assert failed.best is None
+    assert failed.verdict == "no way could be raced"
+    return [(each.way, each.losses) for each in found.rows]
+
+
+def test_connected_sites_race_over_their_link(sites):
+    random.seed(0)
+    first, second = sites(2).run(races_between_sites)
+    assert first == second
+    assert Place(2, 2, connected=True) != Place(2, 2, connected=False)
