@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .adaptive import Accumulator, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .errors import MismatchError, NonFiniteError, SiteError
     from .hub.join import connect
+    from .local_steps import LocalSGD
     from .racing import compare
     from .reduction import GradientReduction
     from .runners import AdaPMRunner, AdaPMStrategy, DADStrategy, DistributedRunner
@@ -39,6 +40,7 @@ _LAZY = {
     "ElasticDataLoader": "adaptive",
     "ElasticSampler": "adaptive",
     "GradientReduction": "reduction",
+    "LocalSGD": "local_steps",
     "MismatchError": "errors",
     "NonFiniteError": "errors",
     "SiteError": "errors",
@@ -57,6 +59,7 @@ __all__ = [
     "ElasticDataLoader",
     "ElasticSampler",
     "GradientReduction",
+    "LocalSGD",
     "MismatchError",
     "NonFiniteError",
     "SiteError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def check_values(model: nn.Module, names: Collection[str], transport: Transport)
     Raises:
         MismatchError: on every site, if names or values differ; nothing has been changed then.
     """
-    own = {name: _fingerprint(each) for name, each in model.named_parameters() if name in names}
+    own = {name: fingerprint(each) for name, each in model.named_parameters() if name in names}
     every = transport.gather_present(own)
     lowest, first = next(iter(every.items()))
     for rank, other in every.items():
@@ -147,7 +147,18 @@ def average_buffers(model: nn.Module, transport: Transport, weight: float) -> No
         return
     weights = transport.gather_present(weight)
     total, equal = sum(weights.values()), 1 / len(weights)
-    shares = {rank: each / total if total else equal for rank, each in weights.items()}
+    average_tensors(buffers, transport, {rank: each / total if total else equal for rank, each in weights.items()})
+
+
+@torch.no_grad()
+def average_tensors(buffers: Sequence[Tensor], transport: Transport, shares: Mapping[int, float]) -> None:
+    """Replace tensors by their weighted mean over sites, those of integers by their maximum.
+
+    Args:
+        buffers: the tensors, in the same order on all sites.
+        transport: the transport.
+        shares: share in the mean of each site that takes part, by rank, the same on all sites.
+    """
     for flat, tensors in _flattened(buffers):
         gather = transport.gather_once([flat.numel()] * transport.world_size, flat.dtype)
         gather.payload.copy_(flat)
@@ -173,7 +184,7 @@ def first_difference(model: nn.Module, transport: Transport) -> str | None:
     Returns:
         The name of the first parameter that differs between sites; None if the replicas are equal.
     """
-    own = {name: _fingerprint(parameter) for name, parameter in model.named_parameters()}
+    own = {name: fingerprint(parameter) for name, parameter in model.named_parameters()}
     every = [*transport.gather_present(own).values()]
     for name in own:
         if any(other[name] != every[0][name] for other in every):
@@ -181,7 +192,8 @@ def first_difference(model: nn.Module, transport: Transport) -> str | None:
     return None
 
 
-def _fingerprint(tensor: Tensor) -> str:
+def fingerprint(tensor: Tensor) -> str:
+    """Return a digest of a tensor's values, to the bit."""
     import hashlib
 
     plain = tensor.detach().cpu().contiguous().reshape(-1)

@@ -46,7 +46,7 @@ class ReplicatedModel:
     """
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
-        check_allowed(options)  # before anything is sent
+        self._check_allowed(options)  # before anything is sent
         check_model(model)
         if options.min_sites is not None:
             check_elastic(model)
@@ -62,11 +62,19 @@ class ReplicatedModel:
         self._joined: JoinState | None = self._transport.receive_state()
         if self._joined is None:
             replicas.check_alike(self._describe(), self._transport)
-            replicas.broadcast_model(model, self._transport)
+            self._make_equal()
         else:
             others, own = "the other sites", self._transport.sites[self.site_rank]
             replicas.compare(self._joined.description, self._describe(), others, own)
             replicas.load_tensors(model, self._joined.tensors)
+
+    def _check_allowed(self, options: Options) -> None:
+        """Raise PolicyError if the kit by which this site has dialed a hub does not allow the options."""
+        check_allowed(options)
+
+    def _make_equal(self) -> None:
+        """Replace the parameters and buffers at the start by those of rank 0."""
+        replicas.broadcast_model(self.model, self._transport)
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         """Open a transport of its own over a process group."""

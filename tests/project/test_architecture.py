@@ -35,6 +35,7 @@ LAYERS = (
     "planning",
     "adaptive",
     "reduction",
+    "local_steps",
     "adapm",
     "racing",
     "cli",

@@ -172,6 +172,7 @@ STANDS_FOR = {
     "AdaPMRunner": "dadplug.runners.adapm_runner.AdaPMRunner",
 }
 ALSO = (
+    "dadplug.local_steps.LocalOptions",
     "dadplug.options.Options",
     "dadplug.planning.plan.Plan",
     "dadplug.planning.plan.PlanRow",

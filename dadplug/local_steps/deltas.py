@@ -1,0 +1,208 @@
+"""Payloads of parameter deltas: whole tensors or rank-r factors in a wire format, with error feedback.
+
+With D the delta of a site plus its error memory E, and C the encoding (rounding, or rank-r factors and rounding):
+
+    sent = C(D)            E <- D - sent            mean = sum over sites of w_s sent_s
+
+All sites decode the same payloads in the order of ranks, so that they get the same bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..exchange.wire import WireFormat, wire_format
+from ..lowrank import Carry, compress_matrix, sum_of_products
+
+_ROW = 512  # elements of a whole tensor that share a scale on the int8 wire
+_ITERATIONS = 2  # power iterations a compression: rare enough to be thorough
+
+
+class _Slot(NamedTuple):
+    """Place of a tensor in a payload.
+
+    Attributes:
+        shape: shape of the tensor.
+        dtype: type of its delta.
+        wire: wire format.
+        rank: rank of the factors; None where the tensor is sent whole.
+        start: first element of the payload.
+        size: number of elements.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    wire: WireFormat
+    rank: int | None
+    start: int
+    size: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape as a matrix: the first dimension times all others."""
+        return self.shape[0], self.shape.numel() // self.shape[0]
+
+
+class DeltaFormat:
+    """Format of the payloads of a model's deltas, with the error memory of this site.
+
+    Args:
+        wire: value of the option ``wire``.
+        rank: rank of the factors of matrices; None where all tensors are sent whole. A matrix whose factors would not
+            be smaller is sent whole.
+        error_feedback: whether to add what was not sent to the next delta.
+    """
+
+    def __init__(self, wire: str, rank: int | None, error_feedback: bool) -> None:
+        self._wire, self._rank, self._error_feedback = wire, rank, error_feedback
+        self._slots: dict[str, _Slot] = {}
+        self._errors: dict[str, Tensor] = {}
+        self._carries: dict[str, Tensor] = {}
+
+    def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
+        """Lay out the payloads for a set of tensors.
+
+        Args:
+            tensors: tensors of the shapes and types of the deltas, by name, in an order that is the same on all sites.
+
+        Returns:
+            The number of elements of each payload, by type.
+        """
+        sizes: dict[torch.dtype, int] = {}
+        self._slots = {}
+        for name, tensor in tensors.items():
+            wire = wire_format(self._wire, tensor.dtype)
+            rank = self._rank_of(tensor)
+            size = _size(tensor.shape, wire, rank)
+            start = sizes.get(wire.dtype, 0)
+            self._slots[name] = _Slot(tensor.shape, tensor.dtype, wire, rank, start, size)
+            sizes[wire.dtype] = start + size
+        for kept in (self._errors, self._carries):
+            for name in kept.keys() - self._slots.keys():
+                del kept[name]
+        return sizes
+
+    def _rank_of(self, tensor: Tensor) -> int | None:
+        if self._rank is None or tensor.dim() < 2 or not tensor.numel():
+            return None
+        out, width = tensor.shape[0], tensor.numel() // tensor.shape[0]
+        rank = min(self._rank, out, width)
+        return rank if rank * (out + width) < out * width else None
+
+    def encode(self, deltas: Mapping[str, Tensor], payloads: Mapping[torch.dtype, Tensor]) -> None:
+        """Encode this site's deltas, and update its error memory.
+
+        Args:
+            deltas: the deltas by name; they may be overwritten.
+            payloads: room for the payloads, by type.
+        """
+        for name, slot in self._slots.items():
+            delta = deltas[name]
+            if not delta.numel():
+                continue
+            error = self._errors.get(name)
+            if error is not None and error.shape == delta.shape:
+                delta = delta.add_(error.to(delta))
+            place = payloads[slot.wire.dtype][slot.start : slot.start + slot.size]
+            sent = _encode_whole(delta, slot, place) if slot.rank is None else self._encode_factors(name, delta, place)
+            if self._error_feedback and (slot.rank is not None or slot.wire.dtype != slot.dtype):
+                self._errors[name] = delta.sub_(sent)
+
+    def _encode_factors(self, name: str, delta: Tensor, place: Tensor) -> Tensor:
+        slot = self._slots[name]
+        rank, (out, width) = slot.rank or 0, slot.matrix
+        carry = self._carries.get(name)
+        start = None if carry is None or carry.shape[1] != width else Carry(carry.to(delta))
+        compressed = compress_matrix(
+            delta.view(out, width), rank, iterations=_ITERATIONS, warm_start=start, seed=zlib.crc32(name.encode())
+        )
+        kept = compressed.effective_rank
+        if kept:
+            self._carries[name] = compressed.carry.right.clone()
+        left, right = delta.new_zeros(rank, out), delta.new_zeros(rank, width)
+        left[:kept], right[:kept] = compressed.left.T[:kept], compressed.right.T[:kept]
+        lefts, rights = slot.wire.encode(left), slot.wire.encode(right)
+        place[: lefts.numel()].copy_(lefts.reshape(-1))
+        place[lefts.numel() :].copy_(rights.reshape(-1))
+        decoded = slot.wire.decode(lefts).to(delta), slot.wire.decode(rights).to(delta)
+        return (decoded[0].T @ decoded[1]).view(slot.shape)
+
+    def decode(self, payloads: Mapping[torch.dtype, Sequence[Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+        """Compute the mean delta of all sites.
+
+        Args:
+            payloads: the payloads of all sites by rank, by type.
+            weights: share of each site in the mean; payloads of sites without a share are not read.
+
+        Returns:
+            The mean deltas by name, on the device of the payloads.
+        """
+        counted = [rank for rank, weight in enumerate(weights) if weight]
+        shares = [weights[rank] for rank in counted]
+        means = {}
+        for name, slot in self._slots.items():
+            parts = [payloads[slot.wire.dtype][rank][slot.start : slot.start + slot.size] for rank in counted]
+            if slot.rank is not None:
+                pairs = [_decode_factors(part, slot) for part in parts]
+                mean = sum_of_products([left for left, _ in pairs], [right for _, right in pairs], shares)
+                means[name] = mean.view(slot.shape)
+                continue
+            mean = parts[0].new_zeros(slot.shape, dtype=slot.dtype)
+            for part, share in zip(parts, shares, strict=True):
+                mean.add_(_decode_whole(part, slot), alpha=share)
+            means[name] = mean
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the error memory and of the bases from which compression starts."""
+        return {kind: {name: each.clone() for name, each in kept.items()} for kind, kept in self._kept().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for kind, kept in self._kept().items():
+            kept.clear()
+            kept.update({name: each.clone() for name, each in state[kind].items()})
+
+    def _kept(self) -> dict[str, dict[str, Tensor]]:
+        return {"errors": self._errors, "carries": self._carries}
+
+
+def _size(shape: torch.Size, wire: WireFormat, rank: int | None) -> int:
+    """Return the payload elements of a tensor."""
+    count = shape.numel()
+    if rank is not None:
+        return rank * (wire.row_size(shape[0]) + wire.row_size(count // shape[0]))
+    if not wire.quantised or not count:
+        return count
+    width = min(count, _ROW)
+    return -(-count // width) * wire.row_size(width)
+
+
+def _encode_whole(delta: Tensor, slot: _Slot, place: Tensor) -> Tensor:
+    """Write a delta to its place in the payload; return the values that are decoded from it."""
+    count = delta.numel()
+    width = min(count, _ROW) if slot.wire.quantised else count
+    rows = torch.nn.functional.pad(delta.reshape(-1), (0, -count % width)).view(-1, width)
+    encoded = slot.wire.encode(rows)
+    place.copy_(encoded.reshape(-1))
+    return slot.wire.decode(encoded).to(delta).reshape(-1)[:count].view(slot.shape)
+
+
+def _decode_whole(part: Tensor, slot: _Slot) -> Tensor:
+    count = slot.shape.numel()
+    width = (min(count, _ROW) if slot.wire.quantised else count) or 1
+    rows = slot.wire.decode(part.view(-1, slot.wire.row_size(width)))
+    return rows.to(slot.dtype).reshape(-1)[:count].view(slot.shape)
+
+
+def _decode_factors(part: Tensor, slot: _Slot) -> tuple[Tensor, Tensor]:
+    rank, (out, _) = slot.rank or 0, slot.matrix
+    between = rank * slot.wire.row_size(out)
+    left = slot.wire.decode(part[:between].view(rank, -1))
+    right = slot.wire.decode(part[between:].view(rank, -1))
+    return left.to(slot.dtype), right.to(slot.dtype)

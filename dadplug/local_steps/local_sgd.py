@@ -1,0 +1,396 @@
+"""Local SGD and DiLoCo, for any PyTorch training loop: the formulas are in `dadplug.local_steps.agreed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..exchange import Gather, Transport
+from ..model_sync import replicas
+from ..model_sync.batchnorm import SyncedBatchNorms
+from ..model_sync.replicated_model import ReplicatedModel
+from ..model_sync.samples import SampleCounter
+from ..reduction import GradientReduction
+from ..signature import takes_keywords_of
+from .agreement import Agreement
+from .checks import check_parameters, check_policy, raise_problems, refuse_other_steps
+from .options import LocalOptions, Schedule
+from .warm_up import join_until
+
+
+class LocalSGD(ReplicatedModel):
+    """Local steps between the sites of a process group: sites agree on parameters instead of gradients.
+
+    At the start all sites get rank 0's parameters and buffers. Each site then takes ``every`` steps of its own
+    optimizer, and sends the change of its parameters. The agreed model moves by the mean change: by all of it (plain
+    averaging, local SGD), or by an outer optimizer with Nesterov momentum (DiLoCo: ``outer_lr=0.7,
+    outer_momentum=0.9``). The state of the site's own optimizer stays on the site.
+
+    With ``overlap`` the changes travel while the next steps run, and are applied one round later. Parameters then
+    differ between sites until `finish`, without it until the next agreement.
+
+    Args:
+        model: the model, on its device, the same on all sites but for the values of its parameters.
+        optimizer: the site's optimizer of the model's parameters; `step` calls it, the program does not.
+        every: steps between two agreements, or a function of the number of steps so far that returns them.
+        process_group: the processes that are the sites; the default group where None. Without torch.distributed the
+            site trains alone.
+        options: the other options, see `dadplug.local_steps.LocalOptions`.
+
+    Attributes:
+        model: the model.
+        optimizer: the optimizer.
+        local_options: the options.
+        traffic: the meter of bytes sent and of time spent waiting.
+        site_rank: number of this site, from 0.
+        world_size: number of sites.
+        steps: number of steps so far, the synchronous ones included.
+        calls_optimizer: whether the optimizer is being called by `step`.
+
+    Raises:
+        ValueError: on all sites, if an option or its value is not valid at one of them, or if the optimizer has
+            parameters that are not the model's.
+        PolicyError: if the kit by which this site has dialed a hub does not allow ``"localsgd"``.
+        MismatchError: if models or options differ between sites.
+        SiteError: if a site is gone or does not answer.
+
+    Example:
+        >>> local = LocalSGD(model, optimizer, every=64, wire="int8")
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     criterion(model(inputs), targets).backward()
+        ...     local.step()
+        >>> local.finish()
+    """
+
+    @takes_keywords_of(LocalOptions)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int | Schedule = LocalOptions.every,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self._problem: str | None = ""  # of the arguments; None once the sites have compared
+        try:
+            self.local_options = LocalOptions.create(every=every, **options)
+            self.local_options.interval(0)
+            check_parameters(model, optimizer)
+        except ValueError as error:  # raised once the other sites know
+            self._problem = str(error)
+            self.local_options = LocalOptions()
+        self._group = process_group
+        super().__init__(model, process_group, self.local_options.of_reduction())
+        self.steps = 0
+        self._next = 0
+        self._weight = 0  # of this site's steps since the last agreement
+        self.calls_optimizer = False
+        self._warm_up: GradientReduction | None = None
+        self._norms: SyncedBatchNorms | None = None
+        self._active: Gather | None = None  # with synchronised normalisation: which sites have taken a step
+        if self.local_options.warm_up:
+            self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
+        self._counter = SampleCounter(model, lambda: None, lambda: None)
+        self._agreement = Agreement(model, self.local_options, self._transport)
+        if self._warm_up is None:
+            self._begin_local_steps()
+        self._guard = optimizer.register_step_pre_hook(refuse_other_steps(self))
+        self.traffic.start()
+
+    # Set-up
+
+    def _check_allowed(self, options: Any) -> None:
+        check_policy()
+        if self.local_options.warm_up:
+            super()._check_allowed(options)
+
+    def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
+        transport = super()._open_transport(process_group)
+        if self._problem is not None:
+            raise_problems(self._problem, transport)
+        self._problem = None
+        return transport
+
+    def _make_equal(self) -> None:
+        if not self.local_options.warm_up:  # the reduction of the synchronous steps does it
+            super()._make_equal()
+
+    def _describe(self) -> dict[str, str]:
+        settings = dict(vars(self.local_options))
+        del settings["timeout"]
+        if callable(settings["every"]):
+            settings["every"] = f"a function, {settings['every'](0)} at first"
+        return replicas.describe(self.model, settings)
+
+    def _begin_local_steps(self) -> None:
+        """Begin with the model's parameters, which are equal on all sites."""
+        if self.local_options.sync_batchnorm:
+            transport = self._open_transport(self._group)
+            counter = self._counter if self.local_options.weighting == "samples" else None
+            self._norms = SyncedBatchNorms(self.model, transport, counter)
+            self._active = transport.gather([1] * self.world_size, torch.int64)
+        self._agreement.begin()
+        self._next = self.steps + self.local_options.interval(self.steps)
+
+    # Training
+
+    @property
+    def agreements(self) -> int:
+        """Number of agreements so far; the same on all sites."""
+        return self._agreement.count
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the next step is a synchronous one, of the warm-up."""
+        return self._warm_up is not None
+
+    def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
+        """Take a step of the optimizer, and agree with the other sites if it is time; instead of ``optimizer.step()``.
+
+        Call it after backward, once for each batch (with accumulation: once for each update). Clip and unscale
+        gradients before it.
+
+        Args:
+            closure: passed to the optimizer, for optimizers that evaluate the loss themselves.
+            scaler: the `torch.amp.GradScaler` that takes the step, ``scaler.step(optimizer)``; call its ``update`` and,
+                where needed, ``unscale_`` yourself.
+
+        Returns:
+            What the optimizer's step returns.
+
+        Raises:
+            NonFiniteError: on all sites, if the parameters of one hold NaN or Inf at an agreement. The steps since the
+                last agreement are discarded on all sites.
+            ValueError: with a closure in a synchronous step.
+            MismatchError: on all sites, if they do not agree at the same step, or not on the same parameters.
+            SiteError: if a site is gone or does not answer in time.
+        """
+        if closure is not None and self.synchronous:
+            raise ValueError("an optimizer with a closure cannot take synchronous steps: leave warm_up out")
+        self.synchronize()
+        with self.stepping():
+            if scaler is not None:
+                return scaler.step(self.optimizer)
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def synchronize(self) -> None:
+        """Agree on gradients in a synchronous step; do nothing in a local one. `step` calls it.
+
+        For trainers that call the optimizer themselves, before they clip gradients.
+        """
+        if self._warm_up is not None:
+            self._warm_up.synchronize()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Count a step that the block takes by calling the optimizer; agree at its end if it is time.
+
+        For trainers that call the optimizer themselves.
+        """
+        if self._warm_up is None:
+            self._agreement.follow()
+        self.calls_optimizer = True
+        try:
+            yield
+        finally:
+            self.calls_optimizer = False
+        if self._warm_up is not None:
+            self._end_synchronous_step()
+            return
+        samples = self._counter.of_step(
+            True, by_samples=self.local_options.weighting == "samples", alone=self.world_size == 1
+        )
+        self._counter.reset()
+        self._end_local_step(samples, finished=False)
+
+    def idle(self) -> None:
+        """Count a step without data and without a step of the optimizer, so that sites stay at the same step.
+
+        For a site that has no batch in a step of a trainer that counts steps on all sites alike.
+        """
+        self._counter.reset()
+        if self._warm_up is not None:
+            self.optimizer.zero_grad()
+            self._warm_up.idle()
+            with self.stepping():
+                self.optimizer.step()
+            return
+        if self._norms is not None:
+            self._norms.idle()
+        self._end_local_step(0, finished=False)
+
+    def finish(self) -> None:
+        """Take part in the agreements of the other sites until all have called it, and end on equal parameters.
+
+        Call it after the last batch, on all sites. A site without further batches contributes nothing, so that sites
+        may have different numbers of batches. It may be called in between, such as before an evaluation or a
+        checkpoint, at the same step on all sites; training can go on afterwards.
+
+        Raises:
+            NonFiniteError: as `step`, like its other errors.
+        """
+        self._counter.reset()
+        self._finish_warm_up()
+        if self._warm_up is not None:
+            return
+        while self._norms is not None and self.steps:
+            self._norms.idle()
+            if not self._count_active(False):
+                break
+            self._end_local_step(0, finished=True, counted=True)
+        while not self._agree(finished=True):
+            pass
+
+    def samples(self, count: int) -> Any:
+        """State the number of samples of the forward passes inside, where the inputs' first dimension is not that.
+
+        Args:
+            count: number of samples of all these passes.
+
+        Returns:
+            A context manager.
+        """
+        return self._counter.fixed(count) if self._warm_up is None else self._warm_up.samples(count)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold gradients back in a synchronous step, for accumulation; in local steps nothing is sent anyway."""
+        if self._warm_up is None:
+            yield
+            return
+        with self._warm_up.no_sync():
+            yield
+
+    def _end_local_step(self, weight: int, finished: bool, counted: bool = False) -> None:
+        """Count a step, and agree if it is time.
+
+        Args:
+            weight: weight of this site's step.
+            finished: whether the site has no more batches.
+            counted: whether the sites have exchanged already who has taken a step.
+        """
+        self._weight = self._weight + weight if self.local_options.weighting == "samples" else max(self._weight, weight)
+        self.steps += 1
+        if self._norms is not None:
+            self._norms.end_step()
+            if not counted:
+                self._count_active(True)
+        if self.steps >= self._next:
+            self._agree(finished)
+        self._transport.end_step()
+        self.traffic.end_step()
+
+    def _count_active(self, active: bool) -> int:
+        """Exchange which sites have taken a step with data, and return their number."""
+        assert self._active is not None
+        self._active.payload.fill_(int(active))
+        self._active.launch()
+        return sum(int(each) for each in self._active.wait())
+
+    def _agree(self, finished: bool) -> bool:
+        """Agree on the parameters; return whether all sites have finished."""
+        weight, self._weight = self._weight, 0
+        self._epoch_samples += weight
+        try:
+            headers = self._agreement.reach(self.steps, weight, finished)
+        finally:
+            self._next = self.steps + self.local_options.interval(self.steps)
+        over = all(header.finished for header in headers)
+        if over:  # from here on all sites count alike
+            self.steps = max(header.step for header in headers)
+            self._next = self.steps + self.local_options.interval(self.steps)
+        return over
+
+    # Synchronous steps
+
+    def _end_synchronous_step(self) -> None:
+        assert self._warm_up is not None
+        self.steps += 1
+        self._counter.reset()
+        if self.steps >= self.local_options.warm_up:
+            self._warm_up.average_buffers()
+            self._warm_up.detach(discard=True)
+            self._warm_up = None
+            self._begin_local_steps()
+        self.traffic.end_step()
+
+    def _finish_warm_up(self) -> None:
+        """Take part in the synchronous steps of the other sites until all have finished, or the warm-up is over."""
+        if self._warm_up is not None and not join_until(self._warm_up, self._step_without_data):
+            self._warm_up.average_buffers()
+
+    def _step_without_data(self) -> bool:
+        with self.stepping():
+            self.optimizer.step()
+        return self._warm_up is None
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this site's state beside its model and its optimizer, whose states are its own, too.
+
+        It involves no other site, but waits for what is in transit. Each site saves its own: ``model.state_dict()``,
+        ``optimizer.state_dict()`` and this.
+        """
+        warm_up = None if self._warm_up is None else self._warm_up.state_dict()
+        own = {"steps": self.steps, "next": self._next, "weight": self._weight, "warm_up": warm_up}
+        return own | {"agreement": None if warm_up is not None else self._agreement.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; all sites must do so, each after its model's and optimizer's states.
+
+        Args:
+            state: the state.
+        """
+        self.steps, self._weight = state["steps"], state["weight"]
+        if state["warm_up"] is None and self._warm_up is not None:
+            self._warm_up.detach(discard=True)
+            self._warm_up = None
+            self._begin_local_steps()
+        elif self._warm_up is not None:
+            self._warm_up.load_state_dict(state["warm_up"])
+        self._next = state["next"]
+        if state["agreement"] is not None:
+            self._agreement.load_state_dict(state["agreement"])
+
+    def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Restore this site's state from those of all sites, as a checkpoint contains them.
+
+        A site that has none in it begins with an empty error memory, at the step of the others.
+
+        Args:
+            states: the states, by rank; None for sites that were absent.
+        """
+        own = states[self.site_rank] if self.site_rank < len(states) else None
+        other = next((each for each in states if each is not None), None)
+        if own is not None:
+            self.load_state_dict(own)
+        elif other is not None:
+            agreement = other["agreement"]
+            if agreement is not None:
+                agreement = dict(agreement) | {"format": {"errors": {}, "carries": {}}}
+            self.load_state_dict(dict(other) | {"weight": 0, "agreement": agreement})
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        if self._warm_up is not None:
+            self._warm_up.abort(reason)
+        if self._norms is not None:
+            self._norms.close()
+
+    def detach(self) -> None:
+        """Remove all hooks from the model and the optimizer. May be called twice."""
+        self._counter.detach()
+        self._guard.remove()
+        if self._warm_up is not None:
+            self._warm_up.detach(discard=True)
+        if self._norms is not None:
+            self._norms.detach()
