@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import ssl
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from .frames import (
     read_control,
 )
 from .kits import Kit
+from .secure_socket import SecureSocket
 
 _SOON = timedelta(days=30)
 _CLOCK_NOTE, _CLOCK_FAILED = (
@@ -219,7 +219,7 @@ def _unreachable(name: str, error: OSError, timeout: float) -> tuple[str, str]:
     return f"{name} cannot be reached: {error.strerror or error}", "Check this machine's network and its routes."
 
 
-def _encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> tuple[Finding, ssl.SSLSocket | None]:
+def _encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> tuple[Finding, SecureSocket | None]:
     try:
         secure = tls.encrypt(kit, connection, host, port)
     except (RefusedError, OSError) as error:
@@ -254,7 +254,7 @@ def _advice(reason: str, kit: Kit) -> str:
 class _Line:
     """Connection of the channel "check". Everything blocks, up to the timeout of the connection."""
 
-    def __init__(self, kit: Kit, connection: ssl.SSLSocket) -> None:
+    def __init__(self, kit: Kit, connection: SecureSocket) -> None:
         self._connection, self._slot, self._sites = connection, kit.slot, len(kit.roster.sites)
         self._reader = FrameReader(lambda head: None)
         self._frames: list[tuple[Head, bytes]] = []

@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import select
 import socket
-import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -25,12 +24,12 @@ from .forked import close_in_children
 from .frames import VERSION, FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
 from .kits import Kit
 from .numbered import NumberedFrames
+from .secure_socket import SecureSocket
 
 REDIAL_SECONDS = 30.0  # after which a hub that cannot be reached is given up
 _DIAL_SECONDS = 5.0  # for each part of the start of a connection
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to dial
-_PING_SECONDS = 1.0
-_SHORTEST_SILENCE = 2.0  # seconds; the hub pings every second
+_PING_SECONDS, _SHORTEST_SILENCE = 1.0, 2.0  # the hub pings every second, too
 KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer
 _BATCH_SECONDS = 0.001  # between two reads of the thread, so that it does not wake up for each packet
 _LOST = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
@@ -60,12 +59,11 @@ class HubConnection(ABC):
         self.lock = threading.Lock()  # of everything below; OpenSSL's objects are not made for two threads
         self._channel = channel
         self._instance = secrets.randbits(62)
-        self._connection: ssl.SSLSocket | None = None
+        self._connection: SecureSocket | None = None
         self._frames = NumberedFrames(self.rank, self._room, self._complete)
         self._failure: Exception | None = None
         self.outage = ""  # reason of the present loss of the connection
-        self._lost_at = 0.0
-        self._heard = 0.0
+        self._lost_at = self._heard = 0.0
         self._silence = REDIAL_SECONDS  # without a byte, while somebody waits, after which the connection is given up
         self._waiting = 0  # threads in `attend`
         self.left = self._closed = False
@@ -216,17 +214,20 @@ class HubConnection(ABC):
             self._frames.append(pack_control(message, self.rank))
             self._flush_or_disconnect()
 
-    def attend(self, seconds: float) -> None:
+    def attend(self, seconds: float, nbytes: int = 1) -> None:
         """Wait until something can be sent or received, or for a time; then call `transfer` with the lock held.
+
+        Args:
+            seconds: the time.
+            nbytes: bytes that this thread needs to go on, whose beginning need not wake it up.
 
         Raises:
             SiteError: if the connection has been given up.
         """
         self.check()
         with self.lock:
-            connection, events = self._connection, select.POLLIN
-            if self._frames.blocked:
-                events |= select.POLLOUT
+            connection, events = self._connection, select.POLLIN | select.POLLOUT * self._frames.blocked
+            self._frames.expect(nbytes)
             if connection is not None and time.monotonic() - self._heard > self._silence:
                 self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
                 connection = None
@@ -308,14 +309,13 @@ class HubConnection(ABC):
             connection.close()
             raise
 
-    def _install(self, connection: ssl.SSLSocket, welcome: Welcome) -> None:
+    def _install(self, connection: SecureSocket, welcome: Welcome) -> None:
         if self._thread is not None and not welcome.resumed:
             raise RefusedError(f"{self.hub} has been restarted, or has given this site up: {self.outage}")
         self._frames.attach(connection, welcome.received)
         # A dead link is left before the hub gives this site up.
         self._silence = max(_SHORTEST_SILENCE, welcome.timeout_ms / 2e3)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * self._silence))
+        connection.give_up_after(self._silence)
         self._heard = time.monotonic()
         self._connection, self.outage = connection, ""
         self._flush_or_disconnect()
@@ -364,6 +364,7 @@ class HubConnection(ABC):
             if not self._waiting:
                 events |= select.POLLOUT * self._frames.blocked
                 events |= select.POLLIN * (self.expects() > KERNEL_BYTES)
+                self._frames.expect(1)
             number = connection.fileno()
             poll.register(number, events)
             poll.register(self._wake_read, select.POLLIN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 
 from ..errors import RefusedError
 from . import tls
@@ -11,9 +10,10 @@ from .actions import Refuse
 from .frames import FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
 from .kits import Kit
 from .receiver import FrameReceiver
+from .secure_socket import SecureSocket
 
 
-def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -> tuple[ssl.SSLSocket, Welcome]:
+def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -> tuple[SecureSocket, Welcome]:
     """Dial the hub once.
 
     Args:
@@ -47,7 +47,7 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
     return connection, answer
 
 
-def _read_answer(connection: ssl.SSLSocket, world_size: int) -> object:
+def _read_answer(connection: SecureSocket, world_size: int) -> object:
     def room(head: Head) -> memoryview:
         if head.kind is not Kind.CONTROL:
             raise FrameError(f"a {head.kind.name} frame where an answer to Hello is due")

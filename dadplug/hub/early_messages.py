@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .frames import FrameError
 from .session import FULL_BYTES, Session
-from .stream import SendQueue
+from .stream import PackedFrame, SendQueue
 
 
 class EarlyMessages:
@@ -14,7 +14,7 @@ class EarlyMessages:
         self._queues: dict[int, SendQueue] = {}  # by slot
         self._closed: set[int] = set()  # slots of sites that have opened and closed it
 
-    def keep(self, slot: int, frame: bytes, name: str) -> None:
+    def keep(self, slot: int, frame: PackedFrame, name: str) -> None:
         """Keep a frame, unless the site has closed the channel.
 
         Args:

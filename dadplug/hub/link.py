@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from ..errors import MismatchError, SiteError
@@ -244,12 +244,13 @@ class HubLink(HubConnection):
                 if not missing:
                     break
                 self._check_gone(missing)
-                received, now = sum(message.received for message in missing) - len(missing) * 2**40, time.monotonic()
-                if received != before:
-                    deadline, before = now + timeout, received
+                left = sum(len(message.buffer) - message.received for message in missing)
+                now = time.monotonic()
+                if left != before:
+                    deadline, before = now + timeout, left
                 if now > deadline:
                     self._raise_silence(missing, timeout)
-                self.attend(_POLL_SECONDS)
+                self.attend(_POLL_SECONDS, left)
 
     def cancel(self, incoming: Sequence[Incoming]) -> None:
         """Expect messages no longer."""
@@ -344,7 +345,8 @@ class HubLink(HubConnection):
         if self.left or self.closed:
             return
         self.left = True
-        self.post_control(Leave(reason[:_LONGEST_REASON]))
+        with suppress(SiteError):  # the hub has ended meanwhile
+            self.post_control(Leave(reason[:_LONGEST_REASON]))
         super().close()
 
     def close(self, seconds: float = 1.0) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable, Iterable
 
 from .frames import PIECE_BYTES, Head, Kind, frames
 from .receiver import FrameReceiver
+from .secure_socket import SecureSocket
 from .stream import SendQueue, Stream
 
 _PING_BYTES = 1 << 22  # received bytes after which the other end gets an acknowledgement
+_MOST_EXPECTED = 1 << 16  # bytes that may arrive before they are decrypted
 
 
 class NumberedFrames:
@@ -33,14 +34,13 @@ class NumberedFrames:
         self._rank, self._room, self._complete = rank, room, complete
         self._queue = SendQueue()
         self._stream: Stream | None = None
-        self._sending: bytes | None = None  # frame that the connection has not taken yet
-        self._ping_due = False
+        self.blocked = False
         self._unacknowledged = 0  # bytes received since the last ping
         self.received = 0
         self.bytes_sent = 0
         self.seal: Callable[[Head, memoryview], Iterable[bytes]] | None = None
 
-    def attach(self, connection: ssl.SSLSocket, received: int) -> None:
+    def attach(self, connection: SecureSocket, received: int) -> None:
         """Take a new connection, and send again what the last one has lost.
 
         Args:
@@ -51,21 +51,17 @@ class NumberedFrames:
             FrameError: if the other end cannot have received so many.
         """
         self._queue.resume(received)
-        self._stream, self._sending = Stream(connection), None
+        self._stream, self.blocked = Stream(connection), False
         self._receiver = FrameReceiver(connection, self._room)
 
     def detach(self) -> None:
         """Forget the connection, which is lost."""
-        self._stream = self._sending = None
-
-    @property
-    def blocked(self) -> bool:
-        return self._sending is not None
+        self._stream, self.blocked = None, False
 
     @property
     def idle(self) -> bool:
         """Whether the connection has taken all frames."""
-        return self._sending is None and self._queue.following is None
+        return not self.blocked and self._queue.following is None
 
     @property
     def unsent_bytes(self) -> int:
@@ -97,7 +93,9 @@ class NumberedFrames:
 
     def ping(self) -> None:
         """Send an acknowledgement at the next opportunity."""
-        self._ping_due = True
+        if self._stream is not None and not self._stream.notes:
+            self._stream.notes.append(Head(Kind.PING, self._rank, self.received).pack())
+            self._unacknowledged = 0
 
     def flush(self) -> None:
         """Send as much as the connection takes.
@@ -105,23 +103,19 @@ class NumberedFrames:
         Raises:
             OSError: if the connection is lost.
         """
-        stream, queue = self._stream, self._queue
-        while stream is not None:
-            frame = self._sending
-            if frame is None:
-                if self._ping_due:
-                    self._ping_due, self._unacknowledged = False, 0
-                    frame = Head(Kind.PING, self._rank, self.received).pack()
-                else:
-                    frame = queue.following
-                    if frame is None:
-                        return
-            if stream.send(frame) != "done":
-                self._sending = frame
-                return
-            self._sending = None
-            if frame is queue.following:
-                queue.advance()
+        if self._stream is not None:
+            self.blocked = not self._stream.flush(self._queue)
+
+    def expect(self, nbytes: int) -> None:
+        """Let the connection become readable when so many bytes of frames have arrived, with those that have already.
+
+        To be called after `receive`. A hint, see `SecureSocket.expect`.
+
+        Args:
+            nbytes: the number; 1 for any.
+        """
+        if self._stream is not None:
+            self._stream.connection.expect(max(1, min(nbytes, _MOST_EXPECTED) - self._receiver.filled))
 
     def receive(self) -> bool:
         """Receive what has arrived.

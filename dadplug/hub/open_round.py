@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .stream import PackedFrame
+
 _LIMIT = 1 << 30  # bytes
 
 
@@ -16,7 +18,7 @@ class OpenRound:
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
-        self._frames: list[tuple[int, bytes]] = []
+        self._frames: list[tuple[int, PackedFrame]] = []
         self._nbytes = 0
 
     @property
@@ -24,7 +26,7 @@ class OpenRound:
         """Whether all frames of the round have been kept."""
         return self._nbytes <= self._limit
 
-    def append(self, slot: int, frame: bytes) -> None:
+    def append(self, slot: int, frame: PackedFrame) -> None:
         """Keep a frame of a site."""
         self._nbytes += len(frame)
         if self.complete:
@@ -41,6 +43,6 @@ class OpenRound:
         self._frames.clear()
         self._nbytes = 0
 
-    def frames(self) -> Iterator[bytes]:
+    def frames(self) -> Iterator[PackedFrame]:
         """Yield the frames, in the order in which they were sent."""
         return (frame for _, frame in self._frames)

@@ -12,6 +12,7 @@ from . import tls
 from .actions import Refuse
 from .frames import FrameError, FrameReader, Head, Hello, Kind, pack_control, read_control
 from .kits import Kit
+from .secure_socket import SecureSocket
 from .stream import Stream
 
 HANDSHAKE_SECONDS = 2.0  # for the TLS handshake, and again for the first message
@@ -63,7 +64,7 @@ class PendingConnection:
         self.deadline = now + HANDSHAKE_SECONDS
         self.silent, self.writing = True, False
         self._kit = kit
-        self.connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        self.connection = SecureSocket(connection, context, server_side=True)
         self._stream: Stream | None = None
         self.name = ""
         self._reader = FrameReader(_check)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable
 
 from .frames import HEAD_BYTES, Head
+from .secure_socket import SecureSocket
 
 
 class FrameReceiver:
@@ -20,7 +20,7 @@ class FrameReceiver:
         nbytes: bytes received so far.
     """
 
-    def __init__(self, connection: ssl.SSLSocket, room: Callable[[Head], memoryview]) -> None:
+    def __init__(self, connection: SecureSocket, room: Callable[[Head], memoryview]) -> None:
         self._connection = connection
         self._room = room
         self._head_bytes = memoryview(bytearray(HEAD_BYTES))
@@ -29,6 +29,16 @@ class FrameReceiver:
         self._filled = 0
         self.body = memoryview(b"")
         self.nbytes = 0
+
+    @property
+    def missing(self) -> int:
+        """Bytes of the frame that is arriving which are known to follow."""
+        return len(self._target) - self._filled if self._head is not None else 0
+
+    @property
+    def filled(self) -> int:
+        """Bytes of the incomplete frame."""
+        return self._filled
 
     def receive(self) -> Head | None:
         """Receive the next frame.
@@ -42,9 +52,8 @@ class FrameReceiver:
         """
         while True:
             target, filled = self._target, self._filled
-            try:
-                count = self._connection.recv_into(target[filled:] if filled else target)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            count = self._connection.recv_into(target[filled:] if filled else target)
+            if count is None:
                 return None
             if not count:
                 raise ConnectionError("the other end has closed the connection")

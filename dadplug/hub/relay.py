@@ -26,7 +26,7 @@ from .elastic_run import ElasticRun
 from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
 from .journal import Journal
 from .membership import Membership
-from .session import PING_SECONDS, Session, check_hello
+from .session import PING_SECONDS, Received, Session, check_hello
 from .store import Store
 from .sums import Sums
 
@@ -205,41 +205,43 @@ class Relay:
 
     # Frames.
 
-    def take(self, session: Session, frame: Frame, now: float) -> None:
+    def take(self, session: Session, frame: Received, now: float) -> None:
         """Take a frame of a site.
 
         Raises:
             FrameError: if the site does not keep to the protocol.
         """
-        head, body = frame
+        head, body, _ = frame
         if self.sessions.get((session.channel, session.slot)) is not session:
             return  # it has ended
         if head.kind is Kind.CONTROL:
-            self._take_control(session, body, now)
+            self._take_control(session, bytes(body), now)
         elif session.channel == "store":
-            self._serve(session, body)
+            self._serve(session, bytes(body))
         elif session.channel == "check":
-            for answer in self._checks.setdefault(session.slot, CheckHandler(session.slot)).handle(frame):
+            check = self._checks.setdefault(session.slot, CheckHandler(session.slot))
+            for answer in check.handle(Frame(head, bytes(body))):
                 session.send(answer)
         elif head.kind is Kind.MESSAGE:
             self._pass_on(session, head, body)
         else:
-            self._take_training(session, head, body, now)
+            self._take_training(session, frame, now)
 
-    def _pass_on(self, session: Session, head: Head, body: bytes) -> None:
+    def _pass_on(self, session: Session, head: Head, body: memoryview) -> None:
         """Pass a message on to one site, or keep it until the site opens the channel; that of a site that left is lost.
 
         Raises:
             FrameError: if too much is kept.
         """
-        frame = head._replace(slot=session.slot).pack() + body
+        frame = b"".join((head._replace(slot=session.slot).pack(), body))
         receiver = self.sessions.get((session.channel, head.slot))
         if receiver is not None:
             receiver.send(frame)
         elif ("training", head.slot) in self.sessions:
             self._early.keep(head.slot, frame, self.names[head.slot])
 
-    def _take_training(self, session: Session, head: Head, body: bytes, now: float) -> None:
+    def _take_training(self, session: Session, frame: Received, now: float) -> None:
+        head, body, packed = frame
         if session.waits or not self.membership.started or head.step < self.membership.open_step:
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
         self.membership.heard(session.slot, now, progress=True)
@@ -249,12 +251,11 @@ class Relay:
         elif head.kind is Kind.STATE:
             self._pass_state(session, head, body, now)
         elif head.kind is Kind.PAYLOAD:
-            frame = head.pack() + body
             if self._run.elastic:
-                self._run.round.append(session.slot, frame)
+                self._run.round.append(session.slot, packed)
             for other in self._training():
                 if other is not session:
-                    other.send(frame)
+                    other.send(packed)
         elif head.kind is Kind.SUMMAND:
             total = self._sums.add(head, body, self.membership.participants, self.membership.attempt)
             if total is not None:
@@ -288,12 +289,12 @@ class Relay:
             self._act(self.membership.dial(session.name, session.instance, session.position, now), now)
         self._act(self.membership.admit(now), now)
 
-    def _pass_state(self, session: Session, head: Head, body: bytes, now: float) -> None:
+    def _pass_state(self, session: Session, head: Head, body: memoryview, now: float) -> None:
         """Pass a part of a site's state on to one that joins."""
         receiver = self.sessions.get(("training", head.slot))
         if receiver is not None and not receiver.waits:
             self.membership.heard(head.slot, now, progress=True)
-            receiver.send(head._replace(slot=session.slot).pack() + body)
+            receiver.send(b"".join((head._replace(slot=session.slot).pack(), body)))
 
     def _take_control(self, session: Session, body: bytes, now: float) -> None:
         message = read_control(body, len(self.names))

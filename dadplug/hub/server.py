@@ -127,8 +127,8 @@ class Hub:
             if isinstance(key.data, Session):
                 if mask & _READ:
                     self._again.add(key.data)
-                if mask & _WRITE or key.data.blocked == "read":
-                    key.data.blocked = None
+                if mask & _WRITE:
+                    key.data.blocked = False
             elif isinstance(key.data, PendingConnection):
                 pending.append(key.data)
             elif isinstance(key.data, ClosingConnection):
@@ -178,7 +178,7 @@ class Hub:
             self._again.discard(session)
         self.relay.leaving.clear()
         for session in list(self._masks):
-            if session.blocked is None and session.waiting:
+            if not session.blocked and session.waiting:
                 try:
                     session.flush()
                 except OSError as error:
@@ -216,7 +216,7 @@ class Hub:
         """Register what each connection waits for."""
         for session, mask in list(self._masks.items()):
             assert session.stream is not None
-            wanted = _WRITE if session.blocked == "write" else 0
+            wanted = _WRITE if session.blocked else 0
             if session not in self._leaving and self.relay.readable(session):
                 wanted |= _READ
             if wanted == mask:
@@ -257,9 +257,7 @@ class Hub:
         self.reception.tick(now)
         for session in [each for each, deadline in self._leaving.items() if now >= deadline]:
             self._lose(session, "it has not read its last frames", now)
-        for session in self._masks:
-            if session.blocked == "read":
-                session.blocked = None  # such a wish may have been fulfilled without an event
+        self._again.update(session for session in self._masks if session.partial)  # without an event until its end
         self.journal.end_period(now)
         if now >= self._next_report:
             self._next_report = now + _REPORT_SECONDS

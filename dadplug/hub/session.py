@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from .frames import Frame, FrameError, FrameReader, Head, Hello, Kind, Welcome, pack_control
-from .stream import Progress, SendQueue, Stream
+from typing import NamedTuple
+
+from .frames import HEAD_BYTES, FrameError, Head, Hello, Kind, Welcome, pack_control
+from .receiver import FrameReceiver
+from .stream import PackedFrame, SendQueue, Stream
 
 CHANNELS = ("training", "parameters", "store", "check")
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
@@ -17,6 +20,21 @@ _ALLOWED = {  # kinds of frames that a site may send, by channel
     "check": (Kind.PAYLOAD, Kind.CONTROL, Kind.PING),
 }
 _TO_SLOT = (Kind.STATE, Kind.MESSAGE)  # kinds whose slot names the receiver
+_TURN_BYTES = 1 << 17  # received in a turn
+
+
+class Received(NamedTuple):
+    """Frame that has been received.
+
+    Attributes:
+        head: its head.
+        body: its body.
+        packed: both, as they have arrived.
+    """
+
+    head: Head
+    body: memoryview
+    packed: PackedFrame
 
 
 class Session:
@@ -42,7 +60,7 @@ class Session:
         queue: frames to the site.
         received: number of frames of the site.
         stream: the connection; None while it is lost.
-        blocked: what the connection has to be ready for before more can be sent; None if it takes bytes.
+        blocked: whether the connection has no room for what is to be sent.
         full: whether so much is waiting to be sent that those who send to this site are no longer read.
         created: time at which the site has dialled.
         heard: time at which bytes arrived.
@@ -61,14 +79,15 @@ class Session:
         self.queue = SendQueue()
         self.received = 0
         self.stream: Stream | None = None
-        self.blocked: Progress | None = None
+        self.blocked = False
         self.full = False
         self.created = self.heard = self.progressed = now
         self.progress = 0, 0
         self.lost = now, ""
         self.bytes_in = self.bytes_out = 0
         self._world_size = world_size
-        self._reader = FrameReader(self._check)
+        self._receiver: FrameReceiver
+        self._packed = bytearray()  # the frame that is arriving
         self._pinged = now
         self._unacknowledged = 0  # bytes received since the last ping
 
@@ -80,8 +99,8 @@ class Session:
             welcome: the answer.
             now: the time, in seconds.
         """
-        self.stream, self.blocked = stream, None
-        self._reader = FrameReader(self._check)
+        self.stream, self.blocked = stream, False
+        self._receiver = FrameReceiver(stream.connection, self._room)
         stream.notes.append(pack_control(welcome, self.slot))
         self.heard = self._pinged = now
         self._unacknowledged = 0
@@ -93,15 +112,15 @@ class Session:
             reason: the reason.
             now: the time, in seconds.
         """
-        stream, self.stream, self.blocked = self.stream, None, None
+        stream, self.stream, self.blocked = self.stream, None, False
         self.lost = now, reason
         return stream
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: PackedFrame) -> None:
         """Append a frame to the queue."""
         self.queue.append(frame)
 
-    def receive(self, now: float) -> tuple[list[Frame], bool]:
+    def receive(self, now: float) -> tuple[list[Received], bool]:
         """Receive frames.
 
         Args:
@@ -115,22 +134,41 @@ class Session:
             FrameError: if the site does not keep to the protocol.
         """
         assert self.stream is not None
-        content = self.stream.receive()
-        if content is None:
-            return [], False
-        self.heard = now
-        self.bytes_in += len(content)
-        self._unacknowledged += len(content)
-        frames = []
-        for frame in self._reader.feed(content):
-            if frame.head.kind is Kind.PING:
-                self.queue.acknowledge(frame.head.step)
+        receiver, before = self._receiver, self._receiver.nbytes
+        frames: list[Received] = []
+        more = True
+        while more and receiver.nbytes - before < _TURN_BYTES:
+            try:
+                head = receiver.receive()
+            except OSError:
+                if frames:
+                    break  # the error comes again
+                raise
+            if head is None:
+                more = False
+            elif head.kind is Kind.PING:
+                self.queue.acknowledge(head.step)
             else:
                 self.received += 1
-                frames.append(frame)
+                frames.append(Received(head, receiver.body, self._packed if head.length else head.pack()))
+        if nbytes := receiver.nbytes - before:
+            self._count(nbytes, now)
+        if not more:
+            self.stream.connection.expect(max(1, receiver.missing))
+        return frames, more
+
+    def _count(self, nbytes: int, now: float) -> None:
+        """Count bytes as received."""
+        self.heard = now
+        self.bytes_in += nbytes
+        self._unacknowledged += nbytes
         if self._unacknowledged >= _PING_BYTES:
             self._ping(now)
-        return frames, True
+
+    @property
+    def partial(self) -> bool:
+        """Whether the beginning of a frame has arrived."""
+        return self.stream is not None and self._receiver.missing > 0
 
     def record(self, head: Head, now: float) -> None:
         """Take note of a frame of a step, for `progress`.
@@ -154,15 +192,14 @@ class Session:
         assert self.stream is not None
         before = self.queue.unsent_bytes
         try:
-            progress = self.stream.flush(self.queue)
+            self.blocked = not self.stream.flush(self.queue)
         finally:
             self.bytes_out += before - self.queue.unsent_bytes
-        self.blocked = None if progress == "done" else progress
 
     @property
     def waiting(self) -> bool:
         """Whether there is something to be sent."""
-        return self.queue.unsent_bytes > 0 or bool(self.stream and self.stream.notes)
+        return self.blocked or self.queue.unsent_bytes > 0 or bool(self.stream and self.stream.notes)
 
     def update_full(self) -> None:
         """Compute `full`; it stays until half of the bytes are sent."""
@@ -178,6 +215,13 @@ class Session:
         assert self.stream is not None
         self.stream.notes.append(Head(Kind.PING, self.slot, step=self.received).pack())
         self._pinged, self._unacknowledged = now, 0
+
+    def _room(self, head: Head) -> memoryview:
+        """Return room for the body of a frame that is arriving."""
+        self._check(head)
+        self._packed = bytearray(HEAD_BYTES + head.length)
+        self._packed[:HEAD_BYTES] = head.pack()
+        return memoryview(self._packed)[HEAD_BYTES:]
 
     def _check(self, head: Head) -> None:
         if head.kind not in _ALLOWED[self.channel]:

@@ -8,19 +8,18 @@ invisible to everything above: no frame is lost, doubled or reordered.
 
 from __future__ import annotations
 
-import ssl
 from collections import deque
-from typing import Literal
 
 from .frames import FrameError
+from .secure_socket import SecureSocket
 
-Progress = Literal["done", "read", "write"]
+PackedFrame = bytes | bytearray  # head and body
 
-_CHUNK = 1 << 17  # bytes read at a time
+_CHUNK = 1 << 17  # bytes that are encrypted before they are sent, or read at a time
 
 
 class SendQueue:
-    """Frames to be sent, and those sent but not acknowledged.
+    """PackedFrames to be sent, and those sent but not acknowledged.
 
     Attributes:
         acknowledged: number of frames that the other end has acknowledged.
@@ -31,17 +30,17 @@ class SendQueue:
     def __init__(self) -> None:
         self.acknowledged = 0
         self.nbytes = self.unsent_bytes = 0
-        self._kept: deque[bytes] = deque()
+        self._kept: deque[PackedFrame] = deque()
         self._sent = 0  # of the kept ones
 
-    def append(self, frame: bytes) -> None:
+    def append(self, frame: PackedFrame) -> None:
         """Append a frame, head and body."""
         self._kept.append(frame)
         self.nbytes += len(frame)
         self.unsent_bytes += len(frame)
 
     @property
-    def following(self) -> bytes | None:
+    def following(self) -> PackedFrame | None:
         """The frame to be sent next."""
         return self._kept[self._sent] if self._sent < len(self._kept) else None
 
@@ -91,76 +90,58 @@ class Stream:
         notes: frames without a number, such as pings; `flush` sends them before those of the queue.
     """
 
-    def __init__(self, connection: ssl.SSLSocket) -> None:
+    def __init__(self, connection: SecureSocket) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.notes: deque[bytes] = deque()
-        self._buffer = bytearray(_CHUNK)
-        self._view = memoryview(self._buffer)
-        self._unsent: bytes | None = None  # OpenSSL wants the same bytes again
 
-    def send(self, frame: bytes) -> Progress:
-        """Send a frame; on any other answer than "done", call again with the same one.
+    def flush(self, queue: SendQueue) -> bool:
+        """Send notes and frames of a queue as long as the connection takes them.
 
         Returns:
-            "done", or what the connection has to be ready for.
+            Whether it has taken all of them.
 
         Raises:
             OSError: if the connection is lost.
         """
-        assert self._unsent is None or self._unsent is frame
-        try:
-            self.connection.send(frame)
-        except ssl.SSLWantWriteError:
-            self._unsent = frame
-            return "write"
-        except ssl.SSLWantReadError:
-            self._unsent = frame
-            return "read"
-        self._unsent = None
-        return "done"
-
-    def flush(self, queue: SendQueue) -> Progress:
-        """Send notes and frames of a queue as long as the connection takes them."""
-        while True:
-            frame = queue.following
-            note = bool(self.notes) and (frame is None or self._unsent is not frame)
-            if note:
-                frame = self.notes[0]
-            if frame is None:
-                return "done"
-            progress = self.send(frame)
-            if progress != "done":
-                return progress
-            if note:
-                self.notes.popleft()
-            else:
-                queue.advance()
+        connection, notes = self.connection, self.notes
+        while connection.flush():
+            nbytes = 0
+            while nbytes < _CHUNK:
+                frame: PackedFrame | None = notes.popleft() if notes else None
+                if frame is None:
+                    frame = queue.following
+                    if frame is None:
+                        break
+                    queue.advance()
+                connection.write(frame)
+                nbytes += len(frame)
+            if not nbytes:
+                return True
+        return False
 
     def receive(self) -> memoryview | None:
         """Receive what has arrived, up to a limit; None if nothing has.
 
-        The bytes are valid until the next call. Call again until None: decrypted bytes do not wake up a poll.
+        Call again until None: decrypted bytes do not wake up a poll.
 
         Raises:
             OSError: if the connection is lost, or the other end has closed it.
         """
-        filled = 0
+        view, filled = memoryview(bytearray(_CHUNK)), 0
         while filled < _CHUNK:
             try:
-                count = self.connection.recv_into(self._view[filled:])
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                break
+                count = self.connection.recv_into(view[filled:])
             except OSError:
                 if filled:
                     break  # the error comes again
                 raise
             if not count:
-                if filled:
+                if count is None or filled:
                     break
                 raise ConnectionError("the other end has closed the connection")
             filled += count
-        return self._view[:filled] if filled else None
+        return view[:filled] if filled else None
 
     def close(self) -> None:
         """Close the connection without a TLS closing alert."""

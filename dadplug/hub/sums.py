@@ -14,6 +14,8 @@ import torch
 from .dtypes import DTYPES
 from .frames import FrameError, Head, Kind
 
+_Pieces = dict[int, deque[tuple[Head, memoryview]]]  # of equal exchange and offset, by slot
+
 LIMIT = 256 << 20  # bytes that wait for other sites' pieces, above which sites that are ahead are not read
 
 
@@ -33,9 +35,9 @@ class Sums:
     def __init__(self, world_size: int, limit: int = LIMIT) -> None:
         self.nbytes = [0] * world_size
         self._limit = limit
-        self._waiting: dict[tuple[int, int], dict[int, deque[tuple[Head, bytes]]]] = {}  # by exchange, offset; by slot
+        self._waiting: dict[tuple[int, int], _Pieces] = {}  # by exchange and offset
 
-    def add(self, head: Head, body: bytes, slots: Sequence[int], attempt: int) -> bytes | None:
+    def add(self, head: Head, body: memoryview, slots: Sequence[int], attempt: int) -> bytes | None:
         """Take a piece.
 
         Args:
@@ -90,7 +92,7 @@ class Sums:
         self.nbytes = [0] * len(self.nbytes)
 
 
-def add(summands: Sequence[bytes], dtype: torch.dtype) -> bytes:
+def add(summands: Sequence[bytes | memoryview], dtype: torch.dtype) -> bytes:
     """Return a sum.
 
     Args:
@@ -110,7 +112,7 @@ def add(summands: Sequence[bytes], dtype: torch.dtype) -> bytes:
     return result.tobytes()
 
 
-def _widen(content: bytes, dtype: torch.dtype) -> np.ndarray:
+def _widen(content: bytes | memoryview, dtype: torch.dtype) -> np.ndarray:
     """Return elements of 16 bits as a new array of 32 bits."""
     if dtype == torch.float16:
         return np.frombuffer(content, np.float16).astype(np.float32)

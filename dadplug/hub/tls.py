@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import RefusedError
 from .files import CA, CERTIFICATE, REVOKED
 from .project import HUB
+from .secure_socket import SecureSocket
 
 if TYPE_CHECKING:
     from .kits import Kit
@@ -105,7 +106,7 @@ def _configured(context: ssl.SSLContext, kit: Kit) -> ssl.SSLContext:
     return context
 
 
-def peer_site(connection: ssl.SSLSocket | ssl.SSLObject, kit: Kit) -> str:
+def peer_site(connection: SecureSocket, kit: Kit) -> str:
     """Return the name of the site at the other end of a connection, from its certificate.
 
     Args:
@@ -134,7 +135,7 @@ def refusal(reason: str) -> bytes:
     return len(text).to_bytes(2, "big") + text
 
 
-def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> ssl.SSLSocket:
+def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> SecureSocket:
     """Connect a site to its hub, and wait until the hub has accepted it.
 
     Args:
@@ -155,7 +156,7 @@ def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> ss
     return secure
 
 
-def encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> ssl.SSLSocket:
+def encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> SecureSocket:
     """Take a site's part in the TLS handshake, the second step of `dial`; its timeout is that of the connection.
 
     Args:
@@ -174,14 +175,14 @@ def encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> ssl.SS
     secure = None
     try:
         context = site_context(kit)
-        secure = context.wrap_socket(connection, server_hostname=host, do_handshake_on_connect=False)
+        secure = SecureSocket(connection, context, server_hostname=host)
         secure.do_handshake()
     except OSError as error:
         raise _given_up(secure or connection, error, host, port) from error
     return secure
 
 
-def read_verdict(kit: Kit, connection: ssl.SSLSocket, host: str, port: int) -> None:
+def read_verdict(kit: Kit, connection: SecureSocket, host: str, port: int) -> None:
     """Wait until the hub has accepted the site, the last step of `dial`.
 
     Args:
@@ -201,7 +202,9 @@ def read_verdict(kit: Kit, connection: ssl.SSLSocket, host: str, port: int) -> N
         raise _given_up(connection, error, host, port) from error
 
 
-def _given_up(connection: socket.socket, error: RefusedError | OSError, host: str, port: int) -> RefusedError | OSError:
+def _given_up(
+    connection: socket.socket | SecureSocket, error: RefusedError | OSError, host: str, port: int
+) -> RefusedError | OSError:
     """Close a connection to the hub after an error, and return the error to raise."""
     timeout = connection.gettimeout() or 0.0
     end(connection)
@@ -231,7 +234,7 @@ def _translated(error: RefusedError | OSError, place: str = "") -> RefusedError 
     return error
 
 
-def _receive(connection: ssl.SSLSocket, size: int) -> bytes:
+def _receive(connection: SecureSocket, size: int) -> bytes:
     if size > _LONGEST_REASON:
         raise RefusedError(f"the other end is no {HUB} of dadplug")
     received = b""
@@ -247,7 +250,7 @@ def _printable(text: bytes) -> str:
     return "".join(each if each.isprintable() else "?" for each in text.decode(errors="replace"))
 
 
-def end(connection: socket.socket, seconds: float = _DRAIN) -> None:
+def end(connection: socket.socket | SecureSocket, seconds: float = _DRAIN) -> None:
     """Close a connection so that what was sent last arrives.
 
     A socket that is closed with bytes unread resets the connection, and the other end may lose the alert or the reason.

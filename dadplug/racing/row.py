@@ -47,19 +47,11 @@ class Row:
         return _ratio([run[-1].megabytes for run in self.runs], [run[-1].steps for run in self.runs])
 
     def seconds_to(self, loss: float) -> float:
-        """Return the mean time until a run's held-out loss is at a value or below, in seconds; Inf if one never is.
-
-        Args:
-            loss: the value.
-        """
+        """Return the mean time until a run's held-out loss is at a value or below, in seconds; Inf if one never is."""
         return self._until(loss, "seconds")
 
     def megabytes_to(self, loss: float) -> float:
-        """Return the mean payload until then, in megabytes.
-
-        Args:
-            loss: the value.
-        """
+        """Return the mean payload until then, in megabytes."""
         return self._until(loss, "megabytes")
 
     def _until(self, loss: float, axis: str) -> float:

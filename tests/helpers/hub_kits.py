@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dadplug.errors import RefusedError
 from dadplug.hub import Project, provision, tls
 from dadplug.hub.kits import Kit
 from dadplug.hub.pending import ClosingConnection, PendingConnection
+from dadplug.hub.secure_socket import SecureSocket
 
 TIMEOUT = 20.0
 PUBLIC = {"ca.pem", "certificate.pem", "revoked.pem", "roster.json"}
@@ -70,7 +70,7 @@ def meet(hub: Kit, client: Callable[[tuple[str, int]], Any], timeout: float = TI
     return results[0], answer
 
 
-def accept(connection: socket.socket, kit: Kit, timeout: float) -> tuple[ssl.SSLSocket, str]:
+def accept(connection: socket.socket, kit: Kit, timeout: float) -> tuple[SecureSocket, str]:
     """Take the hub's part in the start of a connection, until it has accepted the site or refused it.
 
     Args:
@@ -95,7 +95,7 @@ def accept(connection: socket.socket, kit: Kit, timeout: float) -> tuple[ssl.SSL
     return pending.connection, pending.name
 
 
-def dial(kit: Kit) -> Callable[[tuple[str, int]], ssl.SSLSocket]:
+def dial(kit: Kit) -> Callable[[tuple[str, int]], SecureSocket]:
     """Return a client that dials with a site's kit."""
     return lambda address: tls.dial(kit, TIMEOUT, address)
 

@@ -13,6 +13,7 @@ from running_hub import RunningHub, running_hub
 from dadplug.hub import Project, provision
 from dadplug.hub.frames import Frame
 from dadplug.hub.link import HubLink
+from dadplug.hub.session import Received
 
 SENTINEL = b"an activation of a patient, "
 SITES = ("a", "b", "c")
@@ -46,6 +47,16 @@ def sealed_links(folder: Path, sites: tuple[str, ...] = SITES, sealed: bool = Tr
         finally:
             for link in opened:
                 link.close(0.1)
+
+
+def opened(frame: Received) -> Frame:
+    """Return a frame that the hub has received, as a test reads and alters it."""
+    return Frame(frame.head, bytes(frame.body))
+
+
+def packed(frame: Frame) -> Received:
+    """Return a frame as the hub passes it on."""
+    return Received(frame.head, memoryview(frame.body), frame.head.pack() + frame.body)
 
 
 def flip(frame: Frame, position: int = -1) -> Frame:

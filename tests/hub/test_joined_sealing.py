@@ -63,7 +63,7 @@ def test_a_hub_of_a_third_party_passes_on_what_it_cannot_read(tmp_path, monkeypa
     take = Relay.take
 
     def take_and_read(relay, session, frame, now):
-        seen.append((session.channel, frame.head.kind, frame.body))
+        seen.append((session.channel, frame.head.kind, bytes(frame.body)))
         take(relay, session, frame, now)
 
     monkeypatch.setattr(Relay, "take", take_and_read)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hub_sites import TIMEOUT, link_all, open_link, together, transports
 from running_hub import running_hub
-from sealed_sites import SENTINEL, SITES, flip, make_kits, sealed_hub, sealed_links
+from sealed_sites import SENTINEL, SITES, flip, make_kits, opened, packed, sealed_hub, sealed_links
 
 from dadplug.errors import SealingError, SiteError
 from dadplug.hub import provision
@@ -43,9 +43,10 @@ def reader(monkeypatch):
     take = Relay.take
 
     def take_and_read(relay, session, frame, now):
+        frame = opened(frame)
         reader.seen.append(frame)
         for each in reader.alter(frame) if frame.head.kind is Kind.PAYLOAD else [frame]:
-            take(relay, session, each, now)
+            take(relay, session, packed(each), now)
 
     monkeypatch.setattr(Relay, "take", take_and_read)
     return reader

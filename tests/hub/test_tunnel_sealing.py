@@ -9,7 +9,7 @@ import hub_kits
 import pytest
 from hub_sites import TIMEOUT, link_all, together, transports
 from running_hub import running_hub
-from sealed_sites import SENTINEL, SITES, flip, make_kits
+from sealed_sites import SENTINEL, SITES, flip, make_kits, opened, packed
 
 from dadplug.hub.frames import Kind
 from dadplug.hub.kits import Kit
@@ -53,9 +53,10 @@ def seen(monkeypatch):
 
     def take_and_read(relay, session, frame, now):
         if session.channel == "parameters" and frame.head.kind is Kind.MESSAGE:
+            frame = opened(frame)
             found.append(frame)
             for each in found.alter(frame):
-                take(relay, session, each, now)
+                take(relay, session, packed(each), now)
         else:
             take(relay, session, frame, now)
 

@@ -1,0 +1,252 @@
+"""TLS connection that encrypts in memory, so that one system call moves many records.
+
+`ssl.SSLSocket` sends each record of 16 kB by a system call of its own, which wakes up the other end, and receives each
+by two. Here OpenSSL works on memory, and the socket below it is read and written in large parts.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import sys
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+_READ_BYTES = 1 << 17  # received by one system call, at most
+_RECORD_BYTES = 22  # of a TLS 1.3 record beside its content: head, type of content, and tag
+
+
+class SecureSocket:
+    """TLS connection over a connected socket. Not to be used by two threads at once.
+
+    The methods are those of `ssl.SSLSocket`, but for `write`, `flush` and `expect`, and what `recv_into` returns.
+
+    Args:
+        connection: the connected socket; it may block or not.
+        context: the TLS context.
+        server_side: whether this end is the server.
+        server_hostname: name that the server's certificate has to have, at the client.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        context: ssl.SSLContext,
+        server_side: bool = False,
+        server_hostname: str | None = None,
+    ) -> None:
+        self._socket = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side, server_hostname)
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._unsent = memoryview(b"")
+        self._blocks = connection.gettimeout() != 0
+        self._drained = False  # whether the last read has taken all that had arrived
+        self._ended = False  # whether the other end has closed the connection
+        self._held = 0  # bytes of records that are incomplete; only right where nothing can be decrypted
+        self._mark = 1  # low-water mark of the socket
+
+    def __enter__(self) -> SecureSocket:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def do_handshake(self) -> None:
+        """Take this end's part in the TLS handshake, as far as possible.
+
+        Raises:
+            ssl.SSLWantReadError: if more has to arrive first, where the socket does not block.
+            ssl.SSLWantWriteError: if the socket has to take bytes first, where it does not block.
+            ssl.SSLError: if the ends do not agree; the other end has been told.
+            OSError: if the connection is lost.
+        """
+        while True:
+            if not self.flush():
+                raise ssl.SSLWantWriteError
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                if not self.flush() or self._receive():
+                    continue
+                raise
+            except ssl.SSLError:
+                with suppress(OSError):
+                    self.flush()  # the alert
+                raise
+            if not self.flush():
+                raise ssl.SSLWantWriteError
+            self._held = self._incoming.pending
+            return
+
+    # What is sent
+
+    def write(self, content: bytes | bytearray | memoryview) -> None:
+        """Encrypt bytes, which `flush` sends."""
+        self._tls.write(content)
+
+    def flush(self) -> bool:
+        """Send what has been encrypted; return whether the socket has taken all of it.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        while True:
+            unsent = self._unsent
+            if not unsent:
+                if not self._outgoing.pending:
+                    return True
+                unsent = memoryview(self._outgoing.read())
+            try:
+                count = self._socket.send(unsent)
+            except BlockingIOError:
+                count = 0
+            self._unsent = unsent[count:]
+            if count < len(unsent) and not self._blocks:
+                return False
+
+    def send(self, content: bytes) -> int:
+        """Send bytes; where the socket does not block, `flush` sends what it has no room for."""
+        self.write(content)
+        self.flush()
+        return len(content)
+
+    def sendall(self, content: bytes) -> None:
+        """Send bytes; see `send`."""
+        self.send(content)
+
+    # What arrives
+
+    def recv_into(self, buffer: memoryview) -> int | None:
+        """Receive bytes.
+
+        Args:
+            buffer: room for them.
+
+        Returns:
+            Their number; 0 if the other end has closed the connection, and None where more has to arrive first.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        encrypted, incoming = self._tls, self._incoming
+        while True:
+            pending = encrypted.pending()
+            if pending or incoming.pending:
+                try:
+                    count: int = encrypted.read(len(buffer), buffer)  # type: ignore[assignment]
+                except ssl.SSLWantReadError:  # a record is incomplete
+                    pass
+                else:
+                    self._held -= count if pending else count + _RECORD_BYTES
+                    return count
+            if self._ended:
+                return 0
+            if not self._receive():
+                return None
+
+    def recv(self, size: int) -> bytes:
+        """Receive bytes, up to a number; none if the other end has closed the connection.
+
+        Raises:
+            ssl.SSLWantReadError: if more has to arrive first, where the socket does not block.
+            OSError: if the connection is lost.
+        """
+        buffer = bytearray(size)
+        count = self.recv_into(memoryview(buffer))
+        if count is None:
+            raise ssl.SSLWantReadError
+        return bytes(buffer[:count])
+
+    def _receive(self) -> bool:
+        """Receive encrypted bytes; return whether any have arrived, or the connection has ended."""
+        if self._drained:
+            self._drained = False
+            return False
+        try:
+            count = self._socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return False
+        self._held += count
+        if count:
+            self._incoming.write(self._buffer[:count])
+        else:
+            self._ended = True
+            self._incoming.write_eof()
+        self._drained = not self._blocks and 0 < count < _READ_BYTES
+        return True
+
+    def expect(self, nbytes: int) -> None:
+        """Let the socket become readable when so many bytes can be received, or the connection ends.
+
+        A hint: it may become readable sooner, and where more is asked for than the other end sends, not at all. To be
+        called after `recv_into` has returned None. Only Linux takes it.
+
+        Args:
+            nbytes: the number; 1 for any.
+        """
+        if sys.platform != "linux":
+            return
+        # What OpenSSL holds of an incomplete record does not arrive again.
+        mark = max(1, nbytes + _RECORD_BYTES - self._held) if nbytes > 1 else 1
+        if mark != self._mark:
+            self._mark = mark
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
+
+    # The socket
+
+    def setblocking(self, blocks: bool) -> None:
+        """Set whether the socket blocks."""
+        self.settimeout(None if blocks else 0.0)
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Set the timeout of the socket; 0 for one that does not block."""
+        self._socket.settimeout(seconds)
+        self._blocks, self._drained = seconds != 0, False
+
+    def gettimeout(self) -> float | None:
+        """Return the timeout of the socket."""
+        return self._socket.gettimeout()
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """Set an option of the socket."""
+        self._socket.setsockopt(level, option, value)
+
+    def give_up_after(self, seconds: float) -> None:
+        """Lose the connection when the other end has not acknowledged bytes for a time; only where the system can."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def detach(self) -> int:
+        """Take the socket away from this connection, and return its descriptor."""
+        return self._socket.detach()
+
+    def close(self) -> None:
+        """Close the socket, without a closing alert of TLS."""
+        self._socket.close()
+
+    # The TLS session
+
+    def getpeercert(self) -> dict[str, Any] | None:
+        """Return the certificate of the other end; see `ssl.SSLSocket`."""
+        return self._tls.getpeercert()
+
+    def version(self) -> str | None:
+        """Return the version of TLS."""
+        return self._tls.version()
+
+    def cipher(self) -> tuple[str, str, int] | None:
+        """Return the cipher; see `ssl.SSLSocket`."""
+        return self._tls.cipher()
+
+    @property
+    def session(self) -> ssl.SSLSession | None:
+        """The TLS session."""
+        return self._tls.session
