@@ -240,22 +240,21 @@ class Lazy(Way):
 def races_between_sites():
     WAYS.register("lazy")(Lazy())
     try:
-        ways = ["alone", "ddp", "dad", "lazy"] if torch.get_num_threads() == 1 else ["threads", "ddp", "dad", "lazy"]
+        alone = "alone" if torch.get_num_threads() == 1 else "threads"
+        ways = [alone, "diloco", "dad", "lazy"]
         found = dadplug.compare(build, samples(), 2.0, ways=ways, seeds=2, progress=False)
         failed = dadplug.compare(build_for_no_way, samples(), 0.2, ways=["dad"], progress=False)
     finally:
         del WAYS["lazy"]
     rows = {each.way: each for each in found.rows}
-    for name in ("ddp", "dad"):
-        assert rows[name].loss < 0.55 < 0.6 < rows["lazy"].loss
+    for name in ("diloco", "dad"):
+        assert rows[name].loss < rows["lazy"].loss - 0.02
         assert rows[name].megabytes_a_step > 0
         for points in rows[name].runs:
             assert points[0].steps == 0
             assert [p.steps for p in points] == sorted(p.steps for p in points)
             assert points[-1].seconds > 0
     assert rows["lazy"].megabytes_a_step == 0
-    dense = sum(p.numel() * 4 for p in build()[0].parameters())
-    assert rows["ddp"].megabytes_a_step == pytest.approx(dense / 1e6)
     assert "lazy" not in found.finalists
     assert len(found.finalists) == 3
     assert found.connected
