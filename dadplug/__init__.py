@@ -22,9 +22,11 @@ register_strategies()  # so that a Lightning Trainer knows the modes by name
 
 if TYPE_CHECKING:
     from . import adapm as adapm
+    from . import hogwild as hogwild
     from . import lowrank as lowrank
     from .adaptive import Accumulator, ElasticDataLoader, ElasticSampler, remaining_epochs_until
-    from .errors import MismatchError, NonFiniteError, SiteError
+    from .errors import MismatchError, NonFiniteError, ProcessFailedError, SiteError
+    from .hogwild import Hogwild
     from .hub.join import connect
     from .local_steps import LocalSGD
     from .racing import compare
@@ -40,15 +42,17 @@ _LAZY = {
     "ElasticDataLoader": "adaptive",
     "ElasticSampler": "adaptive",
     "GradientReduction": "reduction",
+    "Hogwild": "hogwild",
     "LocalSGD": "local_steps",
     "MismatchError": "errors",
     "NonFiniteError": "errors",
+    "ProcessFailedError": "errors",
     "SiteError": "errors",
     "compare": "racing",
     "connect": "hub.join",
     "remaining_epochs_until": "adaptive",
 }
-_MODULES = ("adapm", "adaptive", "callbacks", "data", "hooks", "lowrank", "models", "runners")
+_MODULES = ("adapm", "adaptive", "callbacks", "data", "hogwild", "hooks", "lowrank", "models", "runners")
 
 __all__ = [
     "Accumulator",
@@ -59,13 +63,16 @@ __all__ = [
     "ElasticDataLoader",
     "ElasticSampler",
     "GradientReduction",
+    "Hogwild",
     "LocalSGD",
     "MismatchError",
     "NonFiniteError",
+    "ProcessFailedError",
     "SiteError",
     "adapm",
     "compare",
     "connect",
+    "hogwild",
     "lowrank",
     "remaining_epochs_until",
 ]

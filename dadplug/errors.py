@@ -29,3 +29,7 @@ class RefusedError(SiteError):
 
 class SealingError(SiteError):
     """A sealed message is not what its site has sent, or sites cannot agree on keys; the message names the site."""
+
+
+class ProcessFailedError(RuntimeError):
+    """A process that trains on this machine has raised an error, was killed or is gone; the message names it."""

@@ -37,6 +37,7 @@ LAYERS = (
     "reduction",
     "local_steps",
     "adapm",
+    "hogwild",
     "racing",
     "cli",
     "runners",

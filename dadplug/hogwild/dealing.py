@@ -1,0 +1,109 @@
+"""Dealing of a loader's batches to processes: each batch of an epoch to one of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from .board import Board
+
+
+class DealtLoader:
+    """Loader that yields those batches of another loader that this process is dealt.
+
+    The processes take batches on demand, so that a slow one takes fewer. Each batch is used once an epoch. An epoch
+    begins for all processes together. The order is the one that the loader of process 0 draws.
+
+    All other attributes are those of the other loader. There is no length: it is not known before the epoch is over.
+
+    Args:
+        loader: a DataLoader over a data set with a length, the same in all processes.
+        board: the control block.
+
+    Raises:
+        TypeError: if it is no DataLoader.
+        ValueError: if its batches cannot be dealt.
+    """
+
+    def __init__(self, loader: Any, board: Board) -> None:
+        check_loader(loader)
+        self._loader, self._board = loader, board
+        self._drawn: deque[int] = deque()
+        self._running = False
+        settings: dict[str, Any] = {}
+        if loader.num_workers:
+            settings = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+        self._dealt: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_sampler=_DealtBatches(loader.batch_sampler, board, self._drawn),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            **settings,
+        )
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of an epoch, of all processes together."""
+        return len(self._loader.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._running:
+            raise RuntimeError("this loader is being read already: finish the epoch before the next one begins")
+        self._drawn.clear()
+        self._running = True
+        try:
+            for batch in self._dealt:
+                yield batch
+                self._board.finish_batch(self._drawn.popleft())
+        finally:
+            self._running = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_loader", "_board", "_drawn", "_dealt", "_running") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class _DealtBatches:
+    """Sampler of batches that takes each from the control block."""
+
+    def __init__(self, batches: Any, board: Board, drawn: deque[int]) -> None:
+        self._batches, self._board, self._drawn = batches, board, drawn
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._board.begin_epoch(self._draw)
+        while (batch := self._board.draw()) is not None:
+            self._drawn.append(batch)
+            yield self._board.indices(batch)
+
+    def _draw(self) -> list[list[int]]:
+        batches = [list(map(int, batch)) for batch in self._batches]
+        if not batches:
+            raise ValueError("the loader has no batches")
+        return batches
+
+
+def check_loader(loader: Any) -> None:
+    """Raise TypeError or ValueError if the batches of a loader cannot be dealt."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"batches of a DataLoader can be dealt, not of {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "an IterableDataset has no order that could be dealt: use a data set with a length and indices"
+        )
+    if loader.batch_sampler is None:
+        raise ValueError("the loader makes no batches (batch_size=None): give it a batch_size or a batch_sampler")
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
+        raise ValueError(
+            "the loader has a DistributedSampler, which splits the data already: leave it out, since Hogwild! deals "
+            "the batches of the whole data set"
+        )

@@ -1,0 +1,357 @@
+"""Processes that `Hogwild.run` starts. The programs run outside of this process, which has run backward passes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import hogwild_training as training
+import pytest
+import support
+import torch
+from torch import nn
+
+import dadplug
+from dadplug import Hogwild, ProcessFailedError
+from dadplug.hogwild.workers import choose_start
+
+
+def run_here(name: str, *args: object) -> str:
+    """Run a function of this file in a program of its own; return what it has printed."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; import support; support.load({__file__!r}).{name}(*{args!r})"
+    (program,) = support.run_programs([["-c", code]], timeout=240)
+    assert program.status == 0, program.output + program.errors
+    return program.output
+
+
+# One process: the bits of a plain loop
+
+
+def one_process() -> None:
+    cases = [(name, training.network, make, 0) for name, make in training.OPTIMIZERS.items()]
+    cases.append(("own", training.network, lambda p: torch.optim.NAdam(p, 1e-2), 0))
+    cases.append(("loader processes", training.network, training.OPTIMIZERS["adam"], 2))
+    cases.append(("sparse", training.Bags, lambda p: torch.optim.SGD(p, 0.5), 0))
+    cases.append(("sparse", training.Bags, lambda p: torch.optim.Adagrad(p, 0.5), 0))
+    found = []
+    for name, build, make, workers in cases:
+        model = build()
+        optimizer = make(model.parameters())
+        hogwild = Hogwild(model, optimizer, 1, "own" if name == "own" else "shared", threads=1, start="fork")
+        found.append((name, model, optimizer, hogwild.run(training.train_dealt, workers)[0]))
+    for (name, build, make, workers), (_, model, optimizer, losses) in zip(cases, found, strict=True):
+        reference = build()
+        other = make(reference.parameters())
+        assert losses == training.train_plainly(reference, other, workers), name
+        assert training.equal(model.state_dict(), reference.state_dict()), name
+        assert training.equal(optimizer.state_dict(), other.state_dict()), name
+        training.update(model, optimizer, next(iter(training.loader())))  # they are a plain model and optimizer again
+
+
+def test_one_process_has_the_bits_of_a_plain_loop():
+    run_here("one_process")
+
+
+# Several processes
+
+
+def several_processes() -> None:
+    for name in ("adam", "sgd"):
+        model = training.network()
+        model.register_buffer("ids", torch.arange(5))
+        optimizer = training.OPTIMIZERS[name](model.parameters())
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        results = Hogwild(model, optimizer, 3, threads=1, start="fork").run(training.train_recording, 2)
+        updates = training.EPOCHS * training.BATCHES
+        for epoch in range(training.EPOCHS):
+            seen = [sample for result in results for sample in result[0][epoch]]
+            assert sorted(seen) == list(range(training.SAMPLES))
+        progress = [result[1] for result in results]
+        assert sum(each.steps for each in progress) == sum(each.batches for each in progress) == updates
+        assert sum(each.samples for each in progress) == training.EPOCHS * training.SAMPLES
+        assert len({each.pid for each in progress}) == 3
+        assert [each.unfinished for each in progress] == [[], [], []]
+        for _, _, steps, state in results:
+            assert steps == updates
+            assert training.equal(state, list(model.state_dict().values()))
+        assert model[1].num_batches_tracked == updates
+        assert torch.equal(model.ids, torch.arange(5))
+        changed = [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])]
+        assert set(changed) == set(before) - {"ids"}
+        if name == "adam":
+            assert [state["step"].item() for state in optimizer.state.values()] == [updates] * 6
+
+
+def test_every_sample_is_used_once_an_epoch_and_every_step_counts():
+    run_here("several_processes")
+
+
+def learning() -> None:
+    data = training.Numbered()
+    for state in ("shared", "own"):
+        model = training.network()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        hogwild = Hogwild(model, optimizer, 2, state, threads=1, start="fork")
+        hogwild.run(learn)
+        model.eval()
+        with torch.no_grad():
+            assert (model(data.inputs).argmax(1) == data.targets).float().mean() > 0.93, state
+            # running statistics are those of the data
+            hidden = model[0](data.inputs)
+            torch.testing.assert_close(model[1].running_mean, hidden.mean(0), atol=0.25, rtol=0.25)
+            torch.testing.assert_close(model[1].running_var, hidden.var(0), atol=0.3, rtol=0.4)
+        steps = optimizer.state[model[0].weight]["step"].item()
+        assert steps == 20 * training.BATCHES if state == "shared" else 0 < steps < 20 * training.BATCHES
+        assert optimizer.param_groups[0]["lr"] == 0.5e-2
+
+
+def learn(hogwild: Hogwild) -> None:
+    batches = hogwild.deal(training.loader())
+    schedule = torch.optim.lr_scheduler.StepLR(hogwild.optimizer, 15, 0.5)
+    for _ in range(20):
+        for batch in batches:
+            training.update(hogwild.model, hogwild.optimizer, batch)
+        schedule.step()
+
+
+def test_several_processes_learn_one_model():
+    run_here("learning")
+
+
+def closures() -> None:
+    """A step with a closure takes its number after the gradients are there."""
+    model = training.network()
+    unused = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([*model.parameters(), unused], 1e-2)
+
+    def train(hogwild: Hogwild) -> None:
+        batch = next(iter(training.loader()))
+
+        def evaluate() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+        optimizer.step(closure=evaluate)
+        hogwild.step()
+
+    Hogwild(model, optimizer, 2, threads=1, start="fork").run(train)
+    assert optimizer.state[model[0].weight]["step"] == 6
+    assert optimizer.state[unused]["step"] == 0
+    assert torch.equal(unused, torch.ones(2))
+
+
+def test_steps_with_a_closure_count():
+    run_here("closures")
+
+
+# Memory and starts
+
+
+def without_memfd(folder: str) -> None:
+    del os.memfd_create
+    tempfile.tempdir = folder
+    names: list[list[str]] = []
+    model = training.network()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train(hogwild: Hogwild) -> list[str]:
+        training.train_dealt(hogwild)
+        return os.listdir(folder)
+
+    names = Hogwild(model, optimizer, 2, threads=1, start="fork").run(train)
+    assert names == [[], []]
+    assert model[1].num_batches_tracked == training.EPOCHS * training.BATCHES
+
+
+def test_a_deleted_file_serves_where_there_is_no_memfd(tmp_path):
+    run_here("without_memfd", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def new_interpreters() -> None:
+    sys.executable = str(Path(sys.prefix, "bin", "python"))  # not the one of the tests, which passes no descriptors on
+    model = training.network()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    training.train_plainly(model, optimizer)
+    steps = training.EPOCHS * training.BATCHES
+    base = 10
+
+    def train(hogwild: Hogwild) -> tuple[int, int]:  # a closure, as a notebook has it
+        losses = [loss for _ in range(1) for loss in training.train_dealt(hogwild)]
+        return base + hogwild.rank, len(losses)
+
+    assert Hogwild(model, optimizer, 1, threads=1, start="spawn").run(train) == [(10, steps)]
+    assert optimizer.state[model[0].weight]["step"] == 2 * steps
+    assert model[1].num_batches_tracked == 2 * steps
+
+
+def test_new_interpreters():
+    run_here("new_interpreters")
+
+
+def starts() -> None:
+    torch.set_num_threads(2)
+    assert choose_start(1) == choose_start(2) == "fork"
+    (torch.randn(1 << 18).exp() @ torch.randn(1 << 18)).item()  # starts OpenMP's threads, which a fork would not have
+    assert choose_start(1) == "fork"
+    assert choose_start(2) == "spawn"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
+def test_a_fork_is_chosen_where_it_can_train():
+    run_here("starts")
+
+
+# Failures
+
+
+def failures(folder: str) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for how in ("kill", "raise"):
+        model = training.network()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        start = model[0].weight.detach().clone()
+        with pytest.raises(ProcessFailedError) as caught:
+            Hogwild(model, optimizer, 3, threads=1, start="fork").run(training.end_in_batch, how, folder)
+        message, pids = str(caught.value), [int((Path(folder) / str(rank)).read_text()) for rank in range(3)]
+        assert f"process 1 (pid {pids[1]}) of 3" in message
+        assert all(map(training.gone, pids))
+        if how == "kill":
+            assert "was killed by SIGKILL, in epoch 1 after" in message
+            assert "of 12 (samples " in message
+        else:
+            assert "KeyError: 'no such thing'" in message
+            assert "in end_in_batch" in message
+        assert not torch.equal(model[0].weight, start)  # what was trained until then
+        training.equal(Hogwild(model, optimizer, 1, threads=1, start="fork").run(training.train_dealt), [])
+        del caught, message  # its traceback holds the frames, and they the memory
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_fails_is_named_and_ends_the_others(tmp_path):
+    run_here("failures", str(tmp_path))
+
+
+def interrupted(folder: str) -> None:
+    model = training.network()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    seen = threading.Event()
+
+    def wait_and_interrupt() -> None:
+        while not all((Path(folder) / name).exists() for name in "01"):
+            seen.wait(0.01)
+        os.kill(os.getpid(), 2)
+
+    threading.Thread(target=wait_and_interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        Hogwild(model, optimizer, 2, threads=1, start="fork").run(training_without_end, folder)
+    assert all(training.gone(int((Path(folder) / name).read_text())) for name in "01")
+
+
+def training_without_end(hogwild: Hogwild, folder: str) -> None:
+    partial = Path(folder) / f"{hogwild.rank}.part"
+    partial.write_text(str(os.getpid()))
+    for _ in range(10**9):
+        training.train_dealt(hogwild)
+        if partial.exists():
+            partial.rename(Path(folder) / str(hogwild.rank))
+
+
+def test_an_interrupt_ends_all_processes(tmp_path):
+    run_here("interrupted", str(tmp_path))
+
+
+def uneven(folder: str) -> None:
+    model = training.network()
+
+    def train(hogwild: Hogwild) -> None:
+        if hogwild.rank == 0:
+            training.train_dealt(hogwild)
+
+    with pytest.raises(ProcessFailedError, match="all processes must train for the same number of epochs"):
+        Hogwild(model, torch.optim.SGD(model.parameters(), 0.1), 2, threads=1, start="fork").run(train)
+
+
+def test_processes_that_train_for_different_numbers_of_epochs_are_an_error(tmp_path):
+    run_here("uneven", str(tmp_path))
+
+
+# Refusals, before anything is changed
+
+
+def refused(kind: str) -> Hogwild:
+    model = training.network()
+    parameters = list(model.parameters())
+    sgd = torch.optim.SGD(parameters, 0.1)
+    if kind == "device":
+        return Hogwild(model.to("meta"), torch.optim.SGD(model.parameters(), 0.1), 2)
+    if kind == "lbfgs":
+        return Hogwild(model, torch.optim.LBFGS(parameters), 2, "own")
+    if kind == "state":
+        return Hogwild(model, torch.optim.Rprop(parameters), 2)
+    if kind == "dampening":
+        return Hogwild(model, torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.1), 2)
+    if kind == "sparse":
+        bags = training.Bags()
+        return Hogwild(bags, torch.optim.SGD(bags.parameters(), 0.1, momentum=0.9), 2)
+    if kind == "lazy":
+        lazy = nn.LazyLinear(2)
+        return Hogwild(lazy, torch.optim.SGD(lazy.parameters(), 0.1), 2)
+    if kind == "other":
+        return Hogwild(training.network(), sgd, 2)
+    if kind == "processes":
+        return Hogwild(model, sgd, 0)
+    if kind == "mode":
+        return Hogwild(model, sgd, 2, "mine")
+    return Hogwild(model, "sgd", 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("device", "0.weight is on meta: Hogwild! shares the memory of CPU processes"),
+        ("lbfgs", "L-BFGS evaluates the loss several times a step"),
+        ("state", 'the state of Rprop cannot be shared; pass state="own"'),
+        ("dampening", "SGD with dampening"),
+        ("sparse", "SGD's momentum of a sparse gradient"),
+        ("lazy", "weight is not initialised"),
+        ("other", "the optimizer holds no parameter of the model"),
+        ("processes", "processes must be a whole number from 1 on, got 0"),
+        ("mode", "unknown state 'mine'; valid ones are 'shared', 'own'"),
+        ("optimizer", "optimizer must be a torch.optim.Optimizer, got str"),
+    ],
+)
+def test_refusals(kind, message):
+    with pytest.raises((TypeError, ValueError), match=message.replace("(", r"\(")):
+        refused(kind)
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(2)
+
+
+def test_loaders_that_cannot_be_dealt():
+    from dadplug.hogwild.dealing import check_loader
+
+    data = training.Numbered()
+    with pytest.raises(ValueError, match="IterableDataset has no order"):
+        check_loader(torch.utils.data.DataLoader(Endless()))
+    with pytest.raises(ValueError, match="makes no batches"):
+        check_loader(torch.utils.data.DataLoader(data, batch_size=None))
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)
+    with pytest.raises(ValueError, match="splits the data already"):
+        check_loader(torch.utils.data.DataLoader(data, sampler=sampler, batch_size=2))
+    with pytest.raises(TypeError, match="not of list"):
+        check_loader([1, 2])
+    model = training.network()
+    with pytest.raises(RuntimeError, match="no training runs"):
+        dadplug.Hogwild(model, torch.optim.SGD(model.parameters(), 0.1), 2).deal(training.loader())
