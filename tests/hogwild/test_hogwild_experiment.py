@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import hogwild_training as training
 import pytest
@@ -101,3 +102,17 @@ def test_times_and_charts(capsys, tmp_path):
     assert chart_losses(losses, "Mine", path=tmp_path / "chart.png").axes[0].get_title() == "Mine"
     with pytest.raises(ValueError, match="no losses"):
         chart_losses({})
+
+
+def test_the_example(tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    example = Path(__file__).resolve().parents[2] / "examples" / "hogwild.py"
+    (program,) = support.run_programs(
+        [[str(example), "--samples", "256", "--chart", "chart.png"]], folder=tmp_path, timeout=240
+    )
+    assert program.status == 0, program.output + program.errors
+    for words in ("1 process x 4 epochs", "4 processes x 1 epoch", "2 processes x 2 epochs"):
+        assert f"Elapsed time for {words}: " in program.output
+    assert program.output.count("test data: average loss") == 3
+    assert (tmp_path / "chart.png").stat().st_size > 1000

@@ -171,6 +171,11 @@ STANDS_FOR = {
     "AdaPMRunner": "dadplug.runners.adapm_runner.AdaPMRunner",
 }
 ALSO = (
+    "dadplug.hogwild.DealtLoader",
+    "dadplug.hogwild.Progress",
+    "dadplug.hogwild.chart_losses",
+    "dadplug.hogwild.log_elapsed_time",
+    "dadplug.hogwild.train_model",
     "dadplug.local_steps.LocalOptions",
     "dadplug.options.Options",
     "dadplug.planning.plan.Plan",
@@ -184,13 +189,13 @@ ALSO = (
 
 
 # Programs get these from calls; they do not construct them.
-RETURNED = {"CapturedLayer", "Compressed", "Sample", "Table"}
+RETURNED = {"CapturedLayer", "Compressed", "DealtLoader", "Progress", "Sample", "Table"}
 
 
 def public_names() -> list[str]:
     """Return the public names with the module that offers each; modules among them are left out."""
     names = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
-    return [name for name in dict.fromkeys([*names, *ALSO]) if name not in ("dadplug.adapm", "dadplug.lowrank")]
+    return [name for name in dict.fromkeys([*names, *ALSO]) if name not in ("dadplug.adapm", "dadplug.hogwild", "dadplug.lowrank")]
 
 
 def documented_as(name: str) -> str:
