@@ -14,8 +14,10 @@ from torch import Tensor
 
 try:
     import fcntl
+
+    _LOCKS = True
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    _LOCKS = False
 
 ALIGNMENT = 64  # bytes; a cache line
 _TOKEN = 16  # bytes
@@ -169,5 +171,5 @@ def aligned(size: int) -> int:
 
 def check_system() -> None:
     """Raise NotImplementedError where processes cannot share memory in this way."""
-    if fcntl is None:
+    if not _LOCKS:
         raise NotImplementedError("Hogwild! needs Linux or macOS: this system has no locks on parts of files")

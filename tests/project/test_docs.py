@@ -195,7 +195,8 @@ RETURNED = {"CapturedLayer", "Compressed", "DealtLoader", "Progress", "Sample", 
 def public_names() -> list[str]:
     """Return the public names with the module that offers each; modules among them are left out."""
     names = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
-    return [name for name in dict.fromkeys([*names, *ALSO]) if name not in ("dadplug.adapm", "dadplug.hogwild", "dadplug.lowrank")]
+    modules = ("dadplug.adapm", "dadplug.hogwild", "dadplug.lowrank")
+    return [name for name in dict.fromkeys([*names, *ALSO]) if name not in modules]
 
 
 def documented_as(name: str) -> str:
