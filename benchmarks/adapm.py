@@ -230,14 +230,15 @@ def loop(args: argparse.Namespace, rank: int) -> None:
             for each in loops:
                 figures = [median(column) for column in zip(*each.segments, strict=True)]
                 pairs = zip(each.segments, loops[0].segments, strict=True)
-                ratios = sorted(own[0] / plain[0] for own, plain in pairs)
-                ms, cpu, local, sent, moved, replicated, ratio = over_sites([*figures, median(ratios)])
+                ratios = sorted(over_sites([own[0] / plain[0] for own, plain in pairs]))
+                of_plain = f"{median(ratios):.2f} | {ratios[0]:.2f} to {ratios[-1]:.2f}"
+                ms, cpu, local, sent, moved, replicated = over_sites(figures)
                 seen = 1e3 * median(each.seen or [float("nan")]) / 2
                 keys = f"Zipf {exponent:g}" if exponent else "uniform"
                 say(
                     loops[0].manager,
-                    f"| {keys} | {each.technique or 'plain server'} | {ms:.2f} | {ratio:.2f} | {ratios[0]:.2f} to "
-                    f"{ratios[-1]:.2f} | {BATCH / ms / 1e3:.2f} | {cpu:.2f} | {local:.2f} | {sent:.3f} | {seen:.1f} | "
+                    f"| {keys} | {each.technique or 'plain server'} | {ms:.2f} | {of_plain} | "
+                    f"{BATCH / ms / 1e3:.2f} | {cpu:.2f} | {local:.2f} | {sent:.3f} | {seen:.1f} | "
                     f"{moved:,.0f} | {replicated:,.0f} |",
                 )
     finally:
