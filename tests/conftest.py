@@ -11,18 +11,24 @@ torch.set_num_threads(1)  # as the sites have; threads that wait for each other 
 
 # Files of long tests start first, so that in the end no process waits for another that has just begun one.
 LONG = (
+    "test_loops.py",
     "test_examples.py",
+    "test_elastic.py",
+    "test_zoo.py",
     "test_lightning_programs.py",
     "test_lost_sites.py",
     "test_failures.py",
     "test_docs.py",
     "test_adapm.py",
     "test_experiment.py",
-    "test_zoo.py",
-    "test_loops.py",
+    "test_models_of_others.py",
+    "test_kit_flag.py",
     "test_adapm_strategy.py",
     "test_hierarchy.py",
     "test_packaging.py",
+    "test_elastic_catalyst.py",
+    "test_tunnel_parameters.py",
+    "test_adapm_shards.py",
 )
 
 

@@ -88,7 +88,7 @@ def test_a_change_in_another_file_compiles_its_users_again_and_nothing_else(tmp_
         code = f"import sys; sys.dont_write_bytecode = True; sys.path.insert(0, {str(tmp_path)!r})\n{COUNTED}{USER}"
         env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
         # The kernel that cannot be compiled must not keep the others waiting for it.
-        return support.run_programs([["-c", code]] * 2, env=env, timeout=50)
+        return support.run_programs([["-c", code]] * 2, env=env, timeout=200)
 
     def compiled(finished: list[support.Finished]) -> list[str]:
         found = sorted(name.split()[0] for each in finished for name in names(each))

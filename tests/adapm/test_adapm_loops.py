@@ -38,7 +38,7 @@ def test_loops_on_managed_rows_train_as_one_process(program, kind, mode):
 
 
 def refuses():
-    with ParameterManager(timeout=20) as manager:
+    with ParameterManager(timeout=200) as manager:
         loop = Loop("sgd", manager.rank, manager=manager)
         loop.update(0)
         before = loop.managed.state_dict()

@@ -120,9 +120,9 @@ class Meeting:
             if also is not None and isinstance(item, list):
                 also(item)
             self.items[rank] = item
-            self.gate.wait(20)
+            self.gate.wait(200)
             items = list(self.items)
-            self.gate.wait(20)
+            self.gate.wait(200)
             return items
 
         return exchange
@@ -141,7 +141,7 @@ def together(count, work):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     return outcomes
 
 
@@ -286,7 +286,7 @@ def test_calls_with_more_keys_than_a_message_may_have_are_exact(monkeypatch, see
 
 
 def hears_a_wrong_message(fails):
-    with ParameterManager(timeout=20) as manager:
+    with ParameterManager(timeout=200) as manager:
         table = manager.table("t", 2, rows=10)
         table.pull(torch.arange(10))
         manager.barrier()
@@ -312,7 +312,7 @@ def test_a_site_that_sends_what_no_site_sends_is_named():
 
 
 def receives_in_the_worker(_):
-    with ParameterManager(timeout=20) as manager:
+    with ParameterManager(timeout=200) as manager:
         table = manager.table("t", 2, rows=10)
         table.set(torch.arange(manager.rank, 10, 2), torch.full((5, 2), float(manager.rank + 1)))
         manager.barrier()
@@ -336,7 +336,7 @@ def test_the_worker_that_waits_receives_the_answer_itself():
 
 
 def is_interrupted(_):
-    with ParameterManager(timeout=20) as manager:
+    with ParameterManager(timeout=200) as manager:
         table = manager.table("t", 2, rows=10)
         manager.barrier()
         poll, polls = manager._backend._background._network.poll, []
@@ -370,13 +370,13 @@ def test_done_ends_all_waits_and_stays():
     assert not done.is_set()
     assert not done.wait(0.01)
     outcomes = []
-    threads = [threading.Thread(target=lambda: outcomes.append(done.wait(20))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: outcomes.append(done.wait(200))) for _ in range(3)]
     for thread in threads:
         thread.start()
     done.set()
     done.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(200)
     assert outcomes == [True] * 3
     assert done.is_set()
     assert done.wait(0)

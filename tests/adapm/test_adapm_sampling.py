@@ -77,7 +77,7 @@ def test_wrong_options_are_told(table, options, message):
 
 def word2vec(scheme):
     """Words 2k and 2k + 1 occur together; sites see different ones, and share the negative samples."""
-    with ParameterManager(timeout=30) as manager:
+    with ParameterManager(timeout=200) as manager:
         words = manager.table("words", 8, rows=ROWS, initialiser=Normal(std=0.3, seed=1))
         contexts = manager.table("contexts", 8, rows=ROWS, initialiser=Normal(std=0.3, seed=2))
         sampler = contexts.sampler(torch.ones(ROWS), power=0.75, scheme=scheme, seed=5)
@@ -136,7 +136,7 @@ def test_a_table_keeps_its_bound_and_what_was_used_last():
 
 
 def drops_only_what_nobody_needs():
-    with ParameterManager(timeout=30) as manager:
+    with ParameterManager(timeout=200) as manager:
         table = manager.table("ids", 2, max_rows=64)
         mine = torch.arange(8) * 2 + manager.rank
         both = torch.arange(100, 110)

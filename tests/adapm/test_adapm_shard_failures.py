@@ -122,12 +122,12 @@ def test_full_disks_leave_the_checkpoint_before_them(sites, tmp_path):
             disk.mkdir()
             command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
             with contextlib.suppress(OSError):
-                if subprocess.run(command, capture_output=True, timeout=20).returncode == 0:
+                if subprocess.run(command, capture_output=True, timeout=200).returncode == 0:
                     mounted.append(disk)
         sites(2).run(fails, str(tmp_path), PHASES[:3], True)
     finally:
         for disk in mounted:
-            subprocess.run(["umount", str(disk)], check=True, timeout=20)
+            subprocess.run(["umount", str(disk)], check=True, timeout=200)
 
 
 KILLED = """

@@ -64,7 +64,7 @@ def test_two_sites_shards_load_on_other_numbers_of_sites_and_join(sites, tmp_pat
         assert all(same(each, first) for number in (1, 3) for each in sites(number).run(loads, kind, folder))
     command = [sys.executable, "-m", "dadplug.adapm.join", folder, str(tmp_path / "whole.pt")]
     if kind == "sgd":
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
         assert said.stderr == ""
         assert "whole.pt: 5 tensors, 679 numbers" in said.stdout
         assert same(torch.load(tmp_path / "whole.pt", weights_only=True), first)

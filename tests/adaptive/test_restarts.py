@@ -19,16 +19,16 @@ import dadplug
 
 torch.set_num_threads(1)
 folder, killed = Path(sys.argv[1]), json.loads(sys.argv[2])
-dadplug.connect(timeout=60)
+dadplug.connect(timeout=200)
 torch.manual_seed(0)
 model, data = nn.Linear(4, 2), TensorDataset(torch.arange(41), torch.randn(41, 4), torch.randn(41, 2))
-reduction = dadplug.GradientReduction(model, mode="dsgd", timeout=30)
+reduction = dadplug.GradientReduction(model, mode="dsgd", timeout=200)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = dadplug.ElasticDataLoader(data, batch_size=4, shuffle=True)
 state = {"model": model, "optimizer": optimizer, "reduction": reduction}
 rank, first = reduction.site_rank, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 log = open(folder / f"batches-{os.environ['RUN']}{'' if first else '-again'}-{rank}", "w")
-for epoch in dadplug.remaining_epochs_until(3, checkpoint=folder / "run.ckpt", state=state, every=2, timeout=30):
+for epoch in dadplug.remaining_epochs_until(3, checkpoint=folder / "run.ckpt", state=state, every=2, timeout=200):
     stats = dadplug.Accumulator()
     for batch, (numbers, inputs, targets) in enumerate(loader):
         if [epoch, batch, rank] == killed and first:

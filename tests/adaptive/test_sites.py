@@ -34,7 +34,7 @@ def trains(plan, stop=None, epochs=1):
         warnings.simplefilter("always", RuntimeWarning)
         warnings.simplefilter("always", UserWarning)
         try:
-            for epoch in dadplug.remaining_epochs_until(epochs, checkpoint=path, state={}, every=1, timeout=30):
+            for epoch in dadplug.remaining_epochs_until(epochs, checkpoint=path, state={}, every=1, timeout=200):
                 stats = dadplug.Accumulator()
                 for (samples,) in data:
                     seen.append((epoch, samples.tolist()))
@@ -156,7 +156,7 @@ def different_epochs():
     """Ask for another number of epochs at each site; return the error."""
     reset_progress()
     try:
-        list(dadplug.remaining_epochs_until(2 + dist.get_rank(), timeout=30))
+        list(dadplug.remaining_epochs_until(2 + dist.get_rank(), timeout=200))
     except dadplug.MismatchError as error:
         return str(error)
 

@@ -94,7 +94,7 @@ def test_every_command_has_help(capsys):
 
 
 def python(code: str) -> str:
-    program = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    program = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert program.returncode == 0, program.stderr
     return program.stdout
 
@@ -125,6 +125,6 @@ assert main(["provision", {str(folder / "project.toml")!r}]) == 1
 
 def test_the_module_is_a_program():
     command = [sys.executable, "-m", "dadplug", "provision"]
-    program = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    program = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert program.returncode == 2
     assert "usage: python -m dadplug provision" in program.stderr

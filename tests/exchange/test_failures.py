@@ -26,7 +26,7 @@ for _ in range(3):
 def run(code: str, tmp_path, mode: str = "dad", timeout: float = 30, world_size: int = 2, destructors: bool = False):
     code = TRAIN.replace("MODE", repr(mode)).replace("TIMEOUT", repr(timeout)) + code
     commands = support.site_scripts(code, tmp_path, world_size)
-    return support.run_programs(commands, timeout=90, destructors=destructors)
+    return support.run_programs(commands, timeout=200, destructors=destructors)
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
@@ -190,7 +190,7 @@ def test_a_site_that_never_comes_is_named(tmp_path):
     port = support.free_port()
     script = tmp_path / "site.py"
     script.write_text(f"import sys, dadplug\ndadplug.connect(int(sys.argv[1]), 3, 'tcp://127.0.0.1:{port}', timeout=3)")
-    first, second = support.run_programs([[str(script), "0"], [str(script), "1"]], timeout=60)
+    first, second = support.run_programs([[str(script), "0"], [str(script), "1"]], timeout=200)
     for each in (first, second):
         assert each.status == 1
         assert "waited 3 s for 3 sites: site 2 did not come" in each.errors or (
@@ -201,7 +201,7 @@ def test_a_site_that_never_comes_is_named(tmp_path):
 def test_a_meeting_point_without_site_0_is_told(tmp_path):
     script = tmp_path / "site.py"
     script.write_text(f"import dadplug\ndadplug.connect(1, 2, 'tcp://127.0.0.1:{support.free_port()}', timeout=2)")
-    (only,) = support.run_programs([[str(script)]], timeout=60)
+    (only,) = support.run_programs([[str(script)]], timeout=200)
     assert "site 1 did not reach site 0 at 127.0.0.1" in only.errors
 
 
@@ -212,7 +212,7 @@ def test_a_port_in_use_is_told(tmp_path):
         port = taken.getsockname()[1]
         script = tmp_path / "site.py"
         script.write_text(f"import dadplug\ndadplug.connect(0, 2, 'tcp://127.0.0.1:{port}', timeout=5)")
-        (only,) = support.run_programs([[str(script)]], timeout=60)
+        (only,) = support.run_programs([[str(script)]], timeout=200)
     assert f"port {port} is in use on this machine" in only.errors
 
 
@@ -220,7 +220,7 @@ def test_two_sites_of_one_rank_are_told(tmp_path):
     port = support.free_port()
     script = tmp_path / "site.py"
     script.write_text(f"import sys, dadplug\ndadplug.connect(int(sys.argv[1]), 3, 'tcp://127.0.0.1:{port}', timeout=4)")
-    finished = support.run_programs([[str(script), rank] for rank in "011"], timeout=60)
+    finished = support.run_programs([[str(script), rank] for rank in "011"], timeout=200)
     assert any("another process already claims rank 1" in each.errors for each in finished)
 
 

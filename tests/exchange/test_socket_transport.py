@@ -200,7 +200,7 @@ except dadplug.SiteError as error:
     pathlib.Path({str(known)!r}).touch()
     os._exit(0)
 """
-    finished = support.run_programs(support.site_scripts(code, tmp_path, 2), timeout=100)
+    finished = support.run_programs(support.site_scripts(code, tmp_path, 2), timeout=200)
     assert finished[0].output.startswith("site 1 (")
     assert "is gone" in finished[0].output  # otherwise it has not answered for 40 s
 

@@ -317,7 +317,7 @@ def run_all(kind, mode, names):
     results = {}
     programs = {program.__name__: program for program in LOOPS}
     for name in names:
-        with ParameterManager(timeout=20) as manager:
+        with ParameterManager(timeout=200) as manager:
             try:
                 results[name] = run(programs[name], kind, mode, manager)
             except Exception:

@@ -42,7 +42,7 @@ class CuttingRelay:
 
     def __exit__(self, *_: object) -> None:
         self._ended = True
-        self._thread.join(10)
+        self._thread.join(200)
         for pair in self._pairs:
             for each in pair:
                 each.close()

@@ -105,13 +105,13 @@ def die_in_round(case: Case, record: Record) -> None:
 
 
 def run(case: Case) -> None:
-    dadplug.connect(kit=case.kit, timeout=60)
+    dadplug.connect(kit=case.kit, timeout=200)
     slot = torch.distributed.get_rank()
     record = Record()
     if case.leave >= 0:
         die_in_round(case, record)
     model = net()
-    runner = DistributedRunner(mode=case.mode, min_sites=case.min_sites, split_data=False, timeout=60)
+    runner = DistributedRunner(mode=case.mode, min_sites=case.min_sites, split_data=False, timeout=200)
     loaders = {
         "train": DataLoader(train_data(slot), batch_size=BATCH, shuffle=True),
         "valid": DataLoader(valid_data(slot), batch_size=BATCH),

@@ -5,6 +5,7 @@ Run as ``elastic_site.py CASE``, where the case is JSON, see `Case`. Writes a li
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -42,7 +43,7 @@ class Case:
         cold: steps before which the compressor is reset.
         pause: seconds between steps.
         talks: whether sites exchange objects between backward and the end of each step.
-        stop: file that contains the last step, once it exists; empty for none.
+        stop: file that contains the least number of steps, once it exists; empty for none.
         link: costs of the link that mode "auto" is to plan by, in place of measured ones.
     """
 
@@ -77,10 +78,25 @@ def batch(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 12, generator=generator), torch.randint(5, (rows,), generator=generator)
 
 
-def last_step(case: Case) -> int:
-    """Return the number of steps, as far as it is known."""
-    stop = Path(case.stop) if case.stop else None
-    return int(stop.read_text() or case.steps) if stop is not None and stop.exists() else case.steps
+def last_step(case: Case, step: int) -> int:
+    """Return the number of steps, as far as it is known.
+
+    The site that sees the file first decides for all of them: no other is more than one step ahead of it.
+
+    Args:
+        case: the case.
+        step: the next step.
+    """
+    stop = Path(case.stop)
+    if not case.stop or not stop.exists() or not (least := stop.read_text()):
+        return case.steps
+    agreed = Path(f"{case.stop}.agreed")
+    proposal = Path(f"{case.stop}.{os.getpid()}")
+    if not agreed.exists():
+        proposal.write_text(str(max(int(least), step + 3)))
+        with contextlib.suppress(FileExistsError):
+            os.link(proposal, agreed)
+    return int(agreed.read_text())
 
 
 def die(how: str) -> None:
@@ -112,7 +128,7 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
 
 
 def train(case: Case) -> None:
-    dadplug.connect(kit=case.kit, timeout=60)
+    dadplug.connect(kit=case.kit, timeout=200)
     if case.link:
         planner.measure_link = lambda transport: LinkCosts(*case.link)
     model = make_model()
@@ -120,13 +136,13 @@ def train(case: Case) -> None:
         die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     reduction = dadplug.GradientReduction(
-        model, case.mode, min_sites=case.min_sites, state={"optimizer": optimizer}, timeout=60
+        model, case.mode, min_sites=case.min_sites, state={"optimizer": optimizer}, timeout=200
     )
     die_inside(case, lambda: reduction.step)
     cold = reduction.state_dict()
     criterion, rank = nn.CrossEntropyLoss(), reduction.site_rank
     with Path(case.log).open("a", buffering=1) as log:
-        while (step := reduction.step) < last_step(case):
+        while (step := reduction.step) < last_step(case, reduction.step):
             if step in case.cold:
                 reduction.load_state_dict(cold | {"step": step})
             if step == case.leave and case.how in ("before", "raise"):

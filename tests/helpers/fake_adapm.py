@@ -50,7 +50,7 @@ class Cluster:
                         cluster.owner.setdefault(key, key % cluster.nodes)
 
             def barrier(self):
-                cluster.gate.wait(20)
+                cluster.gate.wait(200)
 
             def shutdown(self):
                 cluster.calls.append((rank, "shutdown"))
@@ -182,7 +182,7 @@ class FakeWorker:
             }
 
     def barrier(self):
-        self.cluster.gate.wait(20)
+        self.cluster.gate.wait(200)
 
     begin_setup = end_setup = barrier
 

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ("numpy", "numba", "torch", "torch._dynamo", "torch.distributed")
-_START_TIMEOUT = 120.0
+_START_TIMEOUT = 240.0
 _LONGEST = 1 << 20  # bytes of a request
 
 
@@ -154,7 +154,7 @@ def stop() -> None:
     for preload in sorted(_servers, key=len, reverse=True):
         server = _servers.pop(preload)[1]
         server.kill()
-        server.wait(10)
+        server.wait(200)
 
 
 # What stands for the interpreter in a program of a server: it has the server start the program, with its own standard

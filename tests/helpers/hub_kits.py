@@ -16,7 +16,7 @@ from dadplug.hub.kits import Kit
 from dadplug.hub.pending import ClosingConnection, PendingConnection
 from dadplug.hub.secure_socket import SecureSocket
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 PUBLIC = {"ca.pem", "certificate.pem", "revoked.pem", "roster.json"}
 PROJECT = {
     "name": "study",

@@ -15,7 +15,7 @@ from dadplug.hub.kits import Kit
 from dadplug.hub.link import HubLink
 from dadplug.hub.transport import HubTransport
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 NAMES = ("a", "b", "c", "d")
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import random
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hub_kits
+from support import free_port
 
 from dadplug.hub import tls
 from dadplug.hub.actions import FRESH, Rules, Start
@@ -35,7 +35,7 @@ from dadplug.hub.kits import Kit
 from dadplug.hub.server import Hub
 from dadplug.hub.stream import SendQueue, Stream
 
-TIMEOUT = 10.0  # seconds, for a busy machine
+TIMEOUT = 60.0  # seconds, for a busy machine
 _INSTANCES = itertools.count(1)
 
 
@@ -77,7 +77,7 @@ def running_hub(
     Args:
         folder: folder for the kits; they are made if it is missing. Their roster has the hub's address.
         sites: names of the sites.
-        rules: arguments of `Rules` that differ from the defaults.
+        rules: arguments of `Rules`; by default all sites are needed, and may be silent for long.
         settings: further arguments of `Hub`.
     """
     if not folder.exists():
@@ -85,7 +85,8 @@ def running_hub(
         hub_kits.make(folder, hub=address, hub_names=[], sites=list(sites), hub_at=sites[0])
     log: list[str] = []
     kit = Kit.load(folder / "hub")
-    hub = Hub(kit, Rules(**({"min_sites": len(sites)} | (rules or {}))), journal=Journal(log.append), **settings)
+    all_rules = {"min_sites": len(sites), "site_timeout": TIMEOUT} | (rules or {})
+    hub = Hub(kit, Rules(**all_rules), journal=Journal(log.append), **settings)
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -104,14 +105,6 @@ def running_hub(
         if failures:
             raise failures[0]
         assert not thread.is_alive(), "the hub has not ended"
-
-
-def free_port() -> int:
-    """Return a port that no connection gets by chance meanwhile, as those above 32768 on Linux."""
-    while True:
-        port = random.randrange(10_000, 30_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def until(condition: Any, message: Any = lambda: "the condition has not come true", timeout: float = TIMEOUT) -> None:

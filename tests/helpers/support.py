@@ -54,8 +54,8 @@ import forkserver
 import pytest
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-START_TIMEOUT = 90.0  # seconds
-CALL_TIMEOUT = 120.0
+START_TIMEOUT = 240.0  # seconds, on a busy machine
+CALL_TIMEOUT = 240.0
 
 
 def need(package: str) -> None:
@@ -69,10 +69,12 @@ def need(package: str) -> None:
 
 
 def free_port() -> int:
-    """Find a port that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody uses, and no connection gets by chance meanwhile, as those above 32768 on Linux."""
+    chance = random.SystemRandom()  # not the numbers of another process with the same seed
+    while True:
+        port = chance.randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def valid_modes() -> str:
@@ -133,7 +135,7 @@ def serve_calls(key: bytes, place: dict[str, Any]) -> None:
     multiprocessing.current_process().authkey = key
     pipe = Connection(int(os.environ.pop("INHERITED")))
     torch.set_num_threads(1)
-    dadplug.connect(**place, timeout=60)
+    dadplug.connect(**place, timeout=START_TIMEOUT)
     pipe.send(("ready", None))
     while (call := pipe.recv()) is not None:
         file, name, args = call
@@ -251,7 +253,7 @@ class Sites:
         """End all processes."""
         for process in self.processes:
             process.kill()
-            process.wait(10)
+            process.wait(200)
         for pipe in self._pipes:
             pipe.close()
 
@@ -284,7 +286,7 @@ class Finished:
 
 def run_programs(
     commands: Sequence[Sequence[str]],
-    timeout: float = 120.0,
+    timeout: float = CALL_TIMEOUT,
     env: dict[str, str] | None = None,
     folder: Path | None = None,
     preload: Sequence[str] = (),
@@ -311,7 +313,7 @@ def run_programs(
             process.wait(max(0.1, deadline - time.monotonic()))
         except TimeoutError:
             process.kill()
-            process.wait(10)
+            process.wait(200)
             output, errors = process.read()
             late.append(f"program {number} did not end within {timeout:g} s:\n{output}\n{errors}")
     if late:
@@ -325,7 +327,7 @@ def site_scripts(code: str, tmp_path: Path, world_size: int = 2, port: int | Non
     script = tmp_path / "site.py"
     head = (
         "import sys, torch, dadplug\nfrom torch import nn\nrank = int(sys.argv[1])\ntorch.set_num_threads(1)\n"
-        f"dadplug.connect(rank, {world_size}, 'tcp://127.0.0.1:{port}', timeout=60)\n"
+        f"dadplug.connect(rank, {world_size}, 'tcp://127.0.0.1:{port}', timeout=200)\n"
     )
     script.write_text(head + textwrap.dedent(code))
     return [[str(script), str(rank)] for rank in range(world_size)]

@@ -50,7 +50,7 @@ def test_killing_a_program_ends_what_it_has_started():
     while not (started := open(children).read().split()):  # noqa: SIM115
         time.sleep(0.02)
     os.kill(int(started[0]), signal.SIGKILL)
-    assert program.wait(20) == 0
+    assert program.wait(200) == 0
     assert program.read()[0] == "-9\n"
     assert program.poll() == 0
 
@@ -70,7 +70,7 @@ def test_what_came_of_a_call_is_told_by_site():
         assert [each.kind for each in group.outcomes()] == ["failed"] * 2
         group.start(answers, "sleep")
         group.kill(0)
-        group.processes[0].wait(60)
+        group.processes[0].wait(200)
         ended, late = group.outcomes(timeout=1)
         assert (ended.kind, late.kind) == ("ended", "late")
     assert not group.alive

@@ -20,7 +20,7 @@ HEAD = """
 import sys, torch, dadplug, torch.distributed as dist
 from torch import nn
 torch.set_num_threads(1)
-dadplug.connect(kit=sys.argv[1], timeout=60)
+dadplug.connect(kit=sys.argv[1], timeout=200)
 rank = dist.get_rank()
 """
 ENDS = {
@@ -106,7 +106,7 @@ except Exception as error:
     reduction.abort(f"{type(error).__name__}: {error}")
     print(error)
 reduction.detach(discard=True)
-dadplug.connect(kit=sys.argv[1], timeout=60)
+dadplug.connect(kit=sys.argv[1], timeout=200)
 reduction = dadplug.GradientReduction(model, mode="dad")
 model(torch.ones(2, 4)).sum().backward()
 reduction.synchronize()
@@ -128,7 +128,7 @@ def test_sites_with_different_versions_say_so(tmp_path):
     script = tmp_path / "site.py"
     script.write_text(
         "import sys, dadplug\nif 'saxony' in sys.argv[1]: dadplug.__version__ = '0.0.9'\n"
-        "dadplug.connect(kit=sys.argv[1], timeout=60)\n"
+        "dadplug.connect(kit=sys.argv[1], timeout=200)\n"
     )
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
         finished = support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES])

@@ -25,7 +25,7 @@ def train(mode: str) -> tuple[list[torch.Tensor], float]:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 4))
-    reduction = dadplug.GradientReduction(model, mode=mode, timeout=60.0)
+    reduction = dadplug.GradientReduction(model, mode=mode, timeout=200.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + rank)
@@ -48,7 +48,7 @@ def train(mode: str) -> tuple[list[torch.Tensor], float]:
 def manage() -> float:
     """Push the patient's values to tables of the parameter manager."""
     rows = torch.from_numpy(PATIENT).repeat(50, 1)
-    with ParameterManager(timeout=60) as manager:
+    with ParameterManager(timeout=200) as manager:
         table = manager.table("values", 64, rows=50)
         table.push(torch.arange(50), rows)
         manager.wait_sync(everywhere=True)

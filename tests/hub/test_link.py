@@ -79,6 +79,7 @@ def test_a_slow_site_is_named_after_the_timeout_and_can_be_waited_for_again(tmp_
         gather = exchange(a, 1.0)
         with pytest.raises(SiteError, match=r"site 1 \(b\) has not answered for 0.3 s"):
             gather.wait()
+        a.timeout = 60.0
         exchange(b, 2.0)
         assert [payload[0].item() for payload in gather.wait()] == [1.0, 2.0]
 
@@ -88,6 +89,7 @@ def test_sites_at_different_exchanges_are_told_so(tmp_path):
         a, b = transports(opened, timeout=0.5)
         first = b.gather([4, 4], torch.float32)
         exchange(b)
+        until(lambda: opened[0].attend(0.01) or transfer(opened[0]) or opened[0].early_bytes)
         with pytest.raises(MismatchError, match=r"site 1 \(b\) and site 0 \(a\) are not at the same exchange"):
             exchange(a).wait()
         first.launch()
@@ -105,8 +107,8 @@ def test_payloads_of_different_sizes_end_the_link(tmp_path):
 
 def test_training_waits_for_all_sites_and_names_those_that_are_missing(tmp_path):
     with running_hub(tmp_path / "kits", NAMES[:3]) as hub:
-        with pytest.raises(SiteError, match=r"has not started within 0.5 s: .*waiting for b, c"):
-            open_link(hub.kits, "a", timeout=0.5)
+        with pytest.raises(SiteError, match=r"has not started within 2 s: .*waiting for b, c"):
+            open_link(hub.kits, "a", timeout=2)
         for link in link_all(hub, 3):  # the site that has given up can come again
             link.close()
 
@@ -138,7 +140,7 @@ def test_a_hub_that_is_not_there_is_named(tmp_path):
 
 def test_two_processes_with_one_kit_are_refused(tmp_path):
     with links(tmp_path), pytest.raises(SiteError, match="another process is connected as site 'a'"):
-        open_link(tmp_path / "kits", "a", timeout=0.5)
+        open_link(tmp_path / "kits", "a")
 
 
 def test_a_hub_that_ends_tells_its_sites(tmp_path):
@@ -183,7 +185,7 @@ def test_a_hub_that_has_been_restarted_does_not_know_the_site(tmp_path):
 def test_a_dead_link_is_left_and_training_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(connection_module, "_SHORTEST_SILENCE", 0.3)
     with (
-        running_hub(tmp_path / "kits", rules={"site_timeout": 1.2}, grace=5.0) as hub,
+        running_hub(tmp_path / "kits", rules={"site_timeout": 3.0}, grace=30.0) as hub,
         CuttingRelay(hub.address) as relay,
     ):
         opened = link_all(hub, 2, [relay.address, hub.address])
@@ -191,7 +193,7 @@ def test_a_dead_link_is_left_and_training_goes_on(tmp_path, monkeypatch):
         relay.hold = True
         other = exchange(b, 2.0)
         gather = exchange(a, 1.0)
-        timer = threading.Timer(0.7, lambda: setattr(relay, "hold", False))
+        timer = threading.Timer(1.7, lambda: setattr(relay, "hold", False))
         timer.start()
         for each in (gather, other):
             assert [payload[0].item() for payload in each.wait()] == [1.0, 2.0]

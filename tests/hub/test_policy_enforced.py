@@ -8,7 +8,8 @@ import hub_kits
 import pytest
 import support
 import torch
-from running_hub import free_port, running_hub
+from running_hub import running_hub
+from support import free_port
 from torch import nn
 
 from dadplug import GradientReduction
@@ -129,7 +130,7 @@ def test_restrictions_of_several_connections_hold_together(impose):
 PROGRAM = """
 import sys, torch, dadplug
 from torch import nn
-dadplug.connect(kit=sys.argv[1], timeout=60)
+dadplug.connect(kit=sys.argv[1], timeout=200)
 dadplug.GradientReduction(nn.Linear(4, 4), mode="dsgd", share_inputs=False)
 dadplug.GradientReduction(nn.Linear(4, 4), mode="rankdad", share_inputs=False)
 print("trains")

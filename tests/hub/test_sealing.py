@@ -211,7 +211,7 @@ def test_a_forked_process_cannot_seal(sealer):
     queue = context.SimpleQueue()
     child = context.Process(target=_seal_in_child, args=(sealer, queue))
     child.start()
-    child.join(20)
+    child.join(200)
     assert "a forked process cannot seal" in queue.get()
 
 

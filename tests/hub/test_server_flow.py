@@ -104,12 +104,12 @@ def test_the_memory_for_sites_that_do_not_acknowledge_is_bounded(monkeypatch, hu
 
 
 def test_a_site_that_is_held_up_does_not_count_as_silent(small_queues, tmp_path):
-    with running_hub(tmp_path / "held", rules={"site_timeout": 0.5}) as hub:
+    with running_hub(tmp_path / "held", rules={"site_timeout": 1.0}) as hub:
         a, b = together(hub)
         b.stream.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
         a.send(Kind.PAYLOAD, bytes(200 * PIECE), wait=False)
         until(lambda: a.pump() or hub.hub.relay.sessions["training", 1].full)
-        end = time.monotonic() + 1.0
+        end = time.monotonic() + 2.0
         while time.monotonic() < end:
             b.stream.notes.append(b.stream.notes[0] if b.stream.notes else _ping(b))
             b.stream.flush(b.queue)

@@ -85,15 +85,15 @@ def test_tls_1_2_is_refused(kits, serve, monkeypatch):
 def test_plain_tcp_is_refused_and_its_connection_closed(serve, monkeypatch, sent, reason):
     monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 0.3)
     with serve() as hub, socket.create_connection(hub.address, TIMEOUT) as connection:
-        connection.sendall(sent)
         with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
             while connection.recv(4096):
                 pass
         hub.await_line(reason)
 
 
 def test_a_site_that_does_not_say_hello_is_refused(kits, serve, monkeypatch):
-    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 1.0)  # enough for TLS on a busy machine
     with serve() as hub:
         with tls.dial(Kit.load(kits / "a"), TIMEOUT, hub.address) as connection:
             assert connection.recv(100) == b""
@@ -155,10 +155,9 @@ def test_many_unknown_connections_do_not_disturb_members(serve):
         thread.join()
         for connection in crowd:
             connection.close()
-        until(lambda: not hub.hub.reception._pending)
+        until(lambda: hub.hub.reception.refused >= 300 and not hub.hub.reception._pending)
         assert hub.hub.relay.membership.step == step
         assert sum("refused" in line for line in hub.log) <= 15
-        assert hub.hub.reception.refused >= 300
 
 
 def test_a_site_gets_in_though_all_places_are_taken(kits, serve, monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 import hub_kits
 import pytest
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
+from support import free_port
 
 from dadplug.cli.commands import main
 from dadplug.hub import journal, status
@@ -167,9 +168,7 @@ def test_the_journal_counts_refusals_beyond_the_first_ones():
 
 @pytest.fixture
 def kits(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return hub_kits.make(tmp_path / "kits", hub=f"127.0.0.1:{port}", hub_names=[])
+    return hub_kits.make(tmp_path / "kits", hub=f"127.0.0.1:{free_port()}", hub_names=[])
 
 
 def test_the_command_serves_sites_until_it_gets_a_signal(kits, tmp_path):

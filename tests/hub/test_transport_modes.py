@@ -37,7 +37,7 @@ def train(mode: str) -> list[torch.Tensor]:
     rank = dist.get_rank()
     torch.manual_seed(3 + rank)  # the parameters of site 0 have to reach the others
     model = Recogniser()
-    reduction = dadplug.GradientReduction(model, mode=mode, timeout=30.0)
+    reduction = dadplug.GradientReduction(model, mode=mode, timeout=200.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -60,7 +60,7 @@ def train_both_ways(mode: str, kits: str) -> tuple[list[torch.Tensor], list[torc
     from dadplug.hub.transport import HubTransport
 
     plain = train(mode)
-    link = HubLink.open(Kit.load(f"{kits}/{NAMES[dist.get_rank()]}"), timeout=30.0)
+    link = HubLink.open(Kit.load(f"{kits}/{NAMES[dist.get_rank()]}"), timeout=200.0)
     over_hub = (lambda group: True), (lambda group, traffic, device, timeout, *_: HubTransport(link, traffic, timeout))
     factory.register_network(*over_hub)
     try:

@@ -87,7 +87,7 @@ def test_sums_are_exact_while_connections_are_cut(tmp_path, run):
 
 def test_several_managers_share_a_connection(tmp_path, run):
     def train():
-        with ParameterManager(timeout=20) as first, ParameterManager(timeout=20) as second:
+        with ParameterManager(timeout=200) as first, ParameterManager(timeout=200) as second:
             tables = [each.table("values", 2, rows=100) for each in (first, second)]
             keys = STRESS.torch.arange(100)
             for number, table in enumerate(tables):

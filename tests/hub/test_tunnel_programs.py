@@ -15,10 +15,10 @@ HEAD = """
 import os, signal, sys, time, torch, dadplug
 from dadplug.adapm import ParameterManager
 torch.set_num_threads(1)
-dadplug.connect(kit=sys.argv[1], timeout=60)
+dadplug.connect(kit=sys.argv[1], timeout=200)
 """
 WORKS = """
-with ParameterManager(timeout=60) as manager:
+with ParameterManager(timeout=200) as manager:
     table = manager.table("words", 4, rows=30)
     keys = torch.arange(30)
     table.push(keys, torch.ones(30, 4))
@@ -33,7 +33,7 @@ with ParameterManager(timeout=60) as manager:
     manager.barrier()
 """
 ENDS = """
-with ParameterManager(timeout=60) as manager:
+with ParameterManager(timeout=200) as manager:
     table = manager.table("words", 4, rows=30)
     manager.barrier()
     if manager.rank == 1:

@@ -219,4 +219,4 @@ def test_without_numba_torch_does_the_work(monkeypatch):
 
 def test_importing_compiles_nothing():
     code = "import sys, dadplug.lowrank.sparse; sys.exit('numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0

@@ -78,7 +78,7 @@ def test_one_site_each_on_two_machines_with_mnists_files(tmp_path):
     write_mnist(tmp_path / "mnist", samples=40)
     url = f"tcp://127.0.0.1:{support.free_port()}"
     flags = ["--dist-url", url, "--dataset", "mnist", "--data-dir", str(tmp_path / "mnist"), "--epochs", "1"]
-    first, second = support.run_programs([[MNIST, "--rank", rank, *flags] for rank in "01"], timeout=120)
+    first, second = support.run_programs([[MNIST, "--rank", rank, *flags] for rank in "01"], timeout=200)
     assert first.status == second.status == 0, first.errors + second.errors
     assert "rankdad" in first.output
     assert second.output == ""
@@ -141,7 +141,7 @@ def test_a_site_killed_in_mid_epoch_ends_the_example_with_its_name():
         assert len(sites) == 2
         signalled = sites[1]
         os.kill(signalled, signal.SIGKILL)
-        assert program.wait(100) != 0
+        assert program.wait(200) != 0
         errors = program.read()[1]
         assert re.search(rf"error: site [01] \(.*, pid {signalled}\) is gone", errors), errors
         assert "Traceback" not in errors
@@ -211,7 +211,7 @@ def test_the_seeds_example_runs_with_its_imports_changed(tmp_path):
     script.write_text(SEED_SCRIPT)
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
     command = [*launch, str(script), str(tmp_path / "data")]
-    (program,) = support.run_programs([command], folder=tmp_path, timeout=150)
+    (program,) = support.run_programs([command], folder=tmp_path, timeout=200)
     assert program.status == 0, program.errors
     assert "valid (1/1) accuracy01" in program.output
     assert program.output.count("train (1/1)") == 1

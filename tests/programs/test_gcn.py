@@ -89,7 +89,7 @@ def test_a_layer_is_the_mean_of_a_node_and_its_neighbours():
 
 def test_the_example_compares_all_ways():
     flags = ["--nodes", "2000", "--epochs", "5", "--batch-size", "64", "--split", "by-class"]
-    (only,) = support.run_programs([[EXAMPLE, *flags]], timeout=120)
+    (only,) = support.run_programs([[EXAMPLE, *flags]], timeout=200)
     assert only.status == 0, only.errors
     rows = {}
     for way in ("auto", "manual", "none", "ddp"):

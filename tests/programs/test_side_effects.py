@@ -91,7 +91,7 @@ assert random_states() == states
 
 TRAINERS = """
 rank, port = int(sys.argv[1]), sys.argv[2]
-dadplug.connect(rank, 2, f"tcp://127.0.0.1:{port}", timeout=30)
+dadplug.connect(rank, 2, f"tcp://127.0.0.1:{port}", timeout=200)
 assert sys.excepthook.__module__.startswith("torch.")  # which torch sets with each process group
 before["excepthook"] = sys.excepthook
 compare(before, "connect")
@@ -177,7 +177,7 @@ class Module(pl.LightningModule):
 def lightning_run(error):
     module = Module(error)
     data = TensorDataset(torch.randn(48, 8), torch.randint(0, 4, (48,)))
-    trainer = pl.Trainer(strategy=DADStrategy("dad", timeout=30), accelerator="cpu", devices=1, max_epochs=1,
+    trainer = pl.Trainer(strategy=DADStrategy("dad", timeout=200), accelerator="cpu", devices=1, max_epochs=1,
                          logger=False, enable_checkpointing=False, enable_progress_bar=False,
                          enable_model_summary=False)
     plain = own_state(module.net, torch.optim.SGD(module.parameters(), lr=0.1))

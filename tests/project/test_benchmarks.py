@@ -23,7 +23,7 @@ def program(name):
 
 def wander(name, steps):
     soak = program("soak")
-    verdict = soak.soak(name, argparse.Namespace(seed=0, steps=steps, delay=0.001, look=10, timeout=60))
+    verdict = soak.soak(name, argparse.Namespace(seed=0, steps=steps, delay=0.001, look=10, timeout=200))
     verdict.memory.clear()  # kernels compile in so few steps
     assert verdict.steps == steps
     assert not verdict.fault()

@@ -76,7 +76,7 @@ def run(commands: list[list[str]], folder: Path, code: str) -> None:
         if package in code:
             pytest.importorskip(package)
     preload = ["pytorch_lightning"] if "pytorch_lightning" in code else []
-    for each in support.run_programs(commands, timeout=120, folder=folder, preload=preload):
+    for each in support.run_programs(commands, timeout=200, folder=folder, preload=preload):
         assert each.status == 0, each.errors
 
 

@@ -42,7 +42,7 @@ def python(code: str, cwd: Path, *paths: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     program = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200
     )
     assert program.returncode == 0, program.stderr
     return program.stdout

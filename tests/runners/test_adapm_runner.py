@@ -163,7 +163,7 @@ class Killed(dl.Callback):
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 1), nn.Flatten(0))
 data = TensorDataset(torch.randint(30, (41,)), torch.randn(41))
-runner = AdaPMRunner(timeout=30)
+runner = AdaPMRunner(timeout=200)
 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
 runner.train(model=model, criterion=nn.MSELoss(), optimizer=optimizer, num_epochs=2,
              loaders={"train": DataLoader(data, 5, shuffle=True), "valid": DataLoader(data, 5)},

@@ -29,7 +29,7 @@ def fit(name: str, mode: str | None) -> tuple:
     torch.manual_seed(0)
     site = None if mode is None else rank()
     module = loops.PROGRAMS[name](site).double()
-    strategy = "auto" if mode is None else DADStrategy(mode, timeout=30, **MODES[mode])
+    strategy = "auto" if mode is None else DADStrategy(mode, timeout=200, **MODES[mode])
     current = loops.trainer(strategy, module)
     current.fit(module, loops.loader(module.count, site), loops.loader(2, site, seed=1))
     return module, current
@@ -132,7 +132,7 @@ def breaks(place: str, error: BaseException) -> str:
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     module = Breaks(rank(), place, error).double()
-    current = loops.trainer(DADStrategy("dad", timeout=30), module)
+    current = loops.trainer(DADStrategy("dad", timeout=200), module)
     data = loops.loader(module.count, rank())
     if place == "loader" and rank() == 0:
         data = BreakingLoader(data.dataset, batch_size=None)
@@ -180,7 +180,7 @@ def resumes(folder: str) -> None:
 
         def build(epochs: int):
             saver = pl.callbacks.ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
-            strategy = "auto" if mode is None else DADStrategy(mode, timeout=30, **MODES[mode])
+            strategy = "auto" if mode is None else DADStrategy(mode, timeout=200, **MODES[mode])
             return loops.trainer(strategy, module, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
 
         build(2).fit(module, *data)

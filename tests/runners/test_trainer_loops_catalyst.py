@@ -218,7 +218,7 @@ def breaks_everywhere() -> list[str]:
     reported = []
     for event, loader, error in EVENTS:
         model = net()
-        runner = DistributedRunner(mode="dad", split_data=False, timeout=30)
+        runner = DistributedRunner(mode="dad", split_data=False, timeout=200)
         try:
             runner.train(
                 model=model,
