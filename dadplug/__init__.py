@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     from .local_steps import LocalSGD
     from .racing import compare
     from .reduction import GradientReduction
-    from .runners import AdaPMRunner, AdaPMStrategy, DADStrategy, DistributedRunner
+    from .runners import (
+        AdaPMRunner,
+        AdaPMStrategy,
+        DADStrategy,
+        DistributedRunner,
+        LocalSGDRunner,
+        LocalSGDStrategy,
+    )
 
 _LAZY = {
     "Accumulator": "adaptive",
@@ -44,6 +51,8 @@ _LAZY = {
     "GradientReduction": "reduction",
     "Hogwild": "hogwild",
     "LocalSGD": "local_steps",
+    "LocalSGDRunner": "runners",
+    "LocalSGDStrategy": "runners",
     "MismatchError": "errors",
     "NonFiniteError": "errors",
     "ProcessFailedError": "errors",
@@ -65,6 +74,8 @@ __all__ = [
     "GradientReduction",
     "Hogwild",
     "LocalSGD",
+    "LocalSGDRunner",
+    "LocalSGDStrategy",
     "MismatchError",
     "NonFiniteError",
     "ProcessFailedError",

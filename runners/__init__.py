@@ -12,12 +12,21 @@ from ._lightning.registration import register_strategies as register_strategies
 if TYPE_CHECKING:
     from .adapm_runner import AdaPMRunner
     from .distributed_runner import DistributedRunner
-    from .pytorch_lightning import AdaPMStrategy, DADStrategy
+    from .local_sgd_runner import LocalSGDRunner
+    from .pytorch_lightning import AdaPMStrategy, DADStrategy, LocalSGDStrategy
 
-_RUNNERS = {"AdaPMRunner": "adapm_runner", "DistributedRunner": "distributed_runner"}
-_STRATEGIES = {"AdaPMStrategy": "adapm_strategy", "DADStrategy": "dad_strategy"}
+_RUNNERS = {
+    "AdaPMRunner": "adapm_runner",
+    "DistributedRunner": "distributed_runner",
+    "LocalSGDRunner": "local_sgd_runner",
+}
+_STRATEGIES = {
+    "AdaPMStrategy": "adapm_strategy",
+    "DADStrategy": "dad_strategy",
+    "LocalSGDStrategy": "local_sgd_strategy",
+}
 
-__all__ = ["AdaPMRunner", "AdaPMStrategy", "DADStrategy", "DistributedRunner"]
+__all__ = ["AdaPMRunner", "AdaPMStrategy", "DADStrategy", "DistributedRunner", "LocalSGDRunner", "LocalSGDStrategy"]
 
 
 def __getattr__(name: str) -> Any:

@@ -217,11 +217,15 @@ class DADStrategyBase(_DDPStrategy):
         if not self._skipped:
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self.reduction is not None and self.reduction.syncing:
-            self.reduction.synchronize()
+        self._synchronize()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _synchronize(self) -> None:
+        """Agree on the gradients, unless they accumulate."""
+        if self.reduction is not None and self.reduction.syncing:
+            self.reduction.synchronize()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step an optimizer; one that uses the loss gets the mean over sites, so that all sites decide alike."""

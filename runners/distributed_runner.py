@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -344,8 +345,20 @@ class DistributedRunner(SupervisedRunner):
     def reduction_states(self) -> list[Any]:
         """Gather the compressor states by rank, None for absent sites, once an epoch; all sites must call it."""
         if self._states is None or self._states[0] != self.epoch_step:
-            self._states = (self.epoch_step, self.engine.transport.gather_objects(self.reduction.state_dict()))
+            self._states = (self.epoch_step, self.engine.transport.gather_objects(self.own_state()))
         return self._states[1]
+
+    def own_state(self) -> Any:
+        """Return the compressor state of this site."""
+        return self.reduction.state_dict()
+
+    def load_states(self, states: list[Any]) -> None:
+        """Restore this site's compressor state from those of all sites, as `reduction_states` returned them."""
+        self.reduction.load_states(states)
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        """Return the context in which the optimizer takes a step."""
+        return nullcontext()
 
     def checkpoint_parts(self, *, saving: bool) -> dict[str, Any]:
         """Return the objects whose states a checkpoint holds, by Catalyst's names.

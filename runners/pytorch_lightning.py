@@ -6,6 +6,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from .adapm_strategy import AdaPMStrategyBase
 from .dad_strategy import DADStrategyBase
+from .local_sgd_strategy import LocalSGDStrategyBase
 
 
 class DADStrategy(DADStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
@@ -14,3 +15,7 @@ class DADStrategy(DADStrategyBase, DDPStrategy):  # noqa: D101  (documented in i
 
 class AdaPMStrategy(AdaPMStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
     __doc__ = AdaPMStrategyBase.__doc__
+
+
+class LocalSGDStrategy(LocalSGDStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
+    __doc__ = LocalSGDStrategyBase.__doc__

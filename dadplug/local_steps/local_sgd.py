@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -152,6 +152,11 @@ class LocalSGD(ReplicatedModel):
         """Whether the next step is a synchronous one, of the warm-up."""
         return self._warm_up is not None
 
+    @property
+    def syncing(self) -> bool:
+        """Whether gradients of synchronous steps are sent as they arrive; False inside `no_sync`."""
+        return self._warm_up is None or self._warm_up.syncing
+
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """Take a step of the optimizer, and agree with the other sites if it is time; instead of ``optimizer.step()``.
 
@@ -205,9 +210,9 @@ class LocalSGD(ReplicatedModel):
         if self._warm_up is not None:
             self._end_synchronous_step()
             return
-        samples = self._counter.of_step(
-            True, by_samples=self.local_options.weighting == "samples", alone=self.world_size == 1
-        )
+        by_samples = self.local_options.weighting == "samples"
+        trained = any(parameter.grad is not None for parameter in self.model.parameters())
+        samples = self._counter.of_step(trained, by_samples=by_samples, alone=self.world_size == 1)
         self._counter.reset()
         self._end_local_step(samples, finished=False)
 
@@ -223,7 +228,7 @@ class LocalSGD(ReplicatedModel):
             with self.stepping():
                 self.optimizer.step()
             return
-        if self._norms is not None:
+        if self._norms is not None and not self._norms.has_exchanged:
             self._norms.idle()
         self._end_local_step(0, finished=False)
 
@@ -260,14 +265,9 @@ class LocalSGD(ReplicatedModel):
         """
         return self._counter.fixed(count) if self._warm_up is None else self._warm_up.samples(count)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Hold gradients back in a synchronous step, for accumulation; in local steps nothing is sent anyway."""
-        if self._warm_up is None:
-            yield
-            return
-        with self._warm_up.no_sync():
-            yield
+        return nullcontext() if self._warm_up is None else self._warm_up.no_sync()
 
     def _end_local_step(self, weight: int, finished: bool, counted: bool = False) -> None:
         """Count a step, and agree if it is time.
@@ -386,8 +386,12 @@ class LocalSGD(ReplicatedModel):
         if self._norms is not None:
             self._norms.close()
 
-    def detach(self) -> None:
-        """Remove all hooks from the model and the optimizer. May be called twice."""
+    def detach(self, *, discard: bool = True) -> None:
+        """Remove all hooks from the model and the optimizer. May be called twice.
+
+        Args:
+            discard: without effect; as that of `GradientReduction.detach`.
+        """
         self._counter.detach()
         self._guard.remove()
         if self._warm_up is not None:

@@ -64,6 +64,11 @@ class SyncedBatchNorms:
         for size, dtype in self._last:
             self.gather(torch.zeros(size, dtype=dtype))
 
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether there has been an exchange since the last step."""
+        return bool(self._kinds)
+
     def end_step(self) -> None:
         """Remember the step's exchanges, for `idle`."""
         if self._kinds:

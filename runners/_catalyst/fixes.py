@@ -67,7 +67,8 @@ class FixedOptimizer(OptimizerCallback):
             norm = _clip(self.grad_clip_fn, runner)
             if norm is not None:
                 runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm
-            self.optimizer.step()
+            with runner.stepping():
+                self.optimizer.step()
             self.optimizer.zero_grad()
         runner.batch_metrics.update(self._get_lr_momentum_stats())
 
@@ -149,7 +150,7 @@ def load_runner(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
         setattr(runner, counter, checkpoint[counter])
     states = checkpoint.get("dadplug")
     if states is not None:
-        runner.reduction.load_states(states)
+        runner.load_states(states)
 
 
 _FIXED = {BackwardCallback: FixedBackward, OptimizerCallback: FixedOptimizer, CheckpointCallback: FixedCheckpoint}

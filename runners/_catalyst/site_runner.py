@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,12 @@ class SiteRunner(Protocol):
 
     def take_part(self) -> None:
         """Take part in the other sites' step if this site has skipped its batch."""
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        """Return the context in which the optimizer takes a step."""
+
+    def load_states(self, states: list[Any]) -> None:
+        """Restore this site's compressor state from those of all sites."""
 
     def clip_gradients(self, function: Any) -> Any:
         """Clip the agreed gradients by a function of the parameters; return what it returns."""

@@ -16,6 +16,8 @@ from typing import Any
 PACKAGES = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
 # Beside the plain name, which starts a site's processes by running the script again.
 _STARTS = {"": "popen", "_spawn": "spawn", "_notebook": "fork"}
+# Names of local steps, with the options that they stand for.
+_LOCAL: dict[str, dict[str, Any]] = {"localsgd": {}, "diloco": {"outer_lr": 0.7, "outer_momentum": 0.9}}
 
 
 def register_strategies() -> None:
@@ -50,21 +52,25 @@ def _register(package: str) -> None:
         if mode == "auto":  # Lightning's own word for a strategy that it chooses
             return
         for suffix, start_method in _STARTS.items():
-            make = functools.partial(_make, package, "DADStrategy", mode, start_method)
+            make = functools.partial(_make, package, "DADStrategy", mode=mode, start_method=start_method)
             registry.register(mode + suffix, make, description=f"dadplug: gradients agreed by {mode}", override=True)
 
     for suffix, start_method in _STARTS.items():
-        make = functools.partial(_make, package, "AdaPMStrategy", "dsgd", start_method)
+        make = functools.partial(_make, package, "AdaPMStrategy", mode="dsgd", start_method=start_method)
         description = "dadplug: embeddings in tables spread over the sites (AdaPM)"
         registry.register("adapm" + suffix, make, description=description, override=True)
+        for name, settings in _LOCAL.items():
+            make = functools.partial(_make, package, "LocalSGDStrategy", start_method=start_method, **settings)
+            description = "dadplug: sites train alone and agree on parameters now and then"
+            registry.register(name + suffix, make, description=description, override=True)
     for mode in method_names():
         add(mode)
     on_registration(add)
 
 
-def _make(package: str, strategy: str, mode: str, start_method: str, **options: Any) -> Any:
+def _make(package: str, strategy: str, **options: Any) -> Any:
     module: Any = importlib.import_module(f"..{PACKAGES[package]}", __package__)
-    return getattr(module, strategy)(mode, start_method=start_method, **options)
+    return getattr(module, strategy)(**options)
 
 
 def packages_in_use() -> list[str]:

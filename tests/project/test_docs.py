@@ -167,6 +167,8 @@ MODULES = ("dadplug", "dadplug.adapm", "dadplug.lowrank", "dadplug.hooks", "dadp
 STANDS_FOR = {
     "DADStrategy": "dadplug.runners.pytorch_lightning.DADStrategy",
     "AdaPMStrategy": "dadplug.runners.pytorch_lightning.AdaPMStrategy",
+    "LocalSGDStrategy": "dadplug.runners.pytorch_lightning.LocalSGDStrategy",
+    "LocalSGDRunner": "dadplug.runners.local_sgd_runner.LocalSGDRunner",
     "DistributedRunner": "dadplug.runners.distributed_runner.DistributedRunner",
     "AdaPMRunner": "dadplug.runners.adapm_runner.AdaPMRunner",
 }

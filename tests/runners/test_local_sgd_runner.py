@@ -1,0 +1,96 @@
+"""Catalyst's runner for local steps: equal models after each training loader, checkpoints, sites of unequal size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+pytest.importorskip("catalyst")
+from catalyst import dl
+from catalyst.core.callback import Callback
+from catalyst_training import Losses, data, net
+from dadplug.runners import DistributedRunner, LocalSGDRunner
+
+
+class Differences(Callback):
+    """Remembers, after each training loader, whether the sites' parameters differ."""
+
+    def __init__(self):
+        super().__init__(order=100)
+        self.found = []
+
+    def on_loader_end(self, runner):
+        if not runner.is_train_loader:
+            self.found.append(runner.reduction.first_difference())
+
+
+def run(runner, model, optimizer, callbacks=(), loaders=None, epochs=2, **settings):
+    loaders = loaders or {"train": DataLoader(data(), batch_size=8, shuffle=True), "valid": DataLoader(data(30, 1), 8)}
+    runner.train(
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        loaders=loaders,
+        callbacks=list(callbacks),
+        num_epochs=epochs,
+        **settings,
+    )
+    return runner
+
+
+def equals_synchronous() -> None:
+    """With SGD with momentum, the mean of parameters after every step is the synchronous step."""
+    models = [net(), net()]
+    for runner, model in zip((DistributedRunner(mode="dsgd"), LocalSGDRunner(every=1, overlap=False)), models):
+        callbacks = [dl.OptimizerCallback(metric_key="loss", accumulation_steps=2), dl.BackwardCallback("loss")]
+        run(runner, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), callbacks)
+    for one, other in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_an_agreement_after_every_step_of_sgd_is_synchronous(sites):
+    sites(2).run(equals_synchronous)
+
+
+def uneven() -> None:
+    rank = dist.get_rank()
+    for options in ({"wire": "int8", "rank": 4, "warm_up": 3}, {"outer_lr": 0.7, "outer_momentum": 0.9}):
+        model, watch = net(rank), Differences()
+        loaders = {"train": DataLoader(data(70 - 30 * rank, rank), 8), "valid": DataLoader(data(30, 9), 8)}
+        runner = LocalSGDRunner(every=3, split_data=False, **options)
+        run(runner, model, torch.optim.Adam(model.parameters(), lr=0.01), [watch], loaders, epochs=3)
+        assert watch.found == [None] * 3
+        assert runner.reduction.steps == 3 * 9
+        assert runner.loader_metrics["loss"] < 1.3
+    with pytest.raises(ValueError, match="wire"):
+        LocalSGDRunner(wire="fp4")
+
+
+def test_sites_of_unequal_size_hold_one_model_after_each_training_loader(sites):
+    sites(2).run(uneven)
+
+
+def checkpointed(folder: str, epochs: int, resume: str | None) -> tuple:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(24), nn.Linear(24, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = Losses()
+    keys = {"loader_key": "valid", "metric_key": "loss", "minimize": True}
+    checkpoint = dl.CheckpointCallback(logdir=folder, mode="runner", **keys)
+    runner = LocalSGDRunner(every=3, rank=2, wire="int8", outer_lr=0.7, outer_momentum=0.9)
+    run(runner, model, optimizer, [losses, checkpoint], epochs=epochs, resume=resume)
+    return losses.values, [value.clone() for value in runner.model.state_dict().values()]
+
+
+def test_resuming_goes_on_with_the_same_curve(sites, tmp_path):
+    straight = sites(2).run(checkpointed, str(tmp_path / "straight"), 4, None)
+    sites(2).run(checkpointed, str(tmp_path / "halted"), 2, None)
+    last = str(tmp_path / "halted" / "runner.last.pth")
+    resumed = sites(2).run(checkpointed, str(tmp_path / "resumed"), 4, last)
+    for (all_losses, parameters), (losses, others) in zip(straight, resumed):
+        assert len(losses) == len(all_losses) // 2
+        assert losses == all_losses[len(losses) :]
+        assert all(torch.equal(p, q) for p, q in zip(parameters, others))
