@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from . import adapm as adapm
     from . import hogwild as hogwild
     from . import lowrank as lowrank
+    from . import parameter_server as parameter_server
     from .adaptive import Accumulator, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .errors import MismatchError, NonFiniteError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
     from .hub.join import connect
     from .local_steps import LocalSGD
+    from .parameter_server import ParameterServer
     from .racing import compare
     from .reduction import GradientReduction
     from .runners import (
@@ -56,12 +58,14 @@ _LAZY = {
     "MismatchError": "errors",
     "NonFiniteError": "errors",
     "ProcessFailedError": "errors",
+    "ParameterServer": "parameter_server.server",
     "SiteError": "errors",
     "compare": "racing",
     "connect": "hub.join",
     "remaining_epochs_until": "adaptive",
 }
 _MODULES = ("adapm", "adaptive", "callbacks", "data", "hogwild", "hooks", "lowrank", "models", "runners")
+_MODULES = ("adapm", "adaptive", "callbacks", "data", "hooks", "lowrank", "models", "parameter_server", "runners")
 
 __all__ = [
     "Accumulator",
@@ -79,12 +83,14 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "ProcessFailedError",
+    "ParameterServer",
     "SiteError",
     "adapm",
     "compare",
     "connect",
     "hogwild",
     "lowrank",
+    "parameter_server",
     "remaining_epochs_until",
 ]
 

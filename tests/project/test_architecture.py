@@ -38,6 +38,7 @@ LAYERS = (
     "local_steps",
     "adapm",
     "hogwild",
+    "parameter_server",
     "racing",
     "cli",
     "runners",

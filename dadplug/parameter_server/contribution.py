@@ -1,0 +1,236 @@
+"""Contributions on the wire: a site's gradients as one message, and the gradient of a commit from some of them.
+
+``G = sum over contributions of w_i left_i^T right_i``, with ``w_i = n_i s_i / sum_j n_j s_j`` for n_i samples and the
+factor s_i that a late contribution has. Every site computes it from the same bytes in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MismatchError, NonFiniteError
+from ..exchange import codec
+from ..exchange.payload import FactorPayload, finite
+from ..exchange.wire import WireFormat, wire_format
+from ..methods import Method, decode
+from ..options import Options
+from ..units.base import Unit
+from ..units.factor import FactorUnit
+from .gradients import ModelGradients, UnitGradient
+
+_ROW = 512  # elements of a quantised gradient that share a scale
+
+Content = dict[str, Any]
+"""Decoded contribution: by name of a unit, its rows and its formed gradients, as `ContributionCodec.encode` packs them."""
+
+
+class ContributionCodec:
+    """Encoding of one site's gradients, and decoding of those of all sites in a commit.
+
+    Args:
+        gradients: the model's gradients.
+        method: the method.
+        options: the options.
+    """
+
+    def __init__(self, gradients: ModelGradients, method: Method, options: Options) -> None:
+        self._gradients = gradients
+        self._method = method
+        self._wire_name = options.wire
+        self._lost: dict[str, Tensor] = {}  # what rounding to int8 takes from formed gradients
+
+    def _wire(self, unit: Unit) -> WireFormat:
+        return wire_format(self._wire_name, unit.lead.dtype)
+
+    # Encoding
+
+    def encode(self, gradients: Mapping[str, UnitGradient], samples: int, settings: Any) -> bytes:
+        """Encode a contribution; state that the method keeps is that of the next one then.
+
+        Args:
+            gradients: the gradients by name of the unit.
+            samples: samples that they stand for.
+            settings: settings of the optimizer's groups.
+
+        Raises:
+            NonFiniteError: if a gradient holds NaN or Inf; nothing has changed then.
+        """
+        content: Content = {}
+        lost: dict[str, Tensor] = {}
+        weight = samples / self._gradients.reference
+        try:
+            for unit in self._gradients.units:
+                if unit.name in gradients:
+                    factor, dense = gradients[unit.name]
+                    rows = None if factor is None else self._encode_rows(unit, gradients[unit.name])
+                    formed = {name: self._encode_dense(unit, name, each, weight, lost) for name, each in dense.items()}
+                    content[unit.name] = (rows, formed)
+        except NonFiniteError:
+            for unit in self._gradients.units:
+                self._method.rollback(unit.name)
+            raise
+        for unit in self._gradients.units:
+            self._method.commit(unit.name)
+        self._lost |= lost
+        return codec.encode((settings, content))
+
+    def _encode_rows(self, unit: Unit, gradient: UnitGradient) -> tuple[Tensor | None, ...] | None:
+        factor = gradient.factor
+        assert isinstance(unit, FactorUnit)
+        assert factor is not None
+        if not factor.rows and factor.bias is None:
+            return None
+        try:
+            if factor.form.encoded:
+                payload = self._method.encode(unit.name, factor, unit.bias is not None)
+            else:
+                payload = FactorPayload(factor.deltas, factor.activations)
+        except FloatingPointError as error:
+            raise _not_finite(unit.name) from error
+        if not payload.finite():
+            raise _not_finite(unit.name)
+        wire = self._wire(unit)
+        bias = None if payload.bias is None else wire.encode(payload.bias[None])[0]
+        right = payload.right if factor.form.table_rows else wire.encode(payload.right)
+        return wire.encode(payload.left), right, bias
+
+    def _encode_dense(self, unit: Unit, name: str, gradient: Tensor, weight: float, lost: dict[str, Tensor]) -> Tensor:
+        """Encode a formed gradient times the site's samples over the reference."""
+        if not finite(gradient):
+            raise _not_finite(name)
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1) * weight
+        wire = self._wire(unit)
+        if not wire.quantised:
+            return wire.encode(flat)
+        rows = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % _ROW)).view(-1, _ROW)
+        if name in self._lost:
+            rows = rows + self._lost[name]
+        encoded = wire.encode(rows)
+        lost[name] = rows - wire.decode(encoded)
+        return encoded
+
+    # Decoding
+
+    def unpack(self, body: bytes | bytearray, site: str) -> tuple[Any, Content]:
+        """Return the settings and the content of a contribution, checked.
+
+        Args:
+            body: what `encode` has returned at its site.
+            site: name of the site, for messages.
+
+        Raises:
+            MismatchError: if it does not fit this site's model.
+        """
+        units = {unit.name: unit for unit in self._gradients.units}
+        try:
+            settings, content = codec.decode(body)
+            for name, (rows, formed) in content.items():
+                self._check(units[name], rows, formed)
+        except (codec.DamagedError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise MismatchError(f"the contribution of {site} does not fit this site's model: {error}") from error
+        return settings, content
+
+    def _check(self, unit: Unit, rows: Any, formed: Any) -> None:
+        """Raise ValueError if shapes or types of a unit's parts are not possible."""
+        wire = self._wire(unit)
+        if rows is not None:
+            left, right, bias = rows
+            assert isinstance(unit, FactorUnit)
+            out, width = unit.widths
+            expected = (len(left), wire.row_size(out))
+            if tuple(left.shape) != expected or left.dtype != wire.dtype:
+                raise ValueError(f"rows of {unit.name!r} are {left.dtype} of shape {tuple(left.shape)}")
+            if unit.form is not None and unit.form.table_rows:
+                if right.dtype not in (torch.int32, torch.int64) or len(right) != len(left):
+                    raise ValueError(f"row numbers of {unit.name!r} are {right.dtype} of shape {tuple(right.shape)}")
+                if right.numel() and not 0 <= int(right.min()) <= int(right.max()) < unit.form.table_rows:
+                    raise ValueError(f"row numbers of {unit.name!r} are out of range")
+            elif tuple(right.shape) != (len(left), wire.row_size(width)) or right.dtype != wire.dtype:
+                raise ValueError(f"rows of {unit.name!r} are {right.dtype} of shape {tuple(right.shape)}")
+            sends_bias = unit.bias is not None and self._method.traits.sends_bias
+            if (bias is not None) != sends_bias or (bias is not None and bias.numel() != wire.row_size(out)):
+                raise ValueError(f"the bias of {unit.name!r} does not fit")
+        for name, value in formed.items():
+            numel = unit.parameters[name].numel()
+            size = -(-numel // _ROW) * wire.row_size(_ROW) if wire.quantised else numel
+            if value.numel() != size or value.dtype != wire.dtype:
+                raise ValueError(f"the gradient of {name!r} has {value.numel()} elements of {value.dtype}")
+
+    def merge(
+        self, contents: Sequence[Content], samples: Sequence[float], scales: Sequence[float]
+    ) -> dict[str, dict[str, Tensor]]:
+        """Compute the gradient of a commit.
+
+        Args:
+            contents: the contributions, in the order of the commit.
+            samples: samples of each.
+            scales: factor of each.
+
+        Returns:
+            By name of the unit, the gradients of its parameters by name.
+        """
+        total = sum(count * scale for count, scale in zip(samples, scales, strict=True))
+        weights = [count * scale / total for count, scale in zip(samples, scales, strict=True)]
+        merged: dict[str, dict[str, Tensor]] = {}
+        for unit in self._gradients.units:
+            rows = [(each[unit.name][0], weight) for each, weight in zip(contents, weights, strict=True) if unit.name in each]
+            gradients = self._merge_rows(unit, [(each, weight) for each, weight in rows if each is not None])
+            for name in unit.parameters:
+                parts = [
+                    (each[unit.name][1][name], scale)
+                    for each, scale in zip(contents, scales, strict=True)
+                    if unit.name in each and name in each[unit.name][1]
+                ]
+                if parts:
+                    dense = self._sum_dense(unit, name, parts).mul_(self._gradients.reference / total)
+                    known = gradients.get(name)
+                    gradients[name] = dense if known is None else known.to_dense().reshape(-1) + dense
+            if gradients:
+                merged[unit.name] = gradients
+        return merged
+
+    def _merge_rows(self, unit: Unit, rows: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
+        if not rows:
+            return {}
+        assert isinstance(unit, FactorUnit)
+        assert unit.form is not None
+        wire, device, dtype = self._wire(unit), unit.lead.device, unit.lead.dtype
+        payloads = []
+        for (left, right, bias), _ in rows:
+            right = right if unit.form.table_rows else wire.decode(right)
+            bias = None if bias is None else wire.decode(bias[None])[0]
+            payloads.append(FactorPayload(wire.decode(left), right, bias).to(device, dtype))
+        exact = self._method.traits.exact
+        with_bias = unit.bias is not None
+        gradient, bias = decode(
+            payloads, [weight for _, weight in rows], with_bias, site_by_site=exact, form=unit.form
+        )
+        found = {unit.name: gradient}
+        if unit.bias is not None and bias is not None:
+            found[unit.bias] = bias
+        return found
+
+    def _sum_dense(self, unit: Unit, name: str, parts: Sequence[tuple[Tensor, float]]) -> Tensor:
+        """Return the sum of formed gradients, each times its factor, in the order of the commit."""
+        parameter, wire = unit.parameters[name], self._wire(unit)
+        total: Tensor | None = None
+        for encoded, scale in parts:
+            value = encoded
+            if wire.quantised:
+                value = wire.decode(encoded.view(-1, wire.row_size(_ROW))).reshape(-1)[: parameter.numel()]
+            value = value.to(parameter.device, torch.promote_types(value.dtype, torch.float32))
+            value = value * scale if scale != 1.0 else value
+            total = value.clone() if total is None else total.add_(value)
+        assert total is not None
+        return total.to(parameter.dtype)
+
+
+def _not_finite(name: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"NaN or Inf in the gradient of {name!r} of this site. Nothing has been sent, and the other sites go on; the "
+        "batch is left out if you go on, too"
+    )

@@ -1,0 +1,214 @@
+"""The log as one site sees it: contributions that it sends, and commits that arrive."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..errors import MismatchError, SiteError
+from ..exchange import Traffic, codec
+from ..exchange.sites import Sites
+from .sequencer import Decision, Entry
+from .streams import Frame, Kind, StreamThread
+
+
+class Commit(NamedTuple):
+    """Entry of the log with the contributions that it commits.
+
+    Attributes:
+        decision: the entry.
+        bodies: the contributions' content, in the entry's order.
+    """
+
+    decision: Decision
+    bodies: tuple[bytes | bytearray, ...]
+
+
+class Log:
+    """Connection of one site to the sequencer.
+
+    Args:
+        connected: the socket.
+        sequencer: rank of the site at which the sequencer is.
+        sites: the sites by name.
+        limit: bytes of the largest contribution.
+        silence: seconds of silence after which the sequencer counts as lost.
+        timeout: seconds that a wait may take.
+        traffic: meter of sent bytes.
+
+    Attributes:
+        left: by rank, the reason why a site has left, in the order in which they did.
+        outstanding: number of this site's contributions that are neither committed nor dropped.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        sequencer: int,
+        sites: Sites,
+        limit: int,
+        silence: float,
+        timeout: float,
+        traffic: Traffic,
+    ) -> None:
+        self.left: dict[int, str] = {}
+        self.outstanding = 0
+        self._sequencer = sequencer
+        self._sites = sites
+        self._timeout = timeout
+        self._traffic = traffic
+        self._count = 0  # contributions of this site
+        self._awaited: list[int] = []  # by the sequencer
+        self._bodies: dict[tuple[int, int], bytes | bytearray] = {}
+        self._ended: dict[int, bytes | bytearray] = {}  # what sites have sent at the end of the phase
+        self._commits: deque[Commit] = deque()
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread = StreamThread(
+            "dadplug-log", {sequencer: connected}, limit, silence, traffic, self._on_frames, self._on_lost
+        )
+        self._thread.start()
+
+    # This site's messages
+
+    @property
+    def blocked(self) -> bool:
+        """Whether this site's last contribution has not left yet."""
+        return self._thread.blocked(self._sequencer)
+
+    def contribute(self, base: int, reached: int, samples: int, body: bytes) -> None:
+        """Send a contribution.
+
+        Args:
+            base: version that it was computed at.
+            reached: version at which this site goes on.
+            samples: samples that it stands for.
+            body: its content.
+        """
+        rank = self._sites.rank
+        with self._changed:
+            number, self._count = self._count, self._count + 1
+            self._bodies[rank, number] = body
+            self.outstanding += 1
+        self._thread.send(self._sequencer, Frame(Kind.CONTRIBUTION, rank, number, base, reached, samples, body))
+
+    def reach(self, version: int) -> None:
+        """Send the version at which this site goes on."""
+        self._thread.send(self._sequencer, Frame(Kind.REACHED, self._sites.rank, reached=version))
+
+    def finish(self, body: bytes) -> None:
+        """Send that this site has no further contribution in this phase.
+
+        Args:
+            body: what the other sites need at the end of the phase.
+        """
+        with self._changed:
+            self._ended[self._sites.rank] = body
+        self._thread.send(self._sequencer, Frame(Kind.FINISH, self._sites.rank, body=body))
+
+    def leave(self, reason: str) -> None:
+        """Send that this site leaves, and close the connection. May be called twice."""
+        self._thread.send(self._sequencer, Frame(Kind.BYE, self._sites.rank, body=reason.encode()))
+        self._thread.close()
+
+    # What arrives
+
+    def take(self) -> list[Commit]:
+        """Return the entries that have arrived since the last call.
+
+        Raises:
+            SiteError: if the sequencer is lost, and nothing is left to take.
+        """
+        with self._changed:
+            commits = list(self._commits)
+            self._commits.clear()
+            if not commits and self._error is not None:
+                raise self._failure()
+            return commits
+
+    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait until an entry has arrived.
+
+        Args:
+            until: ends the wait, too, once it holds; called with the log's lock held.
+
+        Raises:
+            SiteError: if the sequencer is lost, or nothing arrives within the timeout; the message names the sites that
+                the sequencer waits for.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._traffic.waiting(), self._changed:
+            while not self._commits and not until():
+                if self._error is not None:
+                    raise self._failure()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    names = ", ".join(self._sites[site] for site in self._awaited if site != self._sites.rank)
+                    raise SiteError(
+                        f"no contribution has been committed for {self._timeout:g} s: the sequencer waits for "
+                        f"{names or self._sites[self._sequencer]}"
+                    )
+                self._changed.wait(left)
+
+    def ended(self) -> dict[int, bytes | bytearray]:
+        """Return what each site has sent at the end of the phase, by rank in ascending order, and forget it."""
+        with self._changed:
+            ended, self._ended = self._ended, {}
+            return dict(sorted(ended.items()))
+
+    def _failure(self) -> Exception:
+        error = self._error
+        assert error is not None
+        if isinstance(error, (SiteError, MismatchError)):
+            return error
+        if isinstance(error, TimeoutError):
+            return SiteError(f"{self._sites[self._sequencer]}, which has the sequencer, does not answer: {error}")
+        lost = self._sites.lost(error, self._timeout, self._sequencer)
+        self._error = SiteError(f"{lost} (it has the sequencer, without which training cannot go on)")
+        return self._error
+
+    def _on_lost(self, _: int, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _on_frames(self, frames: list[tuple[int, Frame]]) -> None:
+        with self._changed:
+            for _, frame in frames:
+                try:
+                    self._handle(frame)
+                except (KeyError, TypeError, ValueError) as error:
+                    self._error = MismatchError(
+                        f"{self._sites[self._sequencer]}, which has the sequencer, has sent a {frame.kind.name} that "
+                        f"does not fit: {error}"
+                    )
+            self._changed.notify_all()
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind is Kind.CONTRIBUTION:
+            self._bodies[frame.site, frame.number] = frame.body
+        elif frame.kind is Kind.FINISH:
+            self._ended[frame.site] = frame.body
+        elif frame.kind is Kind.DECISION:
+            self._append(frame.body)
+        elif frame.kind is Kind.ALIVE:
+            self._awaited = [site for site in codec.decode(frame.body) if 0 <= site < len(self._sites)]
+        elif frame.kind is Kind.LEFT:
+            reason = frame.body.decode(errors="replace")
+            self.left[frame.site] = reason
+            if frame.site == self._sites.rank:
+                self._error = SiteError(f"the sequencer goes on without this site: {reason}")
+
+    def _append(self, body: bytes | bytearray) -> None:
+        version, entries, dropped, over = codec.decode(body)
+        decision = Decision(int(version), tuple(Entry(*each) for each in entries), dropped, bool(over))
+        for key in dropped:
+            del self._bodies[key]
+        bodies = tuple(self._bodies.pop((each.site, each.number)) for each in decision.entries)
+        own = self._sites.rank
+        self.outstanding -= sum(site == own for site, *_ in [*decision.entries, *dropped])
+        self._commits.append(Commit(decision, bodies))

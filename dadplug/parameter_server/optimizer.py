@@ -1,0 +1,124 @@
+"""Optimizer that makes its steps from the log, by the settings that the log contains."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MismatchError
+from ..exchange import codec
+
+Settings = list[dict[str, Any]]
+"""By parameter group, the values of its settings by name: learning rate, momentum, betas and so on."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class LoggedOptimizer:
+    """An optimizer whose steps take place where the log says so.
+
+    The settings of its groups travel with each contribution, and those of the first contribution of a commit hold for
+    the commit's step: learning rates that schedulers change at each site would differ at one version otherwise.
+
+    Args:
+        optimizer: the optimizer.
+        model: the model.
+
+    Raises:
+        ValueError: if the optimizer cannot be used.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("a ParameterServer cannot use LBFGS, whose step computes the gradient several times")
+        self._optimizer = optimizer
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._applying = False
+        self._guard: Any = None
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), Tensor):
+                raise ValueError("a ParameterServer needs a learning rate that is a number, not a tensor")
+            if any(id(parameter) not in self._names for parameter in group["params"]):
+                raise ValueError("the optimizer has parameters that are not the model's")
+
+    def describe(self) -> dict[str, str]:
+        """Return what has to be the same at all sites: parameter groups, their settings, and state."""
+        described = {"optimizer": type(self._optimizer).__name__}
+        for number, (group, settings) in enumerate(zip(self._optimizer.param_groups, self.settings(), strict=True)):
+            described[f"parameter group {number} of the optimizer"] = ", ".join(
+                self._names[id(parameter)] for parameter in group["params"]
+            )
+            described |= {f"{name} of parameter group {number}": repr(value) for name, value in settings.items()}
+        state = self._optimizer.state_dict()["state"]
+        described["state of the optimizer"] = hashlib.sha256(codec.encode(state)).hexdigest()[:16] if state else "none"
+        return described
+
+    def settings(self) -> Settings:
+        """Return the present settings of the groups."""
+        return [
+            {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
+            for group in self._optimizer.param_groups
+        ]
+
+    def step(self, settings: Any, scale: float) -> None:
+        """Make a step with the gradients in ``.grad``.
+
+        Args:
+            settings: the settings of the groups, from a contribution.
+            scale: factor of the learning rates.
+
+        Raises:
+            MismatchError: if the settings are not those of this optimizer's groups.
+        """
+        own = self.settings()
+        if not _alike(own, settings):
+            raise MismatchError("a contribution has other settings of the optimizer's groups than this site's optimizer")
+        self._load(settings)
+        for group in self._optimizer.param_groups:
+            if scale != 1.0:
+                group["lr"] = group["lr"] * scale
+        self._applying = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._applying = False
+            self._load(own)
+
+    def _load(self, settings: Settings) -> None:
+        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(values)
+
+    def guard(self) -> None:
+        """Raise an error from now on where the program itself calls the optimizer's ``step``."""
+        self._guard = self._optimizer.register_step_pre_hook(self._check)
+
+    def _check(self, *_: Any) -> None:
+        if not self._applying:
+            raise RuntimeError("server.step() makes the optimizer's steps: call it in place of optimizer.step()")
+
+    def release(self) -> None:
+        """Let the program call the optimizer's ``step`` again."""
+        if self._guard is not None:
+            self._guard.remove()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(each) for each in value)
+    return type(value) in _PLAIN
+
+
+def _alike(own: Settings, other: Any) -> bool:
+    """Return whether settings have the same names, with values of the same types."""
+    if not isinstance(other, list) or len(own) != len(other):
+        return False
+    return all(
+        isinstance(theirs, dict)
+        and ours.keys() == theirs.keys()
+        and all(_is_plain(value) for value in theirs.values())
+        for ours, theirs in zip(own, other, strict=True)
+    )

@@ -1,0 +1,76 @@
+"""Rules by which contributions are committed: options of the parameter server, checked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LATE = ("scale", "drop", "keep")
+MODES = ("dsgd", "dad", "rankdad")
+
+
+class Rules(NamedTuple):
+    """Rules of a sequencer. Made by `make_rules`, which checks them.
+
+    Attributes:
+        staleness: the largest number of versions between the one that a contribution was computed at and the one that
+            it is committed to.
+        quorum: number of sites whose contributions make a commit.
+        late: ``"scale"``, ``"drop"`` or ``"keep"``.
+    """
+
+    staleness: int
+    quorum: int
+    late: str
+
+    def scale(self, age: int) -> float:
+        """Return the factor of the learning rate for a contribution.
+
+        Args:
+            age: number of versions τ that have been committed since it was computed.
+        """
+        return 1.0 / (1 + age) if self.late == "scale" else 1.0
+
+
+def make_rules(staleness: object, quorum: object, late: object) -> Rules:
+    """Check the options of a parameter server that do not depend on the sites.
+
+    Args:
+        staleness: a whole number of at least 0.
+        quorum: a whole number of at least 1.
+        late: one of `LATE`.
+
+    Raises:
+        ValueError: if one of them is not valid.
+    """
+    if not _is_whole(staleness, 0):
+        raise ValueError(f"staleness must be a whole number of at least 0, got {staleness!r}")
+    if not _is_whole(quorum, 1):
+        raise ValueError(f"quorum must be a whole number of at least 1, got {quorum!r}")
+    if late not in LATE:
+        raise ValueError(f"unknown late {late!r}; valid ones are {', '.join(map(repr, LATE))}")
+    assert isinstance(staleness, int)
+    assert isinstance(quorum, int)
+    assert isinstance(late, str)
+    return Rules(staleness, quorum, late)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_mode(mode: object) -> None:
+    """Raise ValueError if a method cannot be used with a parameter server.
+
+    Args:
+        mode: value of the option ``mode``.
+    """
+    if mode in MODES:
+        return
+    reasons = {
+        "edad": "mode 'edad' recomputes deltas from the rows of all sites in one step, which are not there",
+        "powersgd": "mode 'powersgd' sums over all sites twice in each step",
+        "topk": "mode 'topk' is not built for it",
+        "auto": "mode 'auto' chooses paths by the time of synchronous steps",
+    }
+    reason = reasons.get(str(mode), f"unknown mode {mode!r}")
+    raise ValueError(f"{reason}; valid modes of a parameter server are {', '.join(map(repr, MODES))}")

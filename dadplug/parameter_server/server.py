@@ -1,0 +1,306 @@
+"""Parameter server without parameters: sites send gradients, and all apply one log of them in the same order."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..exchange.exit_reasons import add_announcer, remove_announcer
+from ..methods import Quality, loss_scale, make_method
+from ..model_sync.replicated_model import ReplicatedModel
+from ..model_sync.samples import SampleCounter
+from ..options import Options
+from ..units.base import Unit
+from ..units.factor import FactorUnit
+from .averages import average_buffers, pack_buffers
+from .connect import connect_star
+from .contribution import ContributionCodec
+from .gradients import HeldGradients, ModelGradients
+from .log import Commit, Log
+from .optimizer import LoggedOptimizer
+from .rules import check_mode, make_rules
+from .service import SequencerService
+
+_LEAST_LIMIT = 1 << 26  # bytes of a contribution that are possible in any case
+_NOT_BUILT = ("sync_batchnorm", "min_sites", "hierarchy", "bucket_mb", "density")
+
+
+class ParameterServer(ReplicatedModel):
+    """Asynchronous training: each site sends its gradients, and nobody waits for the parameters of others.
+
+    No parameters travel. Each site sends its gradient, compressed as in `dadplug.GradientReduction`. A sequencer, which
+    one site starts, orders these contributions in a log. Every site applies the log with its own optimizer, so that
+    replicas of one version have the same bits. At the start all sites get rank 0's parameters and buffers.
+
+    Args:
+        model: the model, on its device, the same on all sites but for the values of its parameters.
+        optimizer: the optimizer of the model's parameters; `step` and `finish` call its ``step``.
+        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``: how gradients are encoded.
+        staleness: the largest number of versions by which a gradient may be late. With 0, all steps are synchronous.
+        quorum: number of sites whose gradients make a commit; 1 for asynchronous steps.
+        late: what is done with a gradient that is τ > 0 versions late: ``"scale"`` multiplies the learning rate by
+            ``1 / (1 + τ)``, ``"keep"`` does not, ``"drop"`` drops it where τ is above `staleness`; fast sites do not
+            wait then.
+        site_timeout: seconds of silence after which a site counts as lost; the others go on.
+        process_group: the processes that are the sites; the default group where None.
+        options: `rank`, `iterations`, `tolerance`, `warm_start`, `error_feedback`, `weighting`, `wire`, `dense`,
+            `share_inputs`, `average_buffers` and `timeout`, see `dadplug.options.Options`.
+
+    Attributes:
+        version: number of commits that this site has applied.
+        dropped: number of this site's contributions that have been dropped as too late.
+
+    Raises:
+        ValueError: if an option is unknown, its value not valid, or the optimizer cannot be used.
+        MismatchError: if models, options or optimizers differ between sites.
+        SiteError: if a site is gone or does not answer.
+
+    Example:
+        >>> server = ParameterServer(model, optimizer, mode="rankdad", rank=8, staleness=8)
+        >>> for inputs, targets in loader:
+        ...     criterion(model(inputs), targets).backward()
+        ...     server.step()
+        >>> server.finish()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mode: str = "rankdad",
+        *,
+        staleness: int = 8,
+        quorum: int = 1,
+        late: str = "scale",
+        site_timeout: float = 30.0,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        check_mode(mode)
+        for name in _NOT_BUILT:
+            if name in options:
+                raise ValueError(f"a ParameterServer has no option {name!r}")
+        self._rules = make_rules(staleness, quorum, late)
+        self._optimizer = LoggedOptimizer(optimizer, model)
+        super().__init__(model, process_group, Options.create(mode=mode, site_timeout=site_timeout, **options))
+        if quorum > self.world_size:
+            raise ValueError(f"quorum={quorum} needs as many sites, and there are {self.world_size}")
+        self.version = 0
+        self.dropped = 0
+        self._method = make_method(self.options)
+        self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
+        self._gradients = ModelGradients(model, self._method, self.options, self._arrived)
+        self._codec = ContributionCodec(self._gradients, self._method, self.options)
+        self._held = HeldGradients()
+        self._pending = self._scaled = self._detached = False
+        self._reported: set[int] = set()  # sites of which a warning has been given that they have left
+        loss_scale.watch()
+        self._connect()
+        self._optimizer.guard()
+        self.traffic.start()
+
+    def _connect(self) -> None:
+        """Start the sequencer at site 0, and connect this site to it."""
+        options = self.options
+        parameters = list(self.model.parameters())
+        limit = _LEAST_LIMIT + 16 * sum(each.numel() * each.element_size() for each in parameters)
+        own, served = connect_star(self._transport, 0, options.timeout)
+        self._service: SequencerService | None = None
+        if served:
+            self._service = SequencerService(served, served, self._rules, limit, options.site_timeout)
+        sites = self._transport.sites
+        self._log = Log(own, 0, sites, limit, options.site_timeout, options.timeout, self.traffic)
+        add_announcer(self._announce)
+
+    def _announce(self, reason: str, _: bool) -> None:
+        self._log.leave(reason)
+
+    def _describe(self) -> dict[str, str]:
+        rules = {f"option {name}": repr(value) for name, value in self._rules._asdict().items()}
+        return super()._describe() | rules | self._optimizer.describe()
+
+    # Backward
+
+    def _before_forward(self) -> None:
+        self._gradients.check_unchanged()
+
+    def _drop_cleared(self) -> None:
+        if self._gradients.drop_cleared():
+            self._counter.discard()
+            self._pending = False
+
+    def _arrived(self, unit: Unit) -> None:
+        unit.arrivals += 1
+        self._pending = True
+        self._scaled |= loss_scale.running().value != 1.0
+        if isinstance(unit, FactorUnit):
+            unit.prepare(self._counter.owned, exact=self._method.traits.exact)
+        self._gradients.record_arrival(unit)
+        if isinstance(unit, FactorUnit):
+            unit.show_arrival()
+            unit.keep(self._counter.owned)
+
+    # Steps
+
+    def step(self) -> None:
+        """Send the gradients of the backward passes since the last call, and apply what has been committed.
+
+        It clears the gradients. It does not wait, unless this site has more than `staleness` contributions that are not
+        committed yet. A contribution that cannot leave, since the last one has not left yet, is held and sent together
+        with the next one.
+
+        Raises:
+            NonFiniteError: if this site's gradients hold NaN or Inf; nothing has been sent then.
+            SiteError: if the sequencer's site is gone, or nothing is committed within the timeout.
+            MismatchError: if a contribution of another site does not fit this site's model.
+        """
+        self._gradients.check_unchanged()
+        self._collect()
+        self._apply_arrived()
+        if self._held.samples and (not self._log.blocked or self._log.outstanding >= self._rules.staleness):
+            self._send()
+        before, waits = self.version, self._log.outstanding > self._rules.staleness
+        while self._log.outstanding > self._rules.staleness:
+            self._log.wait(lambda: self._log.outstanding <= self._rules.staleness)
+            self._apply_arrived()
+        self._apply_arrived()  # what has arrived meanwhile
+        if waits and self._rules.staleness and self.version > before and not self._held.samples:
+            self._log.reach(self.version)
+        self._warn_of_left()
+        self.traffic.end_step()
+
+    def _collect(self) -> None:
+        """Move the gradients of the model to those that are held."""
+        self._drop_cleared()
+        self._counter.follow()
+        by_samples = self.options.weighting == "samples"
+        samples = self._counter.of_step(self._pending, by_samples=by_samples, alone=self.world_size == 1)
+        if self._scaled:
+            self._gradients.discard()
+            self._end_collection()
+            raise ValueError(
+                "a ParameterServer cannot train with a GradScaler, whose scale each site changes on its own: use "
+                "bfloat16, which needs none"
+            )
+        if not self._gradients.reference:
+            self._gradients.complete(self._transport, samples)
+        taken = self._gradients.take()
+        self._end_collection()
+        if taken and samples:
+            self._held.add(taken, samples, self.version)
+
+    def _end_collection(self) -> None:
+        self._epoch_samples += self._counter.count
+        self._counter.reset()
+        self._method.loss_scales.end_step()
+        self._pending = self._scaled = False
+
+    def _send(self) -> None:
+        """Send what is held."""
+        held, self._held = self._held, HeldGradients()
+        body = self._codec.encode(held.mean(), held.samples, self._optimizer.settings())
+        self._log.contribute(held.base, self.version, held.samples, body)
+
+    def _apply_arrived(self) -> bool:
+        """Apply the commits that have arrived; return whether the phase is over."""
+        over = False
+        for commit in self._log.take():
+            self._apply(commit)
+            over |= commit.decision.over
+        return over
+
+    def _apply(self, commit: Commit) -> None:
+        """Make the optimizer's step of one commit."""
+        decision = commit.decision
+        self.dropped += sum(site == self.site_rank for site, _ in decision.dropped)
+        if not decision.entries:
+            return
+        sites = self._transport.sites
+        unpacked = [
+            self._codec.unpack(body, sites[entry.site])
+            for entry, body in zip(decision.entries, commit.bodies, strict=True)
+        ]
+        samples = [float(entry.samples) for entry in decision.entries]
+        scales = [entry.scale for entry in decision.entries]
+        with torch.no_grad():
+            self._gradients.write(self._codec.merge([content for _, content in unpacked], samples, scales))
+        scale = sum(count * each for count, each in zip(samples, scales, strict=True)) / sum(samples)
+        self._optimizer.step(unpacked[0][0], scale)
+        self._gradients.clear()
+        self.version = decision.version
+
+    def finish(self) -> None:
+        """End a phase of training: send what is held, and wait until all sites have done so and all is applied.
+
+        All sites must call it, each after its last batch; sites that have left are not waited for. Afterwards the
+        replicas have the same bits, and float buffers are averaged over sites unless ``average_buffers=False``.
+        Training may go on.
+
+        Raises:
+            SiteError: if the sequencer's site is gone, or a site does not call it within the timeout.
+        """
+        self._collect()
+        self._apply_arrived()
+        if self._held.samples:
+            self._send()
+        averages = self.options.average_buffers
+        self._log.finish(pack_buffers(self.model, self._epoch_samples) if averages else b"")
+        while not self._apply_arrived():
+            self._log.wait()
+        ended = self._log.ended()
+        if averages:
+            average_buffers(self.model, ended, self._transport.sites)
+        self._epoch_samples = 0
+        self._warn_of_left()
+        self.traffic.end_step()
+
+    def samples(self, count: int) -> Any:
+        """State the number of samples of the forward passes inside, where the inputs' first dimension is not that.
+
+        Args:
+            count: number of samples of all these passes.
+
+        Returns:
+            A context manager.
+        """
+        return self._counter.fixed(count)
+
+    # Sites
+
+    def _warn_of_left(self) -> None:
+        for site, reason in list(self._log.left.items()):
+            if site not in self._reported:
+                self._reported.add(site)
+                warnings.warn(f"{self._transport.sites[site]} has left, and the others go on: {reason}", stacklevel=3)
+
+    @property
+    def present_sites(self) -> list[int]:
+        """Ranks of the sites that have not left."""
+        return [rank for rank in range(self.world_size) if rank not in self._log.left]
+
+    @property
+    def quality(self) -> dict[str, Quality]:
+        """Effective rank and relative residual of this site's compressed gradients, by name of the weight."""
+        return self._method.quality()
+
+    def abort(self, reason: str) -> None:
+        self._announce(reason, False)
+        super().abort(reason)
+
+    def detach(self) -> None:
+        """Remove all hooks from the model, and leave the others; call `finish` before. May be called twice."""
+        if self._detached:
+            return
+        self._detached = True
+        remove_announcer(self._announce)
+        self._gradients.release()
+        self._counter.detach()
+        self._optimizer.release()
+        loss_scale.unwatch()
+        self._log.leave("it has called detach()")
+        if self._service is not None:
+            self._service.close()

@@ -1,0 +1,104 @@
+"""Service of the sequencer: receives contributions, passes them on to the other sites, and sends them the log."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping
+
+from ..exchange import codec
+from .rules import Rules
+from .sequencer import Decision, SequenceError, Sequencer
+from .streams import Frame, Kind, StreamThread
+
+
+class SequencerService:
+    """Sequencer with a connection to each site, in a thread of its own.
+
+    A contribution is passed on as soon as all of it is here, before it is committed; then only the decision is missing
+    at the other sites. A contribution of which a part is here when its site leaves is dropped.
+
+    Args:
+        sockets: connected sockets, by rank of the site at the other end.
+        contributors: ranks of the sites that contribute; the others receive the log.
+        rules: rules of the sequencer.
+        limit: bytes of the largest contribution.
+        timeout: seconds of silence after which a site counts as lost.
+    """
+
+    def __init__(
+        self,
+        sockets: Mapping[int, socket.socket],
+        contributors: Collection[int],
+        rules: Rules,
+        limit: int,
+        timeout: float,
+    ) -> None:
+        self._sequencer = Sequencer(contributors, rules)
+        self._contributors = set(contributors)
+        self._connected = set(sockets)
+        self._thread = StreamThread(
+            "dadplug-sequencer", sockets, limit, timeout, None, self._on_frames, self._on_lost, self._awaited
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the connections after sending the last frames."""
+        self._thread.close()
+
+    def _awaited(self) -> bytes:
+        return codec.encode(self._sequencer.awaited)
+
+    def _on_frames(self, frames: list[tuple[int, Frame]]) -> None:
+        for site, frame in frames:
+            if site not in self._connected:
+                continue
+            try:
+                self._handle(site, frame)
+            except SequenceError as error:
+                self._leave(site, f"the sequencer has refused it: {error}")
+        self._decide()
+
+    def _handle(self, site: int, frame: Frame) -> None:
+        if frame.kind is Kind.ALIVE:
+            return
+        if frame.kind is Kind.BYE:
+            self._leave(site, frame.body.decode(errors="replace"))
+            return
+        if site not in self._contributors or frame.site != site:
+            raise SequenceError(f"site {site} has sent a {frame.kind.name} of site {frame.site}")
+        if frame.kind is Kind.CONTRIBUTION:
+            self._sequencer.contribute(site, frame.number, frame.base, frame.reached, frame.samples)
+        elif frame.kind is Kind.REACHED:
+            self._sequencer.reach(site, frame.reached)
+            return
+        elif frame.kind is Kind.FINISH:
+            self._sequencer.finish(site)
+        else:
+            raise SequenceError(f"a site sends no {frame.kind.name}")
+        self._send_all(frame, besides=site)
+
+    def _decide(self) -> None:
+        while (decision := self._sequencer.decide()) is not None:
+            self._send_all(Frame(Kind.DECISION, body=pack(decision)))
+
+    def _on_lost(self, site: int, error: Exception) -> None:
+        self._leave(site, str(error))
+        self._decide()
+
+    def _leave(self, site: int, reason: str) -> None:
+        if site in self._connected:
+            self._connected.discard(site)
+            if site in self._contributors:
+                self._sequencer.leave(site)
+            self._send_all(Frame(Kind.LEFT, site, body=reason.encode()), besides=None)
+            self._thread.drop(site)
+
+    def _send_all(self, frame: Frame, besides: int | None = None) -> None:
+        for peer in list(self._connected):
+            if peer != besides:
+                self._thread.send(peer, frame)
+
+
+def pack(decision: Decision) -> bytes:
+    """Return a decision as bytes, for `unpack`."""
+    return codec.encode((decision.version, [tuple(each) for each in decision.entries], decision.dropped, decision.over))

@@ -1,0 +1,321 @@
+"""Streams of frames: the messages between a site and the sequencer, and the thread that sends and receives them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from enum import IntEnum
+from typing import NamedTuple
+
+from ..exchange import Traffic
+
+_HEAD = struct.Struct("<BxHxxxxQQQQQ")  # kind, site, number, base, reached, samples, bytes of the body
+_CHUNK = 1 << 18  # bytes read at a time
+_SEND_BUFFER = 1 << 17  # bytes that the kernel holds: more would hide that contributions do not get away
+_BEATS = 6  # heartbeats within the time after which a silent site counts as lost
+_CLOSE_SECONDS = 5.0  # to send the last frames
+
+
+class Kind(IntEnum):
+    """Kinds of frames."""
+
+    CONTRIBUTION = 1
+    """A contribution: from its site to the sequencer, and on to the other sites."""
+    REACHED = 2
+    """The version that a site goes on at."""
+    FINISH = 3
+    """A site has no further contribution in this phase; with its buffers, which are passed on."""
+    DECISION = 4
+    """An entry of the log."""
+    LEFT = 5
+    """A site has left; the body is the reason."""
+    ALIVE = 6
+    """Heartbeat; that of the sequencer names the sites that it waits for."""
+    BYE = 7
+    """A site closes its connection; the body is the reason."""
+
+
+class Frame(NamedTuple):
+    """Message between a site and the sequencer.
+
+    Attributes:
+        kind: its kind.
+        site: the site that it is from, or about.
+        number: number of the contribution among those of its site.
+        base: version that it was computed at.
+        reached: version that the site goes on at.
+        samples: samples that it stands for.
+        body: further content.
+    """
+
+    kind: Kind
+    site: int = 0
+    number: int = 0
+    base: int = 0
+    reached: int = 0
+    samples: int = 0
+    body: bytes | bytearray = b""
+
+
+class FrameError(ConnectionError):
+    """Data from the other end is no frame, or one that is too large."""
+
+
+class _Stream:
+    """Frames over one socket. `send` and `flush` may be called from any thread, `read` from one.
+
+    Args:
+        connected: the socket.
+        limit: bytes of the largest body.
+    """
+
+    def __init__(self, connected: socket.socket, limit: int) -> None:
+        connected.setblocking(False)
+        with suppress(OSError):
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        if connected.family in (socket.AF_INET, socket.AF_INET6):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connected
+        self.heard = self.sent = time.monotonic()
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._outgoing: deque[memoryview] = deque()
+        self._head = bytearray(_HEAD.size)
+        self._frame: Frame | None = None  # of which a part has arrived
+        self._missing = memoryview(self._head)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether there is data that the kernel had no room for."""
+        return bool(self._outgoing)
+
+    def send(self, frame: Frame) -> int:
+        """Send a frame without blocking; return its bytes."""
+        head = _HEAD.pack(*frame[:-1], len(frame.body))
+        with self._lock:
+            self._outgoing.append(memoryview(head))
+            if frame.body:
+                self._outgoing.append(memoryview(frame.body))
+            self._write()
+        return len(head) + len(frame.body)
+
+    def flush(self) -> None:
+        """Send what the kernel has room for."""
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        while self._outgoing:
+            try:
+                count = self.socket.sendmsg(list(self._outgoing)[:64])
+            except BlockingIOError:
+                return
+            except OSError:  # the next read reports it
+                self._outgoing.clear()
+                return
+            self.sent = time.monotonic()
+            while self._outgoing and count >= self._outgoing[0].nbytes:
+                count -= self._outgoing.popleft().nbytes
+            if count:
+                self._outgoing[0] = self._outgoing[0][count:]
+
+    def read(self) -> list[Frame]:
+        """Return the frames that have arrived.
+
+        Raises:
+            ConnectionError: if the connection is closed, or the data is no frame.
+        """
+        frames: list[Frame] = []
+        left = _CHUNK  # then others have their turn
+        while left > 0:
+            try:
+                count = self.socket.recv_into(self._missing)
+            except BlockingIOError:
+                break
+            if not count:
+                raise ConnectionError("the connection was closed")
+            self.heard = time.monotonic()
+            left -= count
+            self._missing = self._missing[count:]
+            if not self._missing.nbytes:
+                self._advance(frames)
+        return frames
+
+    def _advance(self, frames: list[Frame]) -> None:
+        """Go on after the head or the body of a frame has arrived."""
+        if self._frame is None:
+            number, site, *numbers, size = _HEAD.unpack(self._head)
+            if number not in Kind._value2member_map_ or size > self._limit:
+                raise FrameError(f"a frame of kind {number} with {size} bytes: at most {self._limit} are possible")
+            self._frame = Frame(Kind(number), site, *numbers, bytearray(size))
+        else:
+            size = 0
+        if size:
+            self._missing = memoryview(self._frame.body)
+        else:
+            frames.append(self._frame)
+            self._frame, self._missing = None, memoryview(self._head)
+
+
+class StreamThread:
+    """Thread that sends and receives the frames of some connections, and sends heartbeats.
+
+    The functions are called in the thread, one at a time. `send` may be called from any thread.
+
+    Args:
+        name: name of the thread.
+        sockets: connected sockets by rank of the site at the other end.
+        limit: bytes of the largest body.
+        timeout: seconds of silence after which a connection counts as lost.
+        traffic: meter of sent bytes; None to count nothing.
+        on_frames: called with the frames that have arrived, as pairs of rank and frame.
+        on_lost: called with the rank and the error of a connection that is lost.
+        heartbeat: returns the body of a heartbeat.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sockets: Mapping[int, socket.socket],
+        limit: int,
+        timeout: float,
+        traffic: Traffic | None,
+        on_frames: Callable[[list[tuple[int, Frame]]], None],
+        on_lost: Callable[[int, Exception], None],
+        heartbeat: Callable[[], bytes] = bytes,
+    ) -> None:
+        self._timeout = timeout
+        self._traffic = traffic
+        self._on_frames = on_frames
+        self._on_lost = on_lost
+        self._heartbeat = heartbeat
+        self._streams = {peer: _Stream(each, limit) for peer, each in sockets.items()}
+        self._selector = selectors.DefaultSelector()
+        self._wake_writer, self._wake_reader = socket.socketpair()
+        for end in (self._wake_writer, self._wake_reader):
+            end.setblocking(False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        for peer, stream in self._streams.items():
+            self._selector.register(stream.socket, selectors.EVENT_READ, peer)
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _open.add(self)
+
+    def start(self) -> None:
+        """Begin to send and receive."""
+        self._thread.start()
+
+    def send(self, peer: int, frame: Frame) -> None:
+        """Send a frame to a site without blocking; nothing happens if the connection is lost."""
+        stream = self._streams.get(peer)
+        if stream is not None:
+            count = stream.send(frame)
+            if self._traffic is not None:
+                self._traffic.add(count)
+            if stream.blocked and threading.current_thread() is not self._thread:
+                self._wake()
+
+    def blocked(self, peer: int) -> bool:
+        """Return whether a frame to a site has not left yet."""
+        stream = self._streams.get(peer)
+        return stream is not None and stream.blocked
+
+    def drop(self, peer: int) -> None:
+        """Close the connection to a site; called in the thread."""
+        stream = self._streams.pop(peer, None)
+        if stream is not None:
+            self._selector.unregister(stream.socket)
+            stream.socket.close()
+
+    def close(self) -> None:
+        """Close all connections after sending the last frames. May be called twice."""
+        self._ending = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _CLOSE_SECONDS)
+
+    def close_in_child(self) -> None:
+        """Close the sockets in a forked child, which would keep them open after an exit."""
+        for stream in self._streams.values():
+            stream.socket.close()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # the pipe is full, or closed
+            self._wake_writer.send(b"!")
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._ending:
+            self._poll(self._timeout / _BEATS)
+            now = time.monotonic()
+            if now - last > self._timeout / 2:  # this process was suspended
+                for stream in self._streams.values():
+                    stream.heard = now
+            last = now
+            self._beat(now)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while any(stream.blocked for stream in self._streams.values()) and time.monotonic() < deadline:
+            self._poll(0.05, deliver=False)
+        _open.discard(self)
+        for peer in list(self._streams):
+            self.drop(peer)
+        self._selector.close()
+        self._wake_writer.close()
+        self._wake_reader.close()
+
+    def _poll(self, timeout: float, deliver: bool = True) -> None:
+        """Send and receive what can be, after waiting for it."""
+        for peer, stream in self._streams.items():
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.blocked else 0)
+            if self._selector.get_key(stream.socket).events != events:
+                self._selector.modify(stream.socket, events, peer)
+        arrived: list[tuple[int, Frame]] = []
+        lost: dict[int, Exception] = {}
+        for key, events in self._selector.select(timeout):
+            if key.data is None:
+                with suppress(OSError):
+                    while self._wake_reader.recv(4096):
+                        pass
+                continue
+            stream = self._streams[key.data]
+            if events & selectors.EVENT_WRITE:
+                stream.flush()
+            if events & selectors.EVENT_READ:
+                try:
+                    arrived += [(key.data, frame) for frame in stream.read()]
+                except OSError as error:
+                    lost[key.data] = error
+                    self.drop(key.data)
+        if arrived and deliver:
+            self._on_frames(arrived)
+        for peer, reason in lost.items():
+            if deliver:
+                self._on_lost(peer, reason)
+
+    def _beat(self, now: float) -> None:
+        for peer, stream in list(self._streams.items()):
+            if now - stream.sent > self._timeout / (2 * _BEATS) and not stream.blocked:
+                stream.send(Frame(Kind.ALIVE, body=self._heartbeat()))
+            if now - stream.heard > self._timeout:
+                self.drop(peer)
+                self._on_lost(peer, TimeoutError(f"nothing was heard of it for {self._timeout:g} s"))
+
+
+_open: weakref.WeakSet[StreamThread] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for each in list(_open):
+        each.close_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
