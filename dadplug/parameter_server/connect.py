@@ -6,7 +6,6 @@ import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..adapm.connections import connect_sites
 from ..exchange import Transport
 
 
@@ -33,6 +32,8 @@ def connect_star(transport: Transport, sequencer: int, timeout: float) -> Connec
     Raises:
         SiteError: if a site does not connect.
     """
+    from ..adapm.connections import connect_sites  # loads the tables' kernels
+
     rank = transport.rank
 
     def name(peer: int) -> str:

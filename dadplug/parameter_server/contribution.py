@@ -177,7 +177,11 @@ class ContributionCodec:
         weights = [count * scale / total for count, scale in zip(samples, scales, strict=True)]
         merged: dict[str, dict[str, Tensor]] = {}
         for unit in self._gradients.units:
-            rows = [(each[unit.name][0], weight) for each, weight in zip(contents, weights, strict=True) if unit.name in each]
+            rows = [
+                (each[unit.name][0], weight)
+                for each, weight in zip(contents, weights, strict=True)
+                if unit.name in each
+            ]
             gradients = self._merge_rows(unit, [(each, weight) for each, weight in rows if each is not None])
             for name in unit.parameters:
                 parts = [
@@ -206,9 +210,7 @@ class ContributionCodec:
             payloads.append(FactorPayload(wire.decode(left), right, bias).to(device, dtype))
         exact = self._method.traits.exact
         with_bias = unit.bias is not None
-        gradient, bias = decode(
-            payloads, [weight for _, weight in rows], with_bias, site_by_site=exact, form=unit.form
-        )
+        gradient, bias = decode(payloads, [weight for _, weight in rows], with_bias, site_by_site=exact, form=unit.form)
         found = {unit.name: gradient}
         if unit.bias is not None and bias is not None:
             found[unit.bias] = bias

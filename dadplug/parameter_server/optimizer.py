@@ -76,7 +76,9 @@ class LoggedOptimizer:
         """
         own = self.settings()
         if not _alike(own, settings):
-            raise MismatchError("a contribution has other settings of the optimizer's groups than this site's optimizer")
+            raise MismatchError(
+                "a contribution has other settings of the optimizer's groups than this site's optimizer"
+            )
         self._load(settings)
         for group in self._optimizer.param_groups:
             if scale != 1.0:
@@ -117,8 +119,6 @@ def _alike(own: Settings, other: Any) -> bool:
     if not isinstance(other, list) or len(own) != len(other):
         return False
     return all(
-        isinstance(theirs, dict)
-        and ours.keys() == theirs.keys()
-        and all(_is_plain(value) for value in theirs.values())
+        isinstance(theirs, dict) and ours.keys() == theirs.keys() and all(_is_plain(value) for value in theirs.values())
         for ours, theirs in zip(own, other, strict=True)
     )

@@ -150,7 +150,9 @@ class Sequencer:
         """
         state = self._sites[site]
         if not state.reached <= version <= self.version:
-            raise SequenceError(f"version {version} follows version {state.reached}, and the last one is {self.version}")
+            raise SequenceError(
+                f"version {version} follows version {state.reached}, and the last one is {self.version}"
+            )
         state.reached = version
 
     def finish(self, site: int) -> None:

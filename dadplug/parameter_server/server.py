@@ -27,6 +27,7 @@ from .service import SequencerService
 
 _LEAST_LIMIT = 1 << 26  # bytes of a contribution that are possible in any case
 _NOT_BUILT = ("sync_batchnorm", "min_sites", "hierarchy", "bucket_mb", "density")
+_DETACHED = "it has called detach()"
 
 
 class ParameterServer(ReplicatedModel):
@@ -255,7 +256,7 @@ class ParameterServer(ReplicatedModel):
         if averages:
             average_buffers(self.model, ended, self._transport.sites)
         self._epoch_samples = 0
-        self._warn_of_left()
+        self._warn_of_left(besides=_DETACHED)  # as a site may after the last phase
         self.traffic.end_step()
 
     def samples(self, count: int) -> Any:
@@ -271,9 +272,10 @@ class ParameterServer(ReplicatedModel):
 
     # Sites
 
-    def _warn_of_left(self) -> None:
+    def _warn_of_left(self, besides: str = "") -> None:
+        """Warn of sites that have left since the last call, except those with a certain reason."""
         for site, reason in list(self._log.left.items()):
-            if site not in self._reported:
+            if site not in self._reported and reason != besides:
                 self._reported.add(site)
                 warnings.warn(f"{self._transport.sites[site]} has left, and the others go on: {reason}", stacklevel=3)
 
@@ -301,6 +303,6 @@ class ParameterServer(ReplicatedModel):
         self._counter.detach()
         self._optimizer.release()
         loss_scale.unwatch()
-        self._log.leave("it has called detach()")
+        self._log.leave(_DETACHED)
         if self._service is not None:
             self._service.close()

@@ -21,7 +21,7 @@ _HEAD = struct.Struct("<BxHxxxxQQQQQ")  # kind, site, number, base, reached, sam
 _CHUNK = 1 << 18  # bytes read at a time
 _SEND_BUFFER = 1 << 17  # bytes that the kernel holds: more would hide that contributions do not get away
 _BEATS = 6  # heartbeats within the time after which a silent site counts as lost
-_CLOSE_SECONDS = 5.0  # to send the last frames
+_CLOSE_SECONDS = 5.0  # to send the last frames, and for the other end to close
 
 
 class Kind(IntEnum):
@@ -141,6 +141,8 @@ class _Stream:
             except BlockingIOError:
                 break
             if not count:
+                if frames:  # the next call raises the error
+                    break
                 raise ConnectionError("the connection was closed")
             self.heard = time.monotonic()
             left -= count
@@ -261,15 +263,27 @@ class StreamThread:
                     stream.heard = now
             last = now
             self._beat(now)
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while any(stream.blocked for stream in self._streams.values()) and time.monotonic() < deadline:
-            self._poll(0.05, deliver=False)
+        self._shut_down(time.monotonic() + _CLOSE_SECONDS)
         _open.discard(self)
         for peer in list(self._streams):
             self.drop(peer)
         self._selector.close()
         self._wake_writer.close()
         self._wake_reader.close()
+
+    def _shut_down(self, deadline: float) -> None:
+        """Send the last frames, and wait until the other ends have closed.
+
+        What has not been read when a socket is closed makes the kernel drop what the other end has not read.
+        """
+        shut: set[int] = set()
+        while self._streams and time.monotonic() < deadline:
+            for peer, stream in self._streams.items():
+                if peer not in shut and not stream.blocked:
+                    shut.add(peer)
+                    with suppress(OSError):
+                        stream.socket.shutdown(socket.SHUT_WR)
+            self._poll(0.05, deliver=False)
 
     def _poll(self, timeout: float, deliver: bool = True) -> None:
         """Send and receive what can be, after waiting for it."""

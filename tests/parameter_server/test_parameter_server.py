@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import random
+import signal
+import time
+import warnings
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,7 +20,15 @@ import dadplug
 
 def network(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    layers = [nn.Linear(12, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 16, bias=False), nn.Tanh(), nn.Linear(16, 3)]
+    # no bias before the normalisation: its gradient is rounding noise, which Adam magnifies
+    layers = [
+        nn.Linear(12, 20, bias=False),
+        nn.BatchNorm1d(20),
+        nn.ReLU(),
+        nn.Linear(20, 16),
+        nn.Tanh(),
+        nn.Linear(16, 3),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -59,3 +73,188 @@ def follows_reduction(mode: str, steps: int, options: dict) -> None:
 def test_without_staleness_it_has_the_bits_of_the_reduction(sites, world_size):
     for mode in ("dsgd", "dad", "rankdad"):
         sites(world_size).run(follows_reduction, mode, 50, {})
+
+
+def recorded(server: dadplug.ParameterServer) -> list:
+    """Return a list to which the entries of the log are appended as the server applies them."""
+    log, apply = [], server._apply
+
+    def record(commit):
+        log.append(commit.decision)
+        apply(commit)
+
+    server._apply = record
+    return log
+
+
+def replayed(start: nn.Module, log: list, lr: float) -> nn.Module:
+    """Apply a log in one process that has the rows of all sites."""
+    model = copy.deepcopy(start)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    versions = [bits(model)]
+    for decision in [decision for decision in log if decision.entries]:
+        worker = copy.deepcopy(start)
+        weights = [entry.samples * entry.scale for entry in decision.entries]
+        for entry, weight in zip(decision.entries, weights, strict=True):
+            with torch.no_grad():
+                for parameter, value in zip(worker.parameters(), versions[entry.base], strict=True):
+                    parameter.copy_(value)
+            inputs, targets = batch(entry.number, entry.site, entry.samples)
+            loss = nn.functional.cross_entropy(worker(inputs.double()), targets)
+            (loss * weight / sum(weights)).backward()
+        for parameter, other in zip(model.parameters(), worker.parameters(), strict=True):
+            parameter.grad = other.grad
+        optimizer.param_groups[0]["lr"] = lr * sum(weights) / sum(entry.samples for entry in decision.entries)
+        optimizer.step()
+        versions.append(bits(model))
+    return model
+
+
+def follows_its_log(mode: str, options: dict) -> dict:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    start = network().double()
+    model = copy.deepcopy(start)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    server = dadplug.ParameterServer(model, optimizer, mode=mode, rank=3, **options)
+    log = recorded(server)
+    pauses, steps = random.Random(rank), 0
+    for phase in range(2):
+        for _ in range(12 + 6 * rank + 4 * phase):
+            inputs, targets = batch(steps, rank, 5 + (steps + rank) % 3)
+            nn.functional.cross_entropy(model(inputs.double()), targets).backward()
+            time.sleep(0.01 * pauses.random())
+            server.step()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            steps += 1
+        server.finish()
+        assert server.first_difference() is None
+        statistics = server.gather_objects({name: buffer.clone() for name, buffer in model.named_buffers()})
+        assert all(torch.equal(each[name], statistics[0][name]) for each in statistics for name in each)
+    logs = server.gather_objects([[tuple(entry) for entry in decision.entries] for decision in log])
+    assert all(each == logs[0] for each in logs)
+    committed = [(site, number) for entries in logs[0] for site, number, *_ in entries]
+    dropped = [key for decision in log for key in decision.dropped]
+    counts = server.gather_objects(steps)
+    everything = [(site, number) for site in range(world_size) for number in range(counts[site])]
+    assert sorted(committed + dropped) == everything
+    assert server.dropped == sum(site == rank for site, _ in dropped)
+    if mode != "rankdad":
+        expected = replayed(start, log, 0.01)
+        for (name, one), other in zip(expected.named_parameters(), model.named_parameters(), strict=True):
+            assert torch.allclose(one, other[1], rtol=0, atol=1e-10), name
+    server.detach()
+    ages = [decision.version - 1 - entry.base for decision in log for entry in decision.entries]
+    return {"oldest": max(ages), "together": max(len(decision.entries) for decision in log), "dropped": len(dropped)}
+
+
+def test_replicas_follow_one_log(sites):
+    for mode in ("dsgd", "dad", "rankdad"):
+        found = sites(3).run(follows_its_log, mode, {"staleness": 4})
+        assert 0 < found[0]["oldest"] <= 4
+    found = sites(3).run(follows_its_log, "dad", {"staleness": 2, "quorum": 2, "late": "keep"})
+    assert found[0]["oldest"] <= 2 <= found[0]["together"]
+    found = sites(3).run(follows_its_log, "dad", {"staleness": 0, "quorum": 2, "late": "drop"})
+    assert found[0]["oldest"] == 0 < found[0]["dropped"]
+
+
+def made(model: nn.Module | None = None, **options) -> tuple[nn.Module, torch.optim.Optimizer, dadplug.ParameterServer]:
+    model = network() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, dadplug.ParameterServer(model, optimizer, mode="dad", **options)
+
+
+def backward(model: nn.Module, step: int = 0, factor: float = 1.0) -> None:
+    inputs, targets = batch(step, dist.get_rank())
+    (nn.functional.cross_entropy(model(inputs), targets) * factor).backward()
+
+
+def refuses_what_it_cannot_do() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with pytest.raises(ValueError, match=f"quorum=9 needs as many sites, and there are {world_size}"):
+        made(quorum=9)
+    with pytest.raises(ValueError, match="has no option 'sync_batchnorm'"):
+        made(sync_batchnorm=True)
+    with pytest.raises(dadplug.MismatchError, match="option staleness is 2 at site 0 .* and 3 at site 1"):
+        made(staleness=2 + rank)
+    model = network()
+    groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.1 + 0.1 * rank}]
+    with pytest.raises(dadplug.MismatchError, match="lr of parameter group 1 is 0.1 at site 0 .* and 0.2 at site 1"):
+        dadplug.ParameterServer(model, torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(ValueError, match="LBFGS"):
+        dadplug.ParameterServer(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="not the model's"):
+        dadplug.ParameterServer(model[0], torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer, server = made(model)
+    with pytest.raises(RuntimeError, match="server.step\\(\\) makes the optimizer's steps"):
+        optimizer.step()
+    before = bits(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    inputs, targets = batch(0, rank)
+    scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
+    with pytest.raises(ValueError, match="cannot train with a GradScaler"):
+        server.step()
+    backward(model, factor=float("nan") if rank else 1.0)
+    if rank:
+        with pytest.raises(dadplug.NonFiniteError, match="NaN or Inf in the gradient of"):
+            server.step()
+    else:
+        server.step()
+    server.finish()  # of one contribution, that of site 0
+    assert server.version == 1
+    assert server.first_difference() is None
+    assert all(not torch.equal(one, other) for one, other in zip(before, bits(model), strict=True))
+    model[3].bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="the model has changed"):
+        backward(model)
+    server.detach()
+    server.detach()
+    optimizer.step()
+
+
+def test_what_is_not_possible_is_an_error_at_every_site(sites):
+    sites(2).run(refuses_what_it_cannot_do)
+
+
+def loses_a_site(lost: int, staleness: int) -> str:
+    rank = dist.get_rank()
+    model, _, server = made(staleness=staleness, timeout=60.0)
+    log = recorded(server)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(24):
+            if step == 9 and rank == lost:
+                os.kill(os.getpid(), signal.SIGKILL)
+            backward(model, step)
+            server.step()
+        server.finish()
+    assert lost not in server.present_sites
+    committed = [(entry.site, entry.number) for decision in log for entry in decision.entries]
+    own = [(rank, number) for number in range(24)]
+    assert [key for key in committed if key[0] == rank] == own
+    assert len(set(committed)) == len(committed)
+    assert not [key for key in committed if key[0] == lost and key[1] >= 9]
+    total = sum(float(parameter.double().sum()) for parameter in model.parameters())
+    server.detach()
+    return f"{committed} {total!r} {[str(each.message) for each in caught]}"
+
+
+def test_the_others_go_on_without_a_killed_site():
+    for staleness in (0, 3):
+        with support.Sites(3) as group:
+            group.start(loses_a_site, 2, staleness)
+            first, second, third = group.outcomes()
+        assert third.kind == "ended"
+        assert first.kind == second.kind == "ok", first.value + second.value
+        assert first.value == second.value  # the same log, the same parameters
+        assert "site 2" in first.value
+        assert "has left, and the others go on" in first.value
+
+
+def test_the_site_of_the_sequencer_is_named_if_it_is_lost():
+    with support.Sites(3) as group:
+        group.start(loses_a_site, 0, 2)
+        _, *others = group.outcomes()
+    for outcome in others:
+        assert outcome.kind == "failed"
+        assert "SiteError: site 0" in outcome.value
+        assert "it has the sequencer" in outcome.value

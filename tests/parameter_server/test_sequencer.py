@@ -1,0 +1,213 @@
+"""The sequencer, by random histories: delays, reordering between sites, kills, several phases."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dadplug.parameter_server.rules import LATE, Rules, check_mode, make_rules
+from dadplug.parameter_server.sequencer import Decision, Entry, SequenceError, Sequencer
+
+
+class SimulatedSite:
+    """A site that follows the protocol of `ParameterServer.step`, with messages that take any time."""
+
+    def __init__(self, rank: int, staleness: int) -> None:
+        self.rank, self.staleness = rank, staleness
+        self.version = self.base = self.count = self.outstanding = 0
+        self.up: deque[tuple] = deque()
+        self.down: deque[Decision] = deque()
+        self.log: list[Decision] = []
+        self.alive, self.waiting, self.finished = True, False, False
+
+    def step(self) -> None:
+        if self.alive and not self.waiting and not self.finished:
+            self.up.append(("contribute", self.count, self.base, self.version, 1 + self.count % 3))
+            self.count += 1
+            self.outstanding += 1
+            self.base = self.version
+            self.waiting = self.outstanding > self.staleness
+
+    def finish(self) -> None:
+        if self.alive and not self.waiting and not self.finished:
+            self.up.append(("finish",))
+            self.finished = True
+
+    def receive(self) -> None:
+        if not self.down or not self.alive:
+            return
+        decision = self.down.popleft()
+        self.log.append(decision)
+        keys = [(entry.site, entry.number) for entry in decision.entries] + list(decision.dropped)
+        self.outstanding -= sum(site == self.rank for site, _ in keys)
+        self.version = decision.version
+        if decision.over:
+            assert self.finished
+            self.finished, self.base = False, self.version
+        if self.waiting and self.outstanding <= self.staleness:
+            self.waiting, self.base = False, self.version
+            if self.staleness:
+                self.up.append(("reach", self.version))
+
+
+class World:
+    """Sites, a sequencer, and the log."""
+
+    def __init__(self, count: int, rules: Rules) -> None:
+        self.rules = rules
+        self.sequencer = Sequencer(range(count), rules)
+        self.sites = [SimulatedSite(rank, rules.staleness) for rank in range(count)]
+        self.log: list[Decision] = []
+        self.arrived: list[tuple[int, int]] = []
+
+    def deliver(self, site: SimulatedSite) -> None:
+        if site.up and site.alive:
+            kind, *values = site.up.popleft()
+            if kind == "contribute":
+                self.arrived.append((site.rank, values[0]))
+            getattr(self.sequencer, kind)(site.rank, *values)
+            self.decide()
+
+    def decide(self) -> None:
+        while (decision := self.sequencer.decide()) is not None:
+            self.check(decision)
+            self.log.append(decision)
+            for site in self.sites:
+                site.down.append(decision)
+
+    def check(self, decision: Decision) -> None:
+        rules, before = self.rules, self.log[-1].version if self.log else 0
+        assert decision.version == before + bool(decision.entries)
+        for entry in decision.entries:
+            age = before - entry.base
+            assert 0 <= age <= rules.staleness
+            assert entry.scale == (1 / (1 + age) if rules.late == "scale" else 1.0)
+        assert rules.late == "drop" or not decision.dropped
+        if decision.entries:
+            working = {site.rank for site in self.sites if site.alive and not self.sequencer._sites[site.rank].finished}
+            contributing = {entry.site for entry in decision.entries}
+            assert len(contributing) >= min(rules.quorum, len(working | contributing))
+            if not rules.staleness and rules.late != "drop":
+                assert working <= contributing
+        assert list(decision.entries) == sorted(decision.entries)
+
+    def kill(self, site: SimulatedSite) -> None:
+        if site.alive and sum(each.alive for each in self.sites) > 1:
+            site.alive = False
+            self.sequencer.leave(site.rank)
+            self.decide()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a phase is over, and all sites know it."""
+        busy = any(site.up or site.down or site.outstanding or site.finished for site in self.sites if site.alive)
+        return bool(self.log) and self.log[-1].over and not busy
+
+    def drain(self) -> None:
+        """Let all sites finish, and deliver everything."""
+        for _ in range(500):
+            for site in self.sites:
+                while site.down and site.alive:
+                    site.receive()
+            if self.idle:
+                return
+            for site in self.sites:
+                site.finish()
+                self.deliver(site)
+        raise AssertionError(f"sites wait for ever: the sequencer waits for {self.sequencer.awaited}")
+
+
+RULES = st.builds(Rules, st.integers(0, 4), st.integers(1, 4), st.sampled_from(LATE))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 4), RULES, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 15)), max_size=150))
+def test_every_contribution_is_committed_exactly_once(count, rules, history):
+    world = World(count, rules)
+    for number, action in history:
+        site = world.sites[number % count]
+        if action < 5:
+            site.step()
+        elif action < 10:
+            world.deliver(site)
+        elif action < 14:
+            site.receive()
+        elif action == 14:
+            site.finish()
+        elif number == 3:
+            world.kill(site)
+    world.drain()
+    committed = [(entry.site, entry.number) for decision in world.log for entry in decision.entries]
+    dropped = [key for decision in world.log for key in decision.dropped]
+    assert sorted(committed + dropped) == sorted(world.arrived)
+    for site in world.sites:
+        own = [number for rank, number in committed if rank == site.rank]
+        assert own == sorted(own)
+        if site.alive:  # nothing of it is lost, it has the whole log, and no phase is open
+            assert sum(rank == site.rank for rank, _ in world.arrived) == site.count
+            assert site.log == world.log
+            assert world.log[-1].over
+
+
+def test_contributions_that_wait_together_are_committed_together():
+    sequencer = Sequencer(range(3), Rules(1, 2, "keep"))
+    sequencer.contribute(0, 0, 0, 0, 4)
+    assert sequencer.decide() is None
+    assert sequencer.awaited == [1, 2]
+    sequencer.contribute(2, 0, 0, 0, 6)
+    assert sequencer.decide() == Decision(1, (Entry(0, 0, 0, 4, 1.0), Entry(2, 0, 0, 6, 1.0)))
+    sequencer.contribute(0, 1, 0, 1, 4)
+    sequencer.contribute(2, 1, 0, 1, 6)
+    assert sequencer.decide() is None  # site 1 computes at version 0, and would be two versions behind
+    assert sequencer.awaited == [1]
+    sequencer.contribute(1, 0, 0, 1, 5)
+    assert [entry.site for entry in sequencer.decide().entries] == [0, 1, 2]
+
+
+def test_synchronous_steps_with_a_quorum_drop_the_slow():
+    sequencer = Sequencer(range(2), Rules(0, 1, "drop"))
+    sequencer.contribute(0, 0, 0, 0, 4)
+    assert sequencer.decide().version == 1
+    sequencer.contribute(1, 0, 0, 0, 4)
+    assert sequencer.decide() == Decision(1, (), ((1, 0),))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ("contribute", 1, 0, 0, 4),  # the first has number 0
+        ("contribute", 0, 1, 1, 4),  # there is no version 1
+        ("contribute", 0, 0, 1, 4),
+        ("contribute", 0, 0, 0, 0),
+        ("reach", 1),
+    ],
+)
+def test_contradictions_are_refused_and_change_nothing(message):
+    sequencer = Sequencer(range(2), Rules(2, 1, "scale"))
+    with pytest.raises(SequenceError):
+        getattr(sequencer, message[0])(0, *message[1:])
+    sequencer.contribute(0, 0, 0, 0, 4)
+    assert sequencer.decide().entries == (Entry(0, 0, 0, 4, 1.0),)
+
+
+@pytest.mark.parametrize("staleness", [-1, 1.0, "8", True, None])
+def test_staleness_is_a_whole_number(staleness):
+    with pytest.raises(ValueError, match="staleness must be a whole number of at least 0"):
+        make_rules(staleness, 1, "scale")
+
+
+@pytest.mark.parametrize("quorum", [0, -1, 1.5, False])
+def test_quorum_is_a_whole_number(quorum):
+    with pytest.raises(ValueError, match="quorum must be a whole number of at least 1"):
+        make_rules(8, quorum, "scale")
+
+
+def test_late_and_modes_are_known_words():
+    with pytest.raises(ValueError, match="valid ones are 'scale', 'drop', 'keep'"):
+        make_rules(8, 1, "wait")
+    for mode in ("edad", "powersgd", "topk", "auto", "none"):
+        with pytest.raises(ValueError, match=f"{mode}.*valid modes of a parameter server are 'dsgd', 'dad', 'rankdad'"):
+            check_mode(mode)
