@@ -25,7 +25,7 @@ from .gradients import ModelGradients, UnitGradient
 _ROW = 512  # elements of a quantised gradient that share a scale
 
 Content = dict[str, Any]
-"""Decoded contribution: by name of a unit, its rows and its formed gradients, as `ContributionCodec.encode` packs them."""
+"""Decoded contribution: by name of a unit, its rows and its formed gradients, as `ContributionCodec.encode` makes it."""
 
 
 class ContributionCodec:
@@ -177,12 +177,9 @@ class ContributionCodec:
         weights = [count * scale / total for count, scale in zip(samples, scales, strict=True)]
         merged: dict[str, dict[str, Tensor]] = {}
         for unit in self._gradients.units:
-            rows = [
-                (each[unit.name][0], weight)
-                for each, weight in zip(contents, weights, strict=True)
-                if unit.name in each
-            ]
-            gradients = self._merge_rows(unit, [(each, weight) for each, weight in rows if each is not None])
+            found = [each.get(unit.name, (None, {}))[0] for each in contents]
+            rows = [(each, weight) for each, weight in zip(found, weights, strict=True) if each is not None]
+            gradients = self._merge_rows(unit, rows)
             for name in unit.parameters:
                 parts = [
                     (each[unit.name][1][name], scale)

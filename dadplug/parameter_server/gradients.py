@@ -123,8 +123,8 @@ class ModelGradients:
         """Raise RuntimeError if layers or parameters have been added, removed, frozen or freed."""
         if not (self._structure.same_tensors() and self._structure.same_training()):
             raise RuntimeError(
-                "the model has changed since the ParameterServer was made: call finish() and detach() on all sites, and "
-                "make a new one"
+                "the model has changed since the ParameterServer was made: call finish() and detach() on all sites, "
+                "and make a new one"
             )
 
     def complete(self, transport: Transport, samples: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,9 +75,7 @@ class LoggedOptimizer:
         """
         own = self.settings()
         if not _alike(own, settings):
-            raise MismatchError(
-                "a contribution has other settings of the optimizer's groups than this site's optimizer"
-            )
+            raise MismatchError("a contribution has other settings of parameter groups than the optimizer of this site")
         self._load(settings)
         for group in self._optimizer.param_groups:
             if scale != 1.0:

@@ -1,7 +1,7 @@
 """Sequencer: the order in which contributions of sites are committed to the log.
 
-A state machine without input or output. Events come in as method calls; `decide` returns the next entry of the log, until
-there is none. Nothing here depends on sockets, clocks or threads, so that random histories can test it.
+A state machine without input or output. Events come in as method calls; `decide` returns the next entry of the log,
+until there is none. Nothing here depends on sockets, clocks or threads, so that random histories can test it.
 
 **Versions.** The log is a sequence of commits. A replica that has applied the first v of them has version v. A
 contribution is a gradient that a site has computed at a version, its *base*. A commit consists of contributions, and
@@ -10,16 +10,16 @@ makes the next version. The age τ of a contribution is the version that it is c
 **Quorum.** A commit takes place once contributions of `quorum` sites are pending; it contains all that are. Sites that
 have finished or left are not waited for.
 
-**Staleness.** No contribution is committed with an age above `staleness`. So a commit waits while a site is computing at
-a version that would be further behind after it: fast sites wait for slow ones. A site that has more than `staleness`
-contributions pending waits for them, and continues at the version that they make. With ``staleness=0`` every commit
-therefore contains a contribution of every site.
+**Staleness.** No contribution is committed with an age above `staleness`. So a commit waits while a site is computing
+at a version that would be further behind after it: fast sites wait for slow ones. A site that has more than
+`staleness` contributions pending waits for them, and continues at the version that they make. With ``staleness=0``
+every commit therefore contains a contribution of every site.
 
 With ``late="drop"`` no commit waits for a site that is behind. A contribution whose age would be above `staleness` is
 dropped. With ``staleness=0`` and ``quorum=m`` this is m-synchronous SGD (arXiv:2602.03802).
 
-**Phases.** A site that has no further contribution for now finishes. Once all have, and nothing is pending, the phase is
-over, all replicas have one version, and the next phase begins with all sites that have not left.
+**Phases.** A site that has no further contribution for now finishes. Once all have, and nothing is pending, the phase
+is over, all replicas have one version, and the next phase begins with all sites that have not left.
 """
 
 from __future__ import annotations

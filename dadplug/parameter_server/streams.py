@@ -154,10 +154,10 @@ class _Stream:
     def _advance(self, frames: list[Frame]) -> None:
         """Go on after the head or the body of a frame has arrived."""
         if self._frame is None:
-            number, site, *numbers, size = _HEAD.unpack(self._head)
-            if number not in Kind._value2member_map_ or size > self._limit:
-                raise FrameError(f"a frame of kind {number} with {size} bytes: at most {self._limit} are possible")
-            self._frame = Frame(Kind(number), site, *numbers, bytearray(size))
+            kind, site, number, base, reached, samples, size = _HEAD.unpack(self._head)
+            if kind not in Kind._value2member_map_ or size > self._limit:
+                raise FrameError(f"a frame of kind {kind} with {size} bytes: at most {self._limit} are possible")
+            self._frame = Frame(Kind(kind), site, number, base, reached, samples, bytearray(size))
         else:
             size = 0
         if size:

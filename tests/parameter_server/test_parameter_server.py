@@ -174,18 +174,18 @@ def refuses_what_it_cannot_do() -> None:
         made(quorum=9)
     with pytest.raises(ValueError, match="has no option 'sync_batchnorm'"):
         made(sync_batchnorm=True)
-    with pytest.raises(dadplug.MismatchError, match="option staleness is 2 at site 0 .* and 3 at site 1"):
+    with pytest.raises(dadplug.MismatchError, match=r"option staleness is 2 at site 0 .* and 3 at site 1"):
         made(staleness=2 + rank)
     model = network()
     groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.1 + 0.1 * rank}]
-    with pytest.raises(dadplug.MismatchError, match="lr of parameter group 1 is 0.1 at site 0 .* and 0.2 at site 1"):
+    with pytest.raises(dadplug.MismatchError, match=r"lr of parameter group 1 is 0.1 at site 0 .* and 0.2 at site 1"):
         dadplug.ParameterServer(model, torch.optim.SGD(groups, lr=0.1))
     with pytest.raises(ValueError, match="LBFGS"):
         dadplug.ParameterServer(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="not the model's"):
         dadplug.ParameterServer(model[0], torch.optim.SGD(model.parameters(), lr=0.1))
     model, optimizer, server = made(model)
-    with pytest.raises(RuntimeError, match="server.step\\(\\) makes the optimizer's steps"):
+    with pytest.raises(RuntimeError, match=r"server.step\(\) makes the optimizer's steps"):
         optimizer.step()
     before = bits(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
