@@ -25,7 +25,7 @@ from .gradients import ModelGradients, UnitGradient
 _ROW = 512  # elements of a quantised gradient that share a scale
 
 Content = dict[str, Any]
-"""Decoded contribution: by name of a unit, its rows and its formed gradients, as `ContributionCodec.encode` makes it."""
+"""Decoded contribution: by name of a unit, its rows and its formed gradients, see `ContributionCodec.encode`."""
 
 
 class ContributionCodec:

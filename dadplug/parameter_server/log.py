@@ -69,7 +69,7 @@ class Log:
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._thread = StreamThread(
-            "dadplug-log", {sequencer: connected}, limit, silence, traffic, self._on_frames, self._on_lost
+            "dadplug-log", {sequencer: connected}, limit, silence, traffic, sites.rank, self._on_frames, self._on_lost
         )
         self._thread.start()
 

@@ -112,7 +112,9 @@ class ParameterServer(ReplicatedModel):
         own, served = connect_star(self._transport, 0, options.timeout)
         self._service: SequencerService | None = None
         if served:
-            self._service = SequencerService(served, served, self._rules, limit, options.site_timeout)
+            self._service = SequencerService(
+                served, served, self._rules, limit, options.site_timeout, self.traffic, self.site_rank
+            )
         sites = self._transport.sites
         self._log = Log(own, 0, sites, limit, options.site_timeout, options.timeout, self.traffic)
         add_announcer(self._announce)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Mapping
 
-from ..exchange import codec
+from ..exchange import Traffic, codec
 from .rules import Rules
 from .sequencer import Decision, SequenceError, Sequencer
 from .streams import Frame, Kind, StreamThread
@@ -23,6 +23,8 @@ class SequencerService:
         rules: rules of the sequencer.
         limit: bytes of the largest contribution.
         timeout: seconds of silence after which a site counts as lost.
+        traffic: meter of sent bytes.
+        own: rank of the site that has the sequencer.
     """
 
     def __init__(
@@ -32,12 +34,14 @@ class SequencerService:
         rules: Rules,
         limit: int,
         timeout: float,
+        traffic: Traffic,
+        own: int,
     ) -> None:
         self._sequencer = Sequencer(contributors, rules)
         self._contributors = set(contributors)
         self._connected = set(sockets)
         self._thread = StreamThread(
-            "dadplug-sequencer", sockets, limit, timeout, None, self._on_frames, self._on_lost, self._awaited
+            "dadplug-sequencer", sockets, limit, timeout, traffic, own, self._on_frames, self._on_lost, self._awaited
         )
         self._thread.start()
 

@@ -177,7 +177,8 @@ class StreamThread:
         sockets: connected sockets by rank of the site at the other end.
         limit: bytes of the largest body.
         timeout: seconds of silence after which a connection counts as lost.
-        traffic: meter of sent bytes; None to count nothing.
+        traffic: meter of sent bytes.
+        own: rank of this site: what is sent to it stays in the process, and is not counted.
         on_frames: called with the frames that have arrived, as pairs of rank and frame.
         on_lost: called with the rank and the error of a connection that is lost.
         heartbeat: returns the body of a heartbeat.
@@ -189,13 +190,15 @@ class StreamThread:
         sockets: Mapping[int, socket.socket],
         limit: int,
         timeout: float,
-        traffic: Traffic | None,
+        traffic: Traffic,
+        own: int,
         on_frames: Callable[[list[tuple[int, Frame]]], None],
         on_lost: Callable[[int, Exception], None],
         heartbeat: Callable[[], bytes] = bytes,
     ) -> None:
         self._timeout = timeout
         self._traffic = traffic
+        self._own = own
         self._on_frames = on_frames
         self._on_lost = on_lost
         self._heartbeat = heartbeat
@@ -220,7 +223,7 @@ class StreamThread:
         stream = self._streams.get(peer)
         if stream is not None:
             count = stream.send(frame)
-            if self._traffic is not None:
+            if peer != self._own:
                 self._traffic.add(count)
             if stream.blocked and threading.current_thread() is not self._thread:
                 self._wake()
