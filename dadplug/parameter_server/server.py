@@ -11,8 +11,10 @@ from torch import nn
 
 from ..exchange.exit_reasons import add_announcer, remove_announcer
 from ..methods import Quality, loss_scale, make_method
+from ..model_sync.replicas import tables_with_max_norm
 from ..model_sync.replicated_model import ReplicatedModel
 from ..model_sync.samples import SampleCounter
+from ..model_sync.structure import is_managed
 from ..options import Options
 from ..units.base import Unit
 from ..units.factor import FactorUnit
@@ -85,6 +87,7 @@ class ParameterServer(ReplicatedModel):
         for name in _NOT_BUILT:
             if name in options:
                 raise ValueError(f"a ParameterServer has no option {name!r}")
+        _check_model(model)
         self._rules = make_rules(staleness, quorum, late)
         self._optimizer = LoggedOptimizer(optimizer, model)
         super().__init__(model, process_group, Options.create(mode=mode, site_timeout=site_timeout, **options))
@@ -308,3 +311,12 @@ class ParameterServer(ReplicatedModel):
         self._log.leave(_DETACHED)
         if self._service is not None:
             self._service.close()
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise ValueError for models whose parameters change outside of the optimizer's steps."""
+    if tables_with_max_norm(model):
+        raise ValueError("a ParameterServer cannot train embeddings with max_norm, whose lookups change parameters")
+    for name, parameter in model.named_parameters():
+        if is_managed(parameter):
+            raise ValueError(f"a ParameterServer cannot train {name!r}, whose rows are spread over the sites")

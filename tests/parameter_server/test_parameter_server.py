@@ -13,6 +13,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+import zoo
 from torch import nn
 
 import dadplug
@@ -73,6 +74,49 @@ def follows_reduction(mode: str, steps: int, options: dict) -> None:
 def test_without_staleness_it_has_the_bits_of_the_reduction(sites, world_size):
     for mode in ("dsgd", "dad", "rankdad"):
         sites(world_size).run(follows_reduction, mode, 50, {})
+
+
+def trains_every_model() -> None:
+    """Every model of the zoo, without staleness, beside a reduction; in the narrow formats, equal replicas."""
+    rank = dist.get_rank()
+    for name in [name for name in zoo.ZOO if name != "renormed"]:
+        torch.manual_seed(3)
+        first = zoo.build(name)
+        second = copy.deepcopy(first)
+        mode = "dad" if len(name) % 2 else "rankdad"
+        reduction = dadplug.GradientReduction(first, mode=mode)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+        server = dadplug.ParameterServer(second, optimizers[1], mode=mode, staleness=0)
+        for step in range(3):
+            inputs, targets = zoo.batch(name, 5 + rank, seed=2 * step + rank)
+            optimizers[0].zero_grad()
+            zoo.loss(first, inputs, targets).backward()
+            reduction.synchronize()
+            optimizers[0].step()
+            zoo.loss(second, inputs, targets).backward()
+            server.step()
+        for (parameter, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-12), f"{name}: {parameter}"
+        assert server.first_difference() is None
+        server.detach()
+        reduction.detach()
+    for wire in ("bf16", "int8"):
+        model = zoo.build("mixed", torch.float32)
+        before = bits(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        server = dadplug.ParameterServer(model, optimizer, mode="rankdad", rank=2, wire=wire, staleness=3)
+        for step in range(8):
+            inputs, targets = zoo.batch("mixed", 6, seed=2 * step + rank)
+            zoo.loss(model, inputs, targets).backward()
+            server.step()
+        server.finish()
+        assert server.first_difference() is None
+        assert not torch.equal(before[0], next(model.parameters()))
+        server.detach()
+
+
+def test_every_kind_of_layer_trains(sites):
+    sites(2).run(trains_every_model)
 
 
 def recorded(server: dadplug.ParameterServer) -> list:
@@ -180,6 +224,9 @@ def refuses_what_it_cannot_do() -> None:
     groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.1 + 0.1 * rank}]
     with pytest.raises(dadplug.MismatchError, match=r"lr of parameter group 1 is 0.1 at site 0 .* and 0.2 at site 1"):
         dadplug.ParameterServer(model, torch.optim.SGD(groups, lr=0.1))
+    table = nn.Embedding(4, 4, max_norm=1.0)
+    with pytest.raises(ValueError, match="max_norm"):
+        dadplug.ParameterServer(table, torch.optim.SGD(table.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="LBFGS"):
         dadplug.ParameterServer(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="not the model's"):
