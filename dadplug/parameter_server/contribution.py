@@ -139,7 +139,8 @@ class ContributionCodec:
         wire = self._wire(unit)
         if rows is not None:
             left, right, bias = rows
-            assert isinstance(unit, FactorUnit)
+            if not isinstance(unit, FactorUnit):
+                raise ValueError(f"{unit.name!r} has no factors here")
             out, width = unit.widths
             expected = (len(left), wire.row_size(out))
             if tuple(left.shape) != expected or left.dtype != wire.dtype:
@@ -152,7 +153,8 @@ class ContributionCodec:
             elif tuple(right.shape) != (len(left), wire.row_size(width)) or right.dtype != wire.dtype:
                 raise ValueError(f"rows of {unit.name!r} are {right.dtype} of shape {tuple(right.shape)}")
             sends_bias = unit.bias is not None and self._method.traits.sends_bias
-            if (bias is not None) != sends_bias or (bias is not None and bias.numel() != wire.row_size(out)):
+            size = wire.row_size(unit.parameters[unit.bias].numel()) if sends_bias and unit.bias is not None else 0
+            if (bias is not None) != sends_bias or (bias is not None and bias.numel() != size):
                 raise ValueError(f"the bias of {unit.name!r} does not fit")
         for name, value in formed.items():
             numel = unit.parameters[name].numel()

@@ -73,13 +73,16 @@ def follows_reduction(mode: str, steps: int, options: dict) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_without_staleness_it_has_the_bits_of_the_reduction(sites, world_size):
     for mode in ("dsgd", "dad", "rankdad"):
-        sites(world_size).run(follows_reduction, mode, 50, {})
+        sites(world_size).run(follows_reduction, mode, 50 if world_size == 2 else 15, {})
+
+
+KINDS = ("mixed", "tied", "functional", "partly", "reentrant", "conv", "transposed", "images", "bags", "sparse", "gru")
 
 
 def trains_every_model() -> None:
-    """Every model of the zoo, without staleness, beside a reduction; in the narrow formats, equal replicas."""
+    """Models of the zoo, without staleness, beside a reduction; in the narrow formats, equal replicas."""
     rank = dist.get_rank()
-    for name in [name for name in zoo.ZOO if name != "renormed"]:
+    for name in KINDS:
         torch.manual_seed(3)
         first = zoo.build(name)
         second = copy.deepcopy(first)
