@@ -64,8 +64,18 @@ _LAZY = {
     "connect": "hub.join",
     "remaining_epochs_until": "adaptive",
 }
-_MODULES = ("adapm", "adaptive", "callbacks", "data", "hogwild", "hooks", "lowrank", "models", "runners")
-_MODULES = ("adapm", "adaptive", "callbacks", "data", "hooks", "lowrank", "models", "parameter_server", "runners")
+_MODULES = (
+    "adapm",
+    "adaptive",
+    "callbacks",
+    "data",
+    "hogwild",
+    "hooks",
+    "lowrank",
+    "models",
+    "parameter_server",
+    "runners",
+)
 
 __all__ = [
     "Accumulator",
