@@ -100,7 +100,6 @@ __all__ = [
     "connect",
     "hogwild",
     "lowrank",
-    "parameter_server",
     "remaining_epochs_until",
 ]
 
