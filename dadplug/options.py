@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,14 @@ class Options:
         "with min_sites: seconds of silence after which a site counts as lost",
         _number("a positive number of seconds", lambda value: value > 0),
     )
+    late: str = _option(
+        "wait", "with min_sites: wait for late sites, or skip their part of a step", choices=("wait", "skip")
+    )
+    patience: float = _option(
+        3.0,
+        "with late=skip: time after which a site is late, in median steps",
+        _number("a number above 1", lambda value: 1 < value < math.inf),
+    )
     timeout: float = _option(
         DEFAULT_TIMEOUT,
         "seconds after which a silent site counts as lost",
@@ -154,6 +163,10 @@ class Options:
 
         if self.min_sites is not None:
             self._check_min_sites()
+        elif self.late != "wait":
+            raise ValueError(
+                f"late={self.late!r} needs min_sites, the number of sites with which a step counts, and a hub"
+            )
 
     def check_all_stay(self, trainer: str) -> None:
         """Raise ValueError if sites may leave, for a trainer that needs all of them.

@@ -99,6 +99,11 @@ class Transport(ABC):
         self.ring = 2 * (self.world_size - 1) / self.world_size
 
     @property
+    def behind(self) -> bool:
+        """Whether the others have ended the open step already, without this site."""
+        return False
+
+    @property
     def lowest(self) -> int:
         """Rank of the first site that is present, the same at all sites."""
         return min(set(range(self.world_size)) - self.absent)
@@ -198,13 +203,14 @@ class Transport(ABC):
         In the first round it only listens: nothing that it sends counts.
         """
 
-    def close_round(self, admits: bool = False) -> None:  # noqa: B027  (only elastic transports have rounds)
+    def close_round(self, admits: bool = False, idle: bool = False) -> None:  # noqa: B027  (only elastic ones have)
         """End a round of gathers: wait until all sites have ended it or left, and update `absent`.
 
         What arrived before is provisional, where sites may leave. All sites must call it together.
 
         Args:
             admits: whether the state of this site is that of the beginning of a step, so that others may join.
+            idle: whether this site contributes nothing to the step.
 
         Raises:
             SiteError: if training cannot go on.

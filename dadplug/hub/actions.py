@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal, NamedTuple
 
 
@@ -22,6 +23,26 @@ class Position(NamedTuple):
 FRESH = Position(0, 0)
 
 
+class Round(IntEnum):
+    """Kind of a step of the hub, which is one round of exchanges.
+
+    Attributes:
+        COLLECTIVE: a round of its own, beside training steps. All members are waited for, and it closes with any number
+            of them, since others have begun it.
+        FIRST: the first round of a training step. Sites may join in it, late ones may miss it; it needs `min_sites`.
+        FURTHER: another round of a training step. It closes with any number of sites, and those that have missed the
+            first round are not waited for.
+    """
+
+    COLLECTIVE = 0
+    FIRST = 1
+    FURTHER = 2
+
+
+IDLE = 4
+"""Bit beside the `Round` in the number of an END: the site contributes nothing to the step."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """Rules of membership.
@@ -35,7 +56,7 @@ class Rules:
         start_timeout: seconds after which training starts with `min_sites`, without those of the roster that have not
             dialled in; None to wait for all. Without all of them, the site with the most steps may be missing.
         kept_steps: number of closed steps whose frames are kept for replay.
-        max_lag: with "skip", number of steps that a member may miss in succession.
+        max_lag: with "skip", number of steps by which a member may be behind.
 
     Raises:
         ValueError: if a rule is out of range.
@@ -48,7 +69,7 @@ class Rules:
     progress_timeout: float = 300.0
     start_timeout: float | None = None
     kept_steps: int = 16
-    max_lag: int = 16
+    max_lag: int = 256
 
     def __post_init__(self) -> None:
         if self.min_sites < 1:

@@ -7,6 +7,9 @@ provisional. A site that is absent counts as one that sends zeros.
 A step of a reduction begins with a round that admits sites: all sites have the same parameters then, and no site
 changes them until it is closed. A site that joins gets the state of another one, and all that has been sent in the
 round. It listens to this one step, in which nothing that it sends counts, and takes part from the next one on.
+
+With ``late="skip"``, the hub closes the first round of a step without a site that is late. When that site ends its own
+part of the round it learns that it is absent, and goes through the step as one that listens.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from ..exchange.objects import check_lengths, decode_objects, encode_object
 from ..exchange.requirements import Requirements
 from ..exchange.traffic import Traffic
 from ..exchange.transport import Gather, Reduction
+from .actions import Round
 from .link import HubLink
 from .transport import SECOND_ROUND, GatheredSum, HubGather, HubTransport, bytes_of
 
@@ -68,9 +72,10 @@ class ElasticTransport(HubTransport):
 
     # Rounds
 
-    def close_round(self, admits: bool = False) -> None:
+    def close_round(self, admits: bool = False, idle: bool = False) -> None:
+        kind = Round.FIRST if admits else Round.FURTHER if self._in_step else Round.COLLECTIVE
         with self.traffic.waiting():
-            absent = self.link.rounds.end(self.timeout, self._answer if admits else None)
+            absent = self.link.rounds.end(self.timeout, self._answer if admits else None, kind, idle)
         self.absent = absent | self.absent if self._in_step else absent
         if admits:
             self._in_step = True
@@ -78,6 +83,20 @@ class ElasticTransport(HubTransport):
 
     def end_step(self) -> None:
         self._in_step = self.listens = False
+
+    @property
+    def behind(self) -> bool:
+        return self.link.rounds.behind
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Ranks of the sites that have no part in the rest of the step, since they were absent in its first round."""
+        return self.absent if self._in_step else frozenset()
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing that this site sends counts: it has no part in the step, or is late."""
+        return self.listens or self.rank in self.left_out or self.link.rounds.behind
 
     def _answer(self) -> bytes:
         """Return the state of this site, for one that joins."""
@@ -183,10 +202,15 @@ class ElasticGather(HubGather):
         self.missing: set[int] = set()
         self._round = 0
 
+    def post(self) -> None:
+        if not self._incoming:
+            present = [each for each in self._others if each[0] not in self._transport.left_out]
+            self._incoming = [self._transport.link.expect(rank, self.exchange, buffer) for rank, buffer in present]
+
     def launch(self) -> None:
         self.missing.clear()
         self._round = self._transport.link.step
-        if self._transport.listens:
+        if self._transport.silent:
             self.post()
         else:
             super().launch()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..exchange.requirements import Requirements
-from .actions import Rules
-from .frames import FrameError
+from .actions import IDLE, Action, Close, Round, Rules
+from .frames import FrameError, Head
 from .membership import Membership
+from .missed_steps import LIMIT, MissedSteps
 from .open_round import OpenRound
+from .sites import Phase
 
 SHORT_GRACE = 0.3  # seconds for which a site may dial again where others wait for it
 
@@ -18,23 +20,30 @@ class ElasticRun:
 
     Args:
         rules: rules of the hub.
+        missed: counts the steps that late sites miss.
 
     Attributes:
         rules: the rules that hold.
         round: frames of the open round; kept only while the run is elastic.
-        admits: whether sites may join in the open round.
+        missed: training steps that late sites have missed.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, missed: MissedSteps) -> None:
         self.rules = self._first = rules
         self.round = OpenRound()
-        self.admits = False
+        self.missed = missed
+        self._kind = Round.COLLECTIVE  # of the open round, once a site has ended it
         self._required: Requirements | None = None
 
     @property
     def elastic(self) -> bool:
         """Whether the run goes on without a site that leaves."""
         return self._required is not None
+
+    @property
+    def admits(self) -> bool:
+        """Whether sites may join in the open round."""
+        return self._kind is Round.FIRST
 
     def require(self, requirements: Requirements, membership: Membership) -> None:
         """Take what the sites require.
@@ -50,11 +59,48 @@ class ElasticRun:
             raise FrameError(f"it requires {requirements}, and another site {self._required}")
         timeout = requirements.timeout_ms / 1e3
         try:
-            rules = replace(self.rules, min_sites=requirements.min_sites, site_timeout=timeout)
+            rules = replace(
+                self.rules,
+                min_sites=requirements.min_sites,
+                site_timeout=timeout,
+                late="skip" if requirements.skips else "wait",
+                patience=requirements.patience_percent / 100,
+            )
             membership.replace_rules(rules)
         except ValueError as error:
             raise FrameError(str(error)) from error
         self._required, self.rules = requirements, rules
+
+    def given_up(self, membership: Membership) -> list[tuple[int, str]]:
+        """Return the sites that cannot go on, and why.
+
+        Args:
+            membership: the membership.
+        """
+        if not self.elastic:
+            return []
+        late = [(slot, f"late: more than {LIMIT >> 20} MB wait for it") for slot in self.missed.overdue()]
+        return late + [(slot, "no site is left that holds the state of the training") for slot in orphans(membership)]
+
+    def begin_ending(self, head: Head, membership: Membership) -> bool:
+        """Take note of what the first site that ends the open round says of it.
+
+        Args:
+            head: head of the site's END.
+            membership: the membership.
+
+        Returns:
+            Whether the site contributes nothing.
+
+        Raises:
+            FrameError: if it says something unknown.
+        """
+        if self.elastic and head.step == membership.open_step:
+            try:
+                membership.round = self._kind = Round(head.exchange & ~IDLE)
+            except ValueError as error:
+                raise FrameError(f"it ends a round of an unknown kind, number {head.exchange}") from error
+        return bool(head.exchange & IDLE)
 
     def grace(self, seconds: float) -> float:
         """Return for how long a lost connection is awaited: shortly, where others wait for it.
@@ -64,12 +110,26 @@ class ElasticRun:
         """
         return min(seconds, SHORT_GRACE) if self.elastic else seconds
 
+    def take(self, action: Action) -> None:
+        """Take an action of the membership."""
+        self.missed.take(action, self._kind, self.round.nbytes)
+        if isinstance(action, Close):
+            self.begin_round()
+
     def begin_round(self) -> None:
         """Begin a round."""
         self.round.clear()
-        self.admits = False
+        self._kind = Round.COLLECTIVE
 
     def reset(self) -> None:
         """Begin a run by the rules of the hub."""
         self.rules, self._required = self._first, None
+        self.missed.reset()
         self.begin_round()
+
+
+def orphans(membership: Membership) -> list[int]:
+    """Return the slots of the sites that wait for a state which no member is left to send."""
+    participants = membership.participants
+    members = any(membership.phase(slot) is Phase.MEMBER for slot in participants)
+    return [] if members or not membership.started else participants

@@ -55,7 +55,7 @@ class Inbox:
         self._rank = rank
         self._limit = limit
         self._expected: dict[_Key, deque[Incoming]] = {}
-        self._early: dict[_Key, deque[tuple[int, memoryview]]] = {}  # offsets and pieces
+        self._early: dict[_Key, deque[tuple[Head, memoryview]]] = {}
         self._target: Incoming | None = None  # of the frame that is arriving
         self.expected_bytes = self.early_bytes = 0
 
@@ -73,9 +73,9 @@ class Inbox:
         self.expected_bytes += len(buffer)
         early = self._early.get(key)
         while early and not incoming.done:
-            offset, piece = early.popleft()
+            head, piece = early.popleft()
             self.early_bytes -= len(piece)
-            self._fill(incoming, offset, piece)
+            self._fill(incoming, head.offset, piece)
         if early is not None and not early:
             del self._early[key]
         if not incoming.done:
@@ -115,7 +115,7 @@ class Inbox:
             self._fill(expected[0], head.offset, body)
             self._release(expected[0])
         else:
-            self._early.setdefault(key, deque()).append((head.offset, body))
+            self._early.setdefault(key, deque()).append((head, body))
             self.early_bytes += len(body)
 
     def cancel(self, incoming: Incoming) -> None:
@@ -129,10 +129,26 @@ class Inbox:
         if self._target is incoming:
             self._target = None
 
-    def forget(self, slot: int) -> None:
-        """Forget what a site has sent and nobody has expected, since the site has left."""
+    def cancel_all(self, slot: int) -> None:
+        """Expect the payloads of a site no longer."""
+        for key in [key for key in self._expected if key[:2] == (Kind.PAYLOAD, slot)]:
+            for incoming in list(self._expected[key]):
+                self.cancel(incoming)
+
+    def forget(self, slot: int, first: int = 0, last: int = 1 << 63) -> None:
+        """Forget what a site has sent and nobody has expected.
+
+        Args:
+            slot: the site.
+            first: the first step whose messages are forgotten.
+            last: the last one.
+        """
         for key in [key for key in self._early if key[1] == slot]:
-            self.early_bytes -= sum(len(piece) for _, piece in self._early.pop(key))
+            early = self._early.pop(key)
+            kept = deque(each for each in early if not first <= each[0].step <= last)
+            self.early_bytes -= sum(len(piece) for _, piece in early) - sum(len(piece) for _, piece in kept)
+            if kept:
+                self._early[key] = kept
 
     def early_of(self, slot: int) -> bool:
         """Return whether something of a site has arrived that nobody expects."""

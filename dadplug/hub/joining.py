@@ -53,11 +53,15 @@ class Joining:
         site = self._sites[slot]
         site.phase = Phase.JOINING if site.needs_state else Phase.MEMBER
         site.ended, site.progressed = self._history.step, now
+        site.awaited = True
         self._actions.append(Join(slot, self._history.open_step, site.session))
 
     def assign_donors(self, now: float) -> None:
-        """Ask a member for its state for each joiner without a donor, the one that was asked least often."""
-        members = self._sites.in_phase(Phase.MEMBER)
+        """Ask a member for its state for each joiner without a donor, the one that was asked least often.
+
+        A member that is behind does not hold the last closed step yet.
+        """
+        members = self._sites.up_to(self._history.step)
         for slot in self._sites.in_phase(Phase.JOINING) if members else ():
             joiner = self._sites[slot]
             if joiner.donor is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -164,7 +164,7 @@ class HubLink(HubConnection):
         elif isinstance(message, Drop) and self._started and message.slot != self.rank:
             self.gone.setdefault(message.slot, message.reason or _ENDED)
             if self.rounds.elastic:
-                self._inbox.forget(message.slot)
+                self._inbox.forget(message.slot, message.step)
         elif isinstance(message, Accept) and message.needs_state:
             self._started = True
         self.rounds.take(message)
@@ -194,7 +194,7 @@ class HubLink(HubConnection):
         Raises:
             SiteError: if the link has failed.
         """
-        if len(content):
+        if len(content) and not (kind is Kind.PAYLOAD and self.rounds.behind):
             self.post(Head(kind, self.rank if slot is None else slot, self.step, exchange, tag=tag), content)
 
     def expect(self, slot: int, exchange: int, buffer: memoryview, kind: Kind = Kind.PAYLOAD) -> Incoming:
@@ -215,6 +215,8 @@ class HubLink(HubConnection):
         """
         with self.lock:
             self.check()
+            if kind is Kind.PAYLOAD and self.rounds.lacks(slot):
+                return Incoming((kind, slot, exchange), buffer)
             try:
                 return self._inbox.expect((kind, slot, exchange), buffer)
             except MismatchError as error:
@@ -257,6 +259,16 @@ class HubLink(HubConnection):
         with self.lock:
             for message in incoming:
                 self._inbox.cancel(message)
+
+    def cancel_all(self, slots: Iterable[int]) -> None:
+        """Expect the payloads of sites no longer. To be called with the lock held."""
+        for slot in slots:
+            self._inbox.cancel_all(slot)
+
+    def forget(self, slots: Iterable[int], step: int) -> None:
+        """Forget what sites have sent up to a step, and nobody expects. To be called with the lock held."""
+        for slot in slots:
+            self._inbox.forget(slot, last=step)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -323,7 +335,8 @@ class HubLink(HubConnection):
         )
 
     def expects(self) -> int:
-        return self._inbox.expected_bytes
+        # A site that is late must not leave in the hub's queue what the others go on to send.
+        return self._inbox.expected_bytes + (2 * KERNEL_BYTES if self.rounds.skips else 0)
 
     # Steps, and the end
 

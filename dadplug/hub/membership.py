@@ -22,6 +22,13 @@ the open one closes; if it goes meanwhile, another one does. Sites become partic
 are too few, in the open step, which could not close otherwise. Others wait for the state to arrive also with
 late="skip": a joiner that never caught up would join for ever.
 
+**Late sites.** With late="skip", a training step closes without a member that has not ended it after `patience` times
+the median step. That member ends the step later, and the steps that have been closed since, until it has caught up.
+Once it has missed a step, others wait for it again only after it has ended one, so that a site that hangs costs them
+one step's patience. Contributors are the members that have ended the step in time; one that is behind by `max_lag`
+steps is dropped. Collectives wait for all members. A step in which all contributors are idle waits, too: the data of
+the late site are all there is.
+
 **Nobody waits for ever.** A site is lost if its connection closes, if nothing arrives for `site_timeout` (a stopped
 process, a dead link), or if others wait and it does not get on for `progress_timeout` though it is alive (a process
 that hangs, but whose thread still sends pings). The third limit is longer, since validation takes its time. With fewer
@@ -44,6 +51,7 @@ from .actions import (
     Redo,
     Refuse,
     Resume,
+    Round,
     Rules,
     Skip,
 )
@@ -65,7 +73,7 @@ class Membership:
 
     Attributes:
         started: whether training has started.
-        continues: whether the open step belongs to what others have begun, so that it closes with any number of sites.
+        round: kind of the open step, as those that have ended it say.
 
     Raises:
         ValueError: if the rules do not fit the roster.
@@ -80,7 +88,7 @@ class Membership:
         self._times = StepTimes(now)
         self._created = now
         self.started = closed is not None
-        self.continues = False
+        self.round = Round.FIRST
         self._pause: Pause | None = None
         self._actions: list[Action] = []
         self._joining = Joining(self._sites, self._history, self._actions)
@@ -167,8 +175,20 @@ class Membership:
         if progress:
             site.progressed = now
 
-    def end(self, slot: int, step: int, now: float) -> list[Action]:
-        """Take a site's END of a step."""
+    def behind(self, slot: int) -> bool:
+        """Return whether a member has missed the last closed step, and not ended it since."""
+        site = self._sites[slot]
+        return site.phase is Phase.MEMBER and site.ended < self.step
+
+    def end(self, slot: int, step: int, now: float, idle: bool = False) -> list[Action]:
+        """Take a site's END of a step.
+
+        Args:
+            slot: the site.
+            step: the step; one that it has missed if it is late.
+            now: the time, in seconds.
+            idle: whether the site contributes nothing to the step.
+        """
         site = self._sites[slot]
         if site.phase is Phase.ABSENT:
             return []
@@ -178,7 +198,7 @@ class Membership:
         else:
             if step == self.open_step and not self._sites.ended(self.open_step):
                 self._times.first_end = now
-            site.ended = step
+            site.ended, site.idle, site.awaited = step, idle, True
         return self._advance(now)
 
     def joined(self, slot: int, position: Position, now: float) -> list[Action]:
@@ -229,14 +249,14 @@ class Membership:
         """Return the time at which `tick` has to be called; None if nothing depends on time."""
         times = [s.heard + self._rules.site_timeout for s in self._sites if s.phase is not Phase.ABSENT]
         times += [until for slot in self.participants if (until := self._progress_deadline(slot)) is not None]
-        if self._may_skip():
+        if self._may_skip() and self.round is Round.FIRST:
             times.append(self._times.late_at(self._rules.patience))
         if not self.started and self._rules.start_timeout is not None and self._enough(self._sites.connected()):
             times.append(self._created + self._rules.start_timeout)
         return min(times, default=None)
 
     def _enough(self, slots: Sequence[int]) -> bool:
-        return self.continues or len(slots) >= self._rules.min_sites
+        return self.round is not Round.FIRST or len(slots) >= self._rules.min_sites
 
     def _drop(self, slot: int, reason: str) -> None:
         site = self._sites[slot]
@@ -310,28 +330,46 @@ class Membership:
             return False
         missing = [slot for slot in members if slot not in ended]
         if missing:
-            if not self._may_skip() or now < self._times.late_at(self._rules.patience):
+            if not self._may_skip() or self._waits_for(missing, now):
                 return False
-            self._actions += [Skip(slot, self.open_step) for slot in missing]
-            self._redo(ended)
+            self._skip(missing, ended)
         self._actions.append(Close(self.open_step, tuple(ended), self.attempt))
-        self._times.close(now)
+        self._times.close(now, self.round is Round.FIRST)
         self._history.close(self._rules.kept_steps)
-        self.continues = False
+        self.round = Round.FIRST
         for slot in missing:
             if self.step - self._sites[slot].ended >= self._rules.max_lag:
-                self._drop(slot, f"late in {self._rules.max_lag} steps in succession")
+                self._drop(slot, f"late: it is {self._rules.max_lag} steps behind")
         self._admit(self._sites.in_phase(Phase.WAITING), now)
         return True
 
+    def _skip(self, slots: Sequence[int], ended: Sequence[int]) -> None:
+        """Take note that members miss the open step; it counts as a step's time where nobody has waited for them."""
+        regular = self._times.regular and not any(self._sites[slot].awaited for slot in slots)
+        for slot in slots:
+            self._sites[slot].awaited = False
+            self._actions.append(Skip(slot, self.open_step))
+        self._redo(ended)
+        self._times.regular = regular
+
     def _may_skip(self) -> bool:
         """Return whether the open step can close without its late members once they are late."""
+        ended = self._sites.ended(self.open_step)
         return (
             self._rules.late == "skip"
             and self._times.known
-            and self._enough(self._sites.ended(self.open_step))
+            and self._enough(ended)
+            and self.round is not Round.COLLECTIVE
+            and any(not self._sites[slot].idle for slot in ended)
             and not self._sites.in_phase(Phase.JOINING)
         )
+
+    def _waits_for(self, missing: Sequence[int], now: float) -> bool:
+        """Return whether one of the members that have not ended the open step is still waited for."""
+        if self.round is Round.FURTHER:
+            return any(not self.behind(slot) for slot in missing)
+        awaited = any(self._sites[slot].awaited for slot in missing)
+        return awaited and now < self._times.late_at(self._rules.patience)
 
     def _progress_deadline(self, slot: int) -> float | None:
         """Return when a participant is lost though it is alive; None while nobody waits for it."""
@@ -340,6 +378,9 @@ class Membership:
             return max(site.progressed, self._sites[site.donor].progressed) + self._rules.progress_timeout
         if site.phase is Phase.MEMBER and site.ended < self.open_step and self._sites.ended(self.open_step):
             return max(site.progressed, self._times.first_end) + self._rules.progress_timeout
+        waiting = [each.progressed for each in self._sites if each.phase is Phase.JOINING and each.donor is None]
+        if waiting and self.behind(slot):  # it would be the donor
+            return max(site.progressed, *waiting) + self._rules.progress_timeout
         return None
 
     def _announce_pause(self) -> None:

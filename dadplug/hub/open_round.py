@@ -14,21 +14,24 @@ class OpenRound:
 
     Args:
         limit: bytes that are kept at most.
+
+    Attributes:
+        nbytes: bytes of all frames of the round.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
         self._frames: list[tuple[int, PackedFrame]] = []
-        self._nbytes = 0
+        self.nbytes = 0
 
     @property
     def complete(self) -> bool:
         """Whether all frames of the round have been kept."""
-        return self._nbytes <= self._limit
+        return self.nbytes <= self._limit
 
     def append(self, slot: int, frame: PackedFrame) -> None:
         """Keep a frame of a site."""
-        self._nbytes += len(frame)
+        self.nbytes += len(frame)
         if self.complete:
             self._frames.append((slot, frame))
         else:
@@ -41,7 +44,7 @@ class OpenRound:
     def clear(self) -> None:
         """Begin a round."""
         self._frames.clear()
-        self._nbytes = 0
+        self.nbytes = 0
 
     def frames(self) -> Iterator[PackedFrame]:
         """Yield the frames, in the order in which they were sent."""

@@ -26,6 +26,7 @@ from .elastic_run import ElasticRun
 from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
 from .journal import Journal
 from .membership import Membership
+from .missed_steps import MissedSteps
 from .session import PING_SECONDS, Received, Session, check_hello
 from .store import Store
 from .sums import Sums
@@ -52,6 +53,7 @@ class Relay:
         sessions: sessions by channel and slot.
         leaving: sessions that have ended, whose last frames are still to be sent.
         pause: for whom training waits; empty while it goes on.
+        run: rules of the run, and the steps that late sites have missed.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Relay:
         self.sessions: dict[tuple[str, int], Session] = {}
         self.leaving: list[Session] = []
         self.pause = ""
-        self._run = ElasticRun(rules)
+        self.run = ElasticRun(rules, MissedSteps(self.names, journal))
         self._grace = grace
         self._journal = journal
         self._store = Store()
@@ -108,9 +110,7 @@ class Relay:
         if gone is not None and gone[0] == hello.instance:
             return None, Refuse(name, f"the hub has given this site up: {gone[1]}", False)
         session = Session(slot, name, hello, serial, len(self.names), now)
-        session.waits = hello.channel == "training" and (
-            self._ending or (self._run.elastic and self.membership.started)
-        )
+        session.waits = hello.channel == "training" and (self._ending or (self.run.elastic and self.membership.started))
         actions: list[Action] = []
         if hello.channel == "training" and not session.waits:
             actions = self.membership.dial(name, hello.instance, hello.position, now)
@@ -139,13 +139,13 @@ class Relay:
         session.send(pack_control(Pause(others, f"waiting for {names} to leave the last run"), 0))
 
     def _welcome(self, resumed: bool, received: int) -> Welcome:
-        rules = self._run.rules
+        rules = self.run.rules
         return Welcome(resumed, received, rules.min_sites, round(rules.site_timeout * 1000), round(self._grace * 1000))
 
     def _used_twice(self, session: Session, now: float) -> Refuse:
         """Return the refusal of a second process of a site; for good if the first one is certainly alive."""
         alive = now < session.heard + _ALIVE_SECONDS
-        advice = "" if alive else f"; should it be dead, try again in {self._run.rules.site_timeout:g} s"
+        advice = "" if alive else f"; should it be dead, try again in {self.run.rules.site_timeout:g} s"
         return Refuse(session.name, f"another process is connected as site {session.name!r}{advice}", not alive)
 
     def drop(self, session: Session, reason: str, now: float) -> None:
@@ -167,7 +167,7 @@ class Relay:
             training = session.channel == "training" and not session.waits
             if session.stream is None:
                 since, reason = session.lost
-                grace = self._run.grace(self._grace)
+                grace = self.run.grace(self._grace)
                 if now >= since + grace:
                     text = f"its connection was lost ({reason}), and it has not dialled again within {grace:g} s"
                     self.drop(session, text, now)
@@ -177,9 +177,11 @@ class Relay:
                 session.heard = now
                 if training:
                     self.membership.heard(session.slot, now)
-            elif not training and now >= session.heard + self._run.rules.site_timeout:
-                self.drop(session, f"silent for {self._run.rules.site_timeout:g} s", now)
+            elif not training and now >= session.heard + self.run.rules.site_timeout:
+                self.drop(session, f"silent for {self.run.rules.site_timeout:g} s", now)
             session.ping_if_due(now)
+        for slot, reason in self.run.given_up(self.membership):
+            self.drop(self.sessions["training", slot], reason, now)
         self._act(self.membership.tick(now), now)
 
     def readable(self, session: Session) -> bool:
@@ -189,7 +191,7 @@ class Relay:
         if session.channel == "training" and self._sums.is_ahead(session.slot):
             return False
         return not any(
-            other.full
+            other.full and not (channel == "training" and self.membership.behind(other.slot))
             for (channel, _), other in self.sessions.items()
             if channel == session.channel and other is not session
         )
@@ -242,17 +244,20 @@ class Relay:
 
     def _take_training(self, session: Session, frame: Received, now: float) -> None:
         head, body, packed = frame
-        if session.waits or not self.membership.started or head.step < self.membership.open_step:
+        closed = head.step < self.membership.open_step
+        if session.waits or not self.membership.started or (closed and self.run.rules.late == "wait"):
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
         self.membership.heard(session.slot, now, progress=True)
         session.record(head, now)
         if head.kind is Kind.END:
             self._take_end(session.slot, head, now)
+        elif closed:  # the site is late, and does not know it yet
+            return
         elif head.kind is Kind.STATE:
             self._pass_state(session, head, body, now)
         elif head.kind is Kind.PAYLOAD:
-            if self._run.elastic:
-                self._run.round.append(session.slot, packed)
+            if self.run.elastic:
+                self.run.round.append(session.slot, packed)
             for other in self._training():
                 if other is not session:
                     other.send(packed)
@@ -267,21 +272,19 @@ class Relay:
     def _take_end(self, slot: int, head: Head, now: float) -> None:
         """Take a site's END. It may be ahead of others by steps in which nothing was to be received from them."""
         ahead, step = self._ahead[slot], head.step
-        if self._run.elastic and step == self.membership.open_step:
-            self._run.admits = bool(head.exchange)
-            self.membership.continues = not head.exchange
-            self._admit(now)
+        idle = self.run.begin_ending(head, self.membership)
+        self._admit(now)
         if ahead or step > self.membership.open_step:
             if len(ahead) >= _STEPS_AHEAD:
                 raise FrameError(f"it has ended step {step} while step {self.membership.open_step} is open")
             ahead.append(step)
         else:
-            self._act(self.membership.end(slot, step, now), now)
+            self._act(self.membership.end(slot, step, now, idle), now)
 
     def _admit(self, now: float) -> None:
         """Let the sites that wait join in the open round."""
         waiting = [each for each in self.sessions.values() if each.waits and each.ready]
-        if not waiting or not self._run.admits or not self._run.round.complete:
+        if not waiting or not self.run.admits or not self.run.round.complete:
             return
         for session in waiting:
             session.waits = False
@@ -302,7 +305,7 @@ class Relay:
             self.drop(session, message.reason, now)
         elif isinstance(message, Requirements) and session.channel == "training" and self.membership.started:
             session.ready = True
-            self._run.require(message, self.membership)
+            self.run.require(message, self.membership)
             self._admit(now)
         elif isinstance(message, Joined) and session.channel == "training" and not session.waits:
             self._act(self.membership.joined(session.slot, message.position, now), now)
@@ -323,15 +326,14 @@ class Relay:
 
     def _act(self, actions: Sequence[Action], now: float) -> None:
         for action in actions:
+            self.run.take(action)
             if isinstance(action, Accept):
                 self.sessions["training", action.slot].send(pack_control(action, 0))
                 continue
             if isinstance(action, Replay):  # no others are kept
-                for frame in self._run.round.frames():
+                for frame in self.run.round.frames():
                     self.sessions["training", action.slot].send(frame)
                 continue
-            if isinstance(action, Close):
-                self._run.begin_round()
             if isinstance(action, Drop):
                 self._end_training(action)
             self._announce(action)
@@ -351,11 +353,11 @@ class Relay:
     def _begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
         self._ending = False
-        self._run.reset()
+        self.run.reset()
         self._sums.clear()
         self._early.clear()
         self._store.reset()
-        self.membership = Membership(self.names, self._run.rules, self.membership.life + 1, now)
+        self.membership = Membership(self.names, self.run.rules, self.membership.life + 1, now)
         for session in [each for (channel, _), each in self.sessions.items() if channel == "training"]:
             session.waits = False
             self._journal.write(f"{session.name} has joined")
@@ -374,9 +376,9 @@ class Relay:
 
     def _end_training(self, action: Drop) -> None:
         self._ahead[action.slot].clear()
-        self._run.round.forget(action.slot)
+        self.run.round.forget(action.slot)
         last = len(self._training()) == 1
-        self._ending |= self.membership.started and (last or not self._run.elastic)
+        self._ending |= self.membership.started and (last or not self.run.elastic)
         session = self.sessions["training", action.slot]
         self._end(session, action.reason, action.step)
 

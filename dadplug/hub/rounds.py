@@ -6,14 +6,14 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..errors import MismatchError, SiteError
 from ..exchange.objects import MAX_BYTES
 from ..exchange.requirements import Requirements
-from .actions import Accept, Close, Drop, Join, Pause, Position, SendState, Start
+from .actions import IDLE, Accept, Close, Drop, Join, Pause, Position, Round, SendState, Start
 from .actions import Resume as Resumption
 from .frames import Head, Joined, Kind
 from .inbox import Incoming
@@ -48,6 +48,10 @@ class Link(Protocol):
 
     def cancel(self, incoming: Sequence[Incoming]) -> None: ...
 
+    def cancel_all(self, slots: Iterable[int]) -> None: ...
+
+    def forget(self, slots: Iterable[int], step: int) -> None: ...
+
     def waiting(self) -> AbstractContextManager[None]: ...
 
     def transfer(self) -> None: ...
@@ -60,24 +64,29 @@ class Link(Protocol):
 class Rounds:
     """Rounds of a link.
 
+    A site that is late ends a round which has been closed without it, and those that have been closed since, one after
+    the other: `closed` is ahead of the link's step then. It has got all that the others have sent in them.
+
     Args:
         link: the link.
 
     Attributes:
         elastic: whether training goes on without a site that leaves.
         joins: whether this site joins in mid-training, and has to be sent a state.
+        skips: whether late sites miss a step.
         closed: number of the last round that has been closed.
-        absent: slots of the sites that are not part of that round, the same at all sites.
+        absent: slots of the sites that are not part of the last round that this site has ended, the same at all sites.
         admits: whether sites may join in mid-training; where they may not, nothing is to be waited for below the number
             of sites that are needed.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self.elastic = self.joins = False
+        self.elastic = self.joins = self.skips = False
         self.admits = True
         self.closed = 0
         self.absent: frozenset[int] = frozenset()
+        self._absent: dict[int, frozenset[int]] = {}  # the same, by round that has been closed and not ended here
         self._joined: set[int] = set()  # in the open round
         self._requests: deque[SendState] = deque()
         self._donor: int | None = None
@@ -107,8 +116,17 @@ class Rounds:
             if not self.elastic and not self.joins:
                 self.closed = self._link.step - 1
                 self._joined.clear()  # at the start
-            self.elastic = True
+            self.elastic, self.skips = True, requirements.skips
         self._link.post_control(requirements)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the open round of this site has been closed already."""
+        return self.elastic and not self.joins and self.closed >= self._link.step
+
+    def lacks(self, slot: int) -> bool:
+        """Return whether a site is not part of the open round of this site, as far as it is known."""
+        return slot in self._absent.get(self._link.step, ())
 
     # Announcements of the hub, taken with the link's lock held
 
@@ -130,9 +148,11 @@ class Rounds:
             if message.slot == self._donor:
                 self._donor = None
         elif isinstance(message, Close) and self.elastic and message.step > self.closed:
-            self.absent = frozenset(range(link.world_size)) - frozenset(message.contributors) | self._joined
+            absent = frozenset(range(link.world_size)) - frozenset(message.contributors) | self._joined
             self._joined.clear()
-            self.closed, link.step = message.step, message.step + 1
+            self.closed, self._absent[message.step] = message.step, absent
+            if message.step == link.step:
+                link.cancel_all(absent)  # what they send from now on belongs to later rounds
         elif isinstance(message, SendState) and message.donor == link.rank:
             self._requests.append(message)
         elif isinstance(message, SendState) and message.joiner == link.rank:
@@ -149,12 +169,20 @@ class Rounds:
 
     # Rounds
 
-    def end(self, timeout: float, answer: Callable[[], bytes] | None) -> frozenset[int]:
-        """End this site's part of the open round, and wait until all others have ended theirs or left.
+    def end(
+        self,
+        timeout: float,
+        answer: Callable[[], bytes] | None,
+        kind: Round = Round.COLLECTIVE,
+        idle: bool = False,
+    ) -> frozenset[int]:
+        """End this site's part of the open round, and wait until all others have ended theirs, left, or are late.
 
         Args:
             timeout: seconds after which the round should be closed, pauses apart.
             answer: returns this site's state for one that joins; None where the round admits none.
+            kind: kind of the round.
+            idle: whether this site contributes nothing.
 
         Returns:
             The slots of the sites that are not among the contributors.
@@ -171,16 +199,21 @@ class Rounds:
                 "anything before it has called synchronize() itself"
             )
         self._fresh = False
-        link.post(Head(Kind.END, link.rank, number, exchange=int(answer is not None)), b"")
+        link.post(Head(Kind.END, link.rank, number, exchange=kind | IDLE * idle), b"")
 
         def over() -> bool:
-            if self._requests and answer is not None:
-                self._send_state(self._requests.popleft(), answer)
-            return self.closed >= number
+            while self._requests and answer is not None and self._requests[0].step < number:
+                request = self._requests.popleft()
+                if request.step == number - 1:  # otherwise the joiner has left since
+                    self._send_state(request, answer)
+            return number in self._absent
 
         what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
         self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
-        assert self.closed == number
+        with link.lock:
+            self.absent = self._absent.pop(number)
+            link.step = number + 1
+            link.forget(self.absent, number)
         return self.absent
 
     def gather(self, exchange: int, buffers: Mapping[int, memoryview], timeout: float) -> frozenset[int]:

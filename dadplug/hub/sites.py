@@ -37,6 +37,8 @@ class Site:
         heard: time at which bytes arrived from it.
         progressed: time at which frames of a step or a state arrived.
         ended: the last step that it has ended, or missed before it joined.
+        idle: whether it has contributed nothing to this step.
+        awaited: whether others wait for it, since it has ended a step after the last one that it has missed.
         donor: slot of the member that sends it the state.
         donations: number of states that it has been asked for.
     """
@@ -49,6 +51,7 @@ class Site:
         self.needs_state = False
         self.heard = self.progressed = 0.0
         self.ended = 0
+        self.idle, self.awaited = False, True
         self.donor: int | None = None
         self.donations = 0
 
@@ -93,6 +96,10 @@ class Sites:
     def connected(self) -> list[int]:
         """Return the slots of the connected sites."""
         return self.in_phase(Phase.WAITING, Phase.JOINING, Phase.MEMBER)
+
+    def up_to(self, step: int) -> list[int]:
+        """Return the slots of the members that have ended a step, or a later one."""
+        return [slot for slot in self.in_phase(Phase.MEMBER) if self._sites[slot].ended >= step]
 
     def ended(self, step: int) -> list[int]:
         """Return the slots of the members that have ended a step."""

@@ -93,6 +93,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "bytes_per_second_from": round(rates[slot][0]),
                 "bytes_per_second_to": round(rates[slot][1]),
                 "late_seconds": round(late.get(slot, 0.0), 1),
+                "missed_steps": relay.run.missed.counts[slot],
             }
         )
     return {
@@ -133,6 +134,8 @@ def table(status: dict[str, Any]) -> list[str]:
     for site in sites:
         up, down = (site[f"bytes_per_second_{way}"] / 1e6 for way in ("from", "to"))
         late = f"{site['late_seconds']:.0f} s" if site["late_seconds"] else ""
+        if site["missed_steps"]:
+            late += f"{', ' * bool(late)}{site['missed_steps']} steps missed"
         lines.append(
             f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
         )

@@ -16,7 +16,7 @@ class StepTimes:
         now: the time, in seconds.
 
     Attributes:
-        regular: whether the time of the open step counts, since its participants have not changed.
+        regular: whether the time of the open step counts, since its participants have not changed and none was late.
         first_end: time at which a member was the first to end the open step.
     """
 
@@ -29,9 +29,14 @@ class StepTimes:
         """Begin a step, or begin the open one anew."""
         self._start = now
 
-    def close(self, now: float) -> None:
-        """Close the open step, and begin the next one."""
-        if self.regular:
+    def close(self, now: float, counts: bool) -> None:
+        """Close the open step, and begin the next one.
+
+        Args:
+            now: the time, in seconds.
+            counts: whether its time is one of those that lateness is measured by.
+        """
+        if self.regular and counts:
             self._durations.append(now - self._start)
         self._start, self.regular = now, True
 
@@ -43,7 +48,12 @@ class StepTimes:
     def late_at(self, patience: float) -> float:
         """Return when members that have not ended the open step are late.
 
+        Nobody is late where all are: where the first member has taken longer than a median step, the others have as
+        much time beyond it.
+
         Args:
             patience: the time that they have, in median steps.
         """
-        return self._start + max(_JITTER, patience * statistics.median(self._durations))
+        median = statistics.median(self._durations)
+        since_start = self._start + max(_JITTER, patience * median)
+        return max(since_start, self.first_end + max(_JITTER, (patience - 1) * median))

@@ -80,13 +80,21 @@ class ReplicatedModel:
         """Open a transport of its own over a process group."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         options = self.options
-        rules = Requirements.of(options.min_sites, options.site_timeout)
+        rules = Requirements.of(options.min_sites, options.site_timeout, options.late, options.patience)
         return open_transport(process_group, self.traffic, device, options.timeout, options.hierarchy, rules)
 
     @property
     def present_sites(self) -> list[int]:
         """Ranks of the sites that took part in the last step; all of them, unless ``min_sites`` lets sites leave."""
         return [rank for rank in range(self.world_size) if rank not in self._transport.absent]
+
+    @property
+    def behind(self) -> bool:
+        """Whether the others have ended this step already, so that this site's data do not count in it.
+
+        It happens with ``late="skip"`` only. Call `idle` in place of forward and backward to catch up faster.
+        """
+        return self._transport.behind
 
     def _join(self) -> None:
         """Restore the objects that the program has named from the state of another site, and take part."""

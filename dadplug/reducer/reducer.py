@@ -55,6 +55,7 @@ class Reducer:
         self._handlers = self._make_handlers(rows)
         self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
         self._launched = 0
+        self._asks_to_stop = False  # in a step in which this site had no part
         self._headers = HeaderExchange(len(self._units), transport)
 
     def _make_handlers(self, rows: dict[str, int]) -> list[BucketHandler]:
@@ -121,16 +122,21 @@ class Reducer:
         """
         context = self._context
         self._send_rest()
-        self._headers.send(self._header(step, stop, attached))
-        context.transport.close_round(admits)
+        header = self._header(step, stop or self._asks_to_stop, attached)
+        self._headers.send(header)
+        context.transport.close_round(admits, idle=not header.samples)
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
         headers = self._exchange_late(self._headers.receive())
         write = _counts(headers)
-        keep = write and all(header.finite for header in headers) and not context.transport.listens
+        absent = context.transport.rank in context.transport.absent
+        keep = write and all(header.finite for header in headers) and not absent
         for handler in self._handlers:
             handler.finish(headers, write, keep)
             handler.missing = len(handler.units)
+        if absent:
+            self._clear_own(headers)
+        self._asks_to_stop = header.stop and absent
         self._launched = 0
         context.transport.end_step()
         context.complete_payloads.clear()
@@ -138,6 +144,13 @@ class Reducer:
         names = [unit.name for unit in self._units]
         raise_fault(headers, names, context.transport.sites, [] if attached is None else attached.names)
         return headers
+
+    def _clear_own(self, headers: Sequence[StepHeader]) -> None:
+        """Clear the gradients of units of which only this site has one, where it has no part in the step."""
+        for position, unit in enumerate(self._units):
+            if not any(header.present[position] or header.dense[position] for header in headers):
+                for parameter in unit.parameters.values():
+                    parameter.grad = None
 
     def _send_rest(self) -> None:
         """Fill and launch what backward has left, and account for what has changed since."""

@@ -44,6 +44,14 @@ class Case:
         pause: seconds between steps.
         talks: whether sites exchange objects between backward and the end of each step.
         stop: file that contains the least number of steps, once it exists; empty for none.
+        late: option of the reduction.
+        late_steps: steps in which the site waits until another one is ahead, if they are late ones; all after them if
+            the last one is negative.
+        late_in: where it waits: "forward" before it, "backward" in its middle, "further" half a second at the end of a
+            further round, where it cannot be late.
+        other: log of the other site.
+        catches_up: whether the site calls `idle` in the steps that the others have ended already.
+        bucket_mb: option of the reduction.
         link: costs of the link that mode "auto" is to plan by, in place of measured ones.
     """
 
@@ -59,6 +67,12 @@ class Case:
     pause: float = 0.0
     talks: bool = False
     stop: str = ""
+    late: str = "wait"
+    late_steps: list[int] = field(default_factory=list)
+    late_in: str = "forward"
+    other: str = ""
+    catches_up: bool = False
+    bucket_mb: float | None = None
     link: list[float] = field(default_factory=list)
 
     def start(self) -> list[str]:
@@ -114,10 +128,10 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
     """
     close_round = ElasticTransport.close_round
 
-    def closing(transport: ElasticTransport, admits: bool = False) -> None:
+    def closing(transport: ElasticTransport, admits: bool = False, idle: bool = False) -> None:
         if current() == case.leave and case.how == ("header" if admits else "late"):
             die(case.how)
-        close_round(transport, admits)
+        close_round(transport, admits, idle)
 
     if case.how in ("header", "late"):
         ElasticTransport.close_round = closing
@@ -125,6 +139,47 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
         ElasticTransport._answer = lambda transport: die(case.how)
     elif case.how == "joins":
         ElasticTransport.take_part = lambda transport: die(case.how)
+
+
+def await_other(case: Case, step: int) -> None:
+    """Wait until another site is two steps ahead, or has ended."""
+    while True:
+        lines = Path(case.other).read_text().splitlines()
+        done = json.loads(lines[-1])["step"] if lines else -1
+        if done >= min(step + 1, last_step(case, step) - 1):
+            return
+        time.sleep(0.005)
+
+
+def be_late(case: Case, model: nn.Module, current: Callable[[], int]) -> None:
+    """Let a site be late.
+
+    Args:
+        case: the case.
+        model: the model.
+        current: returns the number of the step.
+    """
+    close_round = ElasticTransport.close_round
+
+    def applies() -> bool:
+        last = max(case.late_steps, default=-1)
+        return current() in case.late_steps or (-1 in case.late_steps and current() > last)
+
+    def wait(*_: object) -> None:
+        if applies():
+            await_other(case, current())
+
+    def closing(transport: ElasticTransport, admits: bool = False, idle: bool = False) -> None:
+        if applies() and not admits:
+            time.sleep(0.5)
+        close_round(transport, admits, idle)
+
+    if case.late_in == "forward":
+        model.register_forward_pre_hook(wait)
+    elif case.late_in == "backward":
+        model[2].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
+    else:
+        ElasticTransport.close_round = closing
 
 
 def train(case: Case) -> None:
@@ -136,8 +191,16 @@ def train(case: Case) -> None:
         die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     reduction = dadplug.GradientReduction(
-        model, case.mode, min_sites=case.min_sites, state={"optimizer": optimizer}, timeout=200
+        model,
+        case.mode,
+        min_sites=case.min_sites,
+        late=case.late,
+        bucket_mb=case.bucket_mb,
+        state={"optimizer": optimizer},
+        timeout=200,
     )
+    if case.late_steps:
+        be_late(case, model, lambda: reduction.step)
     die_inside(case, lambda: reduction.step)
     cold = reduction.state_dict()
     criterion, rank = nn.CrossEntropyLoss(), reduction.site_rank
@@ -148,7 +211,8 @@ def train(case: Case) -> None:
             if step == case.leave and case.how in ("before", "raise"):
                 die(case.how)
             optimizer.zero_grad()
-            if step not in case.idle:
+            idle = step in case.idle or (case.catches_up and reduction.behind)
+            if not idle:
                 inputs, targets = batch(rank, step)
                 criterion(model(inputs), targets).backward()
             if step == case.leave and case.how == "sent":
@@ -156,7 +220,7 @@ def train(case: Case) -> None:
                 die(case.how)
             if case.talks:  # ends a round in which payloads have been sent
                 assert reduction.gather_objects(rank)[rank] == rank
-            reduction.synchronize() if step not in case.idle else reduction.idle()
+            reduction.idle() if idle else reduction.synchronize()
             optimizer.step()
             values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
             digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]

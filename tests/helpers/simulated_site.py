@@ -5,24 +5,35 @@ from __future__ import annotations
 from collections import deque
 
 from dadplug.hub import actions
-from dadplug.hub.actions import FRESH, Position
+from dadplug.hub.actions import FRESH, Position, Round
+
+
+def kind_of(step: int) -> Round:
+    """Return the kind of a step, the same at all sites: training steps of one or two rounds, and collectives."""
+    return (Round.FIRST, Round.FIRST, Round.FURTHER, Round.COLLECTIVE, Round.FIRST)[step % 5]
 
 
 class SimulatedSite:
-    """A site; what it sends to the hub goes into `up`, what it has been sent waits in `down`."""
+    """A site; what it sends to the hub goes into `up`, what it has been sent waits in `down`.
 
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
+    Args:
+        slot: its slot.
+        elastic: whether steps are of several kinds; all are first rounds otherwise.
+    """
+
+    def __init__(self, slot: int, elastic: bool = False) -> None:
+        self.slot, self.elastic = slot, elastic
         self.instance = slot
         self.position, self.digest = FRESH, 0
         self.disconnect()
 
     def disconnect(self) -> None:
-        self.connected = self.frozen = self.hangs = self.is_leaving = False
+        self.connected = self.frozen = self.hangs = self.is_leaving = self.idles = False
         self.up: deque[tuple] = deque()
         self.down: deque[object] = deque()
         self.awaits_state = self.takes_part = self.has_ended = False
         self.frames: dict[int, dict[int, object]] = {}
+        self.closed: dict[int, actions.Close] = {}  # steps that this site has not ended yet
 
     def receive(self) -> None:
         message = self.down.popleft()
@@ -40,6 +51,7 @@ class SimulatedSite:
     def on_state(self, position: Position, digest: int) -> None:
         if self.awaits_state:
             self.position, self.digest, self.awaits_state = position, digest, False
+            self.closed = {}
             self.up.append(("joined", position))
 
     def on_accept(self, message: actions.Accept) -> None:
@@ -49,7 +61,7 @@ class SimulatedSite:
         self.awaits_state, self.session = message.needs_state, message.session
 
     def on_start(self, message: actions.Start) -> None:
-        self.frames, self.takes_part, self.has_ended = {}, False, False
+        self.frames, self.closed, self.takes_part, self.has_ended = {}, {}, False, False
         self.awaits_state = self.slot not in message.holders
         if not self.awaits_state and self.position == self.dialled:
             self.position = message.position
@@ -58,12 +70,15 @@ class SimulatedSite:
             self.is_leaving = True
 
     def on_join(self, message: actions.Join) -> None:
-        self.frames.setdefault(message.step, {}).pop(message.slot, None)
+        self.void(message.step, message.slot)
         if (message.slot, message.session) == (self.slot, self.session):
             self.takes_part, self.has_ended = True, False
 
     def on_drop(self, message: actions.Drop) -> None:
-        self.frames.setdefault(message.step, {}).pop(message.slot, None)
+        self.void(message.step, message.slot)
+
+    def void(self, step: int, slot: int) -> None:
+        self.frames.setdefault(step, {}).pop(slot, None)
 
     def on_sendstate(self, message: actions.SendState) -> None:
         assert not self.awaits_state
@@ -72,7 +87,16 @@ class SimulatedSite:
 
     def on_close(self, message: actions.Close) -> None:
         assert not self.awaits_state, "a step has closed while a state was under way"
-        assert message.step == self.position.step + 1
+        assert message.step == self.position.step + 1 + len(self.closed)
+        self.closed[message.step] = message
+        if self.has_ended or not self.takes_part:  # a site that has been replayed a step has no part in it
+            self.apply()
+
+    def apply(self) -> None:
+        """Apply the next closed step, if there is one."""
+        message = self.closed.pop(self.position.step + 1, None)
+        if message is None:
+            return
         frames = self.frames.pop(message.step, {})
         self.digest = hash((self.digest, message.step, *((slot, frames[slot]) for slot in message.contributors)))
         self.position = Position(self.position.life, message.step)
@@ -84,9 +108,12 @@ class SimulatedSite:
     on_skip = on_redo = on_pause = on_resume = on_other
 
     def work(self, serial: int) -> None:
-        """Send the frames of the open step, as this site sees it."""
+        """Send the frames of this site's step, which the hub may have closed already."""
         if self.takes_part and not self.awaits_state and not self.has_ended and not self.hangs:
             step = self.position.step + 1
-            self.frames.setdefault(step, {})[self.slot] = serial
-            self.up += [("frame", step, serial), ("end", step)]
+            if step not in self.closed:
+                self.frames.setdefault(step, {})[self.slot] = serial
+            kind = kind_of(step) if self.elastic else Round.FIRST
+            self.up += [("frame", step, serial), ("end", step, kind, self.idles and kind is Round.FIRST)]
             self.has_ended = True
+            self.apply()

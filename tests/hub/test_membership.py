@@ -17,6 +17,7 @@ from dadplug.hub.actions import (
     Refuse,
     Replay,
     Resume,
+    Round,
     Rules,
     SendState,
     Start,
@@ -324,11 +325,11 @@ def test_a_waiting_site_can_be_admitted_to_the_open_step():
 def test_what_has_begun_is_ended_by_fewer_sites_than_are_needed_to_begin():
     membership = hub(2, min_sites=2)
     close_steps(membership, 1)
-    membership.continues = True
+    membership.round = Round.FURTHER
     membership.end(0, 2, 0.0)
     actions = membership.close(1, "gone", 0.0)
     assert [each.contributors for each in kinds(actions, Close)] == [(0,)]
-    assert not membership.continues
+    assert membership.round is Round.FIRST
     membership.end(0, 3, 0.0)
     assert membership.open_step == 3
 

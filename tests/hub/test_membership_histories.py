@@ -3,21 +3,27 @@
 Each simulated site keeps a digest of the frames that it has applied, as a stand-in for its parameters. Messages wait in
 queues in both directions until a rule delivers them, and are lost with their connection. DADPLUG_HISTORIES sets the
 number of histories.
+
+Half of the histories are elastic ones, as `dadplug.hub.relay` runs them: steps are of several kinds, sites that dial in
+are admitted to a first round that a site has ended, rules are replaced during training, and a run
+ends with its last site.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Part
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated_site import SimulatedSite
+from simulated_site import SimulatedSite, kind_of
 
 from dadplug.hub import actions
-from dadplug.hub.actions import FRESH, Position, Rules
+from dadplug.hub.actions import FRESH, Position, Round, Rules
+from dadplug.hub.elastic_run import orphans
 from dadplug.hub.membership import Membership
 from dadplug.hub.sites import Phase
 
@@ -34,12 +40,14 @@ class Histories(RuleBasedStateMachine):
         kept=st.integers(1, 4),
         start_timeout=st.sampled_from([None, 8.0]),
         rounds=st.integers(0, 7),
+        elastic=st.booleans(),
     )
-    def begin(self, count, min_sites, late, kept, start_timeout, rounds):
+    def begin(self, count, min_sites, late, kept, start_timeout, rounds, elastic):
         self.rules_ = Rules(
             min(min_sites, count), late, 2.0, SITE_TIMEOUT, PROGRESS_TIMEOUT, start_timeout, kept, max_lag=3
         )
-        self.sites = [SimulatedSite(slot) for slot in range(count)]
+        self.elastic = elastic
+        self.sites = [SimulatedSite(slot, elastic) for slot in range(count)]
         self.now = 0.0
         self.serial = self.lives = 0
         self.instances = 100
@@ -57,7 +65,8 @@ class Histories(RuleBasedStateMachine):
         self.subscribed: set[int] = set()
         self.routes: dict[int, int] = {}  # joiner: donor
         self.ended: dict[int, float] = {}  # END of the open step: when
-        self.paused = False
+        self.waiting: list[SimulatedSite] = []  # to be admitted to a first round
+        self.paused = self.admits = False
         self.opened = self.hub.open_step
 
     # The hub's process around the state machine.
@@ -65,6 +74,19 @@ class Histories(RuleBasedStateMachine):
     def carry_out(self, todo: list[actions.Action]) -> None:
         for action in todo:
             getattr(self, f"do_{type(action).__name__.lower()}")(action)
+        if self.elastic and self.hub.started:
+            for slot in orphans(self.hub):
+                self.carry_out(self.hub.close(slot, "no site holds the state", self.now))
+            if self.hub.started and not self.hub.participants:
+                self.restart_the_hub(has_log=False)  # the run has ended with its last site
+
+    def admit_waiting(self) -> None:
+        """Admit the sites that wait to the open step, which a site has ended."""
+        waiting, self.waiting = self.waiting, []
+        for site in waiting:
+            site.dialled_position = site.position
+            self.carry_out(self.hub.dial(f"s{site.slot}", site.instance, site.position, self.now))
+        self.carry_out(self.hub.admit(self.now))
 
     def announce(self, action: object) -> None:
         self.log.setdefault(self.hub_open, []).append(action)
@@ -88,6 +110,7 @@ class Histories(RuleBasedStateMachine):
     def do_start(self, action):
         self.log, self.subscribed, self.routes, self.ended = {}, set(), {}, {}
         self.opened = action.position.step + 1
+        self.starting, self.admits = True, False
         held = {self.sites[slot].dialled_position for slot in action.holders}
         assert len(held) == 1
         self.digests[action.position] = self.digests[held.pop()]
@@ -97,6 +120,8 @@ class Histories(RuleBasedStateMachine):
 
     def do_join(self, action):
         assert action.step == self.opened
+        if self.elastic and not self.starting:
+            assert kind_of(action.step) is Round.FIRST, "a site joins in the middle of a training step"
         self.ended.pop(action.slot, None)
         self.announce(action)
         if action.slot not in self.subscribed:
@@ -111,6 +136,7 @@ class Histories(RuleBasedStateMachine):
 
     def do_sendstate(self, action):
         assert self.hub.phase(action.donor) is Phase.MEMBER
+        assert not self.hub.behind(action.donor)
         self.routes[action.joiner] = action.donor
         self.sites[action.donor].down.append(action)
 
@@ -124,6 +150,7 @@ class Histories(RuleBasedStateMachine):
     def do_skip(self, action):
         assert self.rules_.late == "skip"
         assert action.slot not in self.ended
+        assert self.kind is not Round.COLLECTIVE
         self.announce(action)
 
     def do_redo(self, action):
@@ -134,7 +161,7 @@ class Histories(RuleBasedStateMachine):
     def do_close(self, action):
         position = Position(self.hub.life, action.step)
         assert position not in self.closed, "a step has two sets of contributors"
-        assert len(action.contributors) >= self.rules_.min_sites
+        assert self.kind is not Round.FIRST or len(action.contributors) >= self.rules_.min_sites
         assert set(action.contributors) == set(self.ended), "the contributors are not those that have ended the step"
         assert action.step == self.opened
         self.closed[position] = action.contributors
@@ -147,6 +174,7 @@ class Histories(RuleBasedStateMachine):
         self.digests[position] = hash((before, action.step, *content))
         self.announce(action)
         self.opened += 1
+        self.starting = self.admits = False
         self.ended = {}
         self.log = {step: items for step, items in self.log.items() if step > action.step - self.rules_.kept_steps}
 
@@ -159,19 +187,29 @@ class Histories(RuleBasedStateMachine):
         self.paused = False
         self.ended = dict.fromkeys(self.ended, self.now)  # pauses do not count
 
+    @property
+    def kind(self) -> Round:
+        return kind_of(self.opened) if self.elastic else Round.FIRST
+
     # What happens.
 
     @rule(slot=SLOTS)
     def dial(self, slot):
         site = self.sites[slot % len(self.sites)]
-        if not site.connected:
+        if site.connected or site in self.waiting:
+            return
+        if self.elastic and self.hub.started:
+            self.waiting.append(site)
+            if self.admits:
+                self.admit_waiting()
+        else:
             site.dialled_position = site.position
             self.carry_out(self.hub.dial(f"s{site.slot}", site.instance, site.position, self.now))
 
     @rule(slot=SLOTS)
     def dial_again_before_the_hub_notices(self, slot):
         site = self.sites[slot % len(self.sites)]
-        if site.connected:
+        if site.connected and not self.elastic:
             site.dialled_position = site.position
             self.carry_out(self.hub.dial(f"s{site.slot}", site.instance, site.position, self.now))
 
@@ -190,6 +228,16 @@ class Histories(RuleBasedStateMachine):
         self.serial += 1
         self.sites[slot % len(self.sites)].work(self.serial)
 
+    @rule(slot=SLOTS, idles=st.booleans())
+    def run_out_of_data(self, slot, idles):
+        self.sites[slot % len(self.sites)].idles = idles
+
+    @rule(min_sites=st.integers(1, 4), late=st.sampled_from(["wait", "skip"]))
+    def replace_rules(self, min_sites, late):
+        if self.elastic and self.hub.started:
+            self.rules_ = replace(self.rules_, min_sites=min(min_sites, len(self.sites)), late=late)
+            self.hub.replace_rules(self.rules_)
+
     @rule(slot=SLOTS, count=st.integers(1, 3))
     def deliver_up(self, slot, count):
         site = self.sites[slot % len(self.sites)]
@@ -207,10 +255,16 @@ class Histories(RuleBasedStateMachine):
             for slot in self.subscribed - {site.slot}:
                 self.sites[slot].down.append(item)
 
-    def take_end(self, site, step):
+    def take_end(self, site, step, kind, idle):
         if self.hub.accepts(site.slot, step):
+            assert kind is self.kind
+            if self.elastic:
+                self.hub.round = kind
+                self.admits = kind is Round.FIRST
+            if self.admits:
+                self.admit_waiting()
             self.ended[site.slot] = self.now
-        self.carry_out(self.hub.end(site.slot, step, self.now))
+        self.carry_out(self.hub.end(site.slot, step, self.now, idle))
 
     def take_state(self, site, joiner, position, digest):
         if self.routes.get(joiner) == site.slot:
@@ -233,6 +287,8 @@ class Histories(RuleBasedStateMachine):
     def disconnect(self, slot, dies):
         """A connection closes, in half of the cases since the process has been killed."""
         site = self.sites[slot % len(self.sites)]
+        if site in self.waiting:
+            self.waiting.remove(site)
         if site.connected:
             self.carry_out(self.hub.close(site.slot, "connection closed", self.now))
         if dies:
@@ -263,7 +319,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.hub.started)
     @rule(has_log=st.booleans())
     def restart_the_hub(self, has_log):
-        closed = Position(self.hub.life, self.hub.step) if has_log else None
+        closed = Position(self.hub.life, self.hub.step) if has_log and not self.elastic else None
         for site in self.sites:
             site.disconnect()
         self.start_hub(closed)
@@ -278,13 +334,13 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_ever(self):
         for slot, since in self.ended.items():
-            longest = 2 * (PROGRESS_TIMEOUT + SITE_TIMEOUT)
+            longest = 4 * (PROGRESS_TIMEOUT + SITE_TIMEOUT)  # a late site catches up with 3 steps
             assert self.paused or self.now - since <= longest + 30.0, f"site {slot} waits"
 
     def teardown(self):
         """Once all are well, all become members, and steps close with all of them."""
         for site in self.sites:
-            site.frozen = site.hangs = False
+            site.frozen = site.hangs = site.idles = False
         for _ in range(20):
             self.settle()
             last = self.closed.get(Position(self.hub.life, self.hub.step), ())

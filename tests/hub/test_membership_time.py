@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from membership_hub import LIFE, close_steps, dial, hub, joining, kinds, pinging
 
-from dadplug.hub.actions import FRESH, Close, Drop, Position, Redo, Skip
+from dadplug.hub.actions import FRESH, Close, Drop, Position, Redo, Round, SendState, Skip
 from dadplug.hub.sites import Phase
 
 
@@ -64,6 +64,7 @@ def test_skip_closes_the_step_without_a_late_member_which_stays():
     assert membership.deadline() == 13.0  # three medians after the last step
     assert membership.tick(12.9) == []
     assert membership.tick(13.0) == [Skip(2, 11), Redo(11, 1, (0, 1)), Close(11, (0, 1), 1)]
+    assert membership.behind(2)
     assert membership.end(2, 11, 13.5) == []  # too late, and no fault
     assert membership.participants == [0, 1, 2]
     now = close_steps(membership, 1, now=14.0)
@@ -99,11 +100,78 @@ def test_a_joiner_is_not_skipped():
     assert membership.deadline() == now + 103.0  # its time begins with its state
 
 
-def test_a_member_that_is_late_again_and_again_is_dropped():
+def test_a_site_that_has_missed_a_step_is_waited_for_once_it_gets_on():
+    membership, _ = late()
+    membership.tick(13.0)
+    membership.end(0, 12, 14.0)
+    assert kinds(membership.end(1, 12, 14.0), Skip, Close) == [Skip(2, 12), Close(12, (0, 1), 1)]  # at once
+    membership.end(2, 11, 14.5)
+    membership.end(0, 13, 15.0)
+    assert membership.end(1, 13, 15.0) == []
+    assert membership.deadline() == 17.0
+    membership.end(2, 12, 15.5)
+    assert kinds(membership.end(2, 13, 16.0), Close) == [Close(13, (0, 1, 2), 0)]
+
+
+def test_nobody_is_late_where_all_are():
+    membership = hub(3, late="skip", patience=3.0, site_timeout=100.0)
+    now = close_steps(membership, 10, seconds=1.0)
+    assert membership.end(0, 11, now + 60.0) == []  # an evaluation, say
+    assert membership.deadline() == now + 62.0
+    assert membership.end(1, 11, now + 61.0) == []
+    assert kinds(membership.end(2, 11, now + 61.5), Close) == [Close(11, (0, 1, 2), 0)]
+
+
+def test_only_the_first_round_of_a_step_can_be_missed():
+    for kind in (Round.COLLECTIVE, Round.FURTHER):
+        membership = hub(3, late="skip", progress_timeout=100.0)
+        now = close_steps(membership, 10, seconds=1.0)
+        for slot in (0, 1):
+            membership.round = kind
+            membership.end(slot, 11, now + 1.0)
+        assert kinds(pinging(membership, now + 60.0, [0, 1, 2]), Skip, Close) == []
+        assert kinds(membership.end(2, 11, now + 60.0), Close) == [Close(11, (0, 1, 2), 0)]
+
+
+def test_a_further_round_goes_on_without_a_site_that_has_missed_the_first_one():
+    membership, _ = late()
+    membership.tick(13.0)
+    for slot in (0, 1):
+        membership.round = Round.FURTHER
+        actions = membership.end(slot, 12, 13.1)
+    assert kinds(actions, Skip, Close) == [Skip(2, 12), Close(12, (0, 1), 1)]
+    for slot in (0, 1):
+        membership.round = Round.COLLECTIVE
+        actions = membership.end(slot, 13, 13.2)
+    assert kinds(pinging(membership, 60.0, [0, 1, 2]), Close) == []
+    for step in (11, 12, 13):
+        actions = membership.end(2, step, 60.0)
+    assert kinds(actions, Close) == [Close(13, (0, 1, 2), 0)]
+
+
+def test_a_step_without_data_waits_for_the_late_site_that_has_some():
+    membership = hub(3, late="skip")
+    now = close_steps(membership, 10, seconds=1.0)
+    membership.end(0, 11, now + 1.0, idle=True)
+    membership.end(1, 11, now + 1.0, idle=True)
+    assert kinds(pinging(membership, now + 60.0, [0, 1, 2]), Skip, Close) == []
+    assert kinds(membership.end(2, 11, now + 60.0), Close)
+
+
+def test_a_site_that_is_behind_gives_no_state():
+    membership, _ = late()
+    membership.tick(13.0)
+    for slot in (0, 1):
+        membership.close(slot, "killed", 13.5)
+    assert kinds(dial(membership, 0, FRESH, now=14.0, instance=60), SendState) == []
+    assert kinds(membership.admit(14.0), SendState) == []
+    assert kinds(membership.end(2, 11, 15.0), SendState) == [SendState(2, 0, 11)]
+
+
+def test_a_member_that_is_ever_further_behind_is_dropped():
     membership, _ = late(max_lag=2)
     membership.tick(13.0)
     membership.end(0, 12, 14.0)
-    membership.end(1, 12, 14.0)
-    actions = membership.tick(16.0)
+    actions = membership.end(1, 12, 14.0)
     assert kinds(actions, Close) == [Close(12, (0, 1), 1)]
-    assert kinds(actions, Drop) == [Drop(2, 13, "late in 2 steps in succession")]
+    assert kinds(actions, Drop) == [Drop(2, 13, "late: it is 2 steps behind")]
