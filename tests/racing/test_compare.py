@@ -209,13 +209,13 @@ def test_a_race_on_this_machine_by_the_command(tmp_path):
         """)
     )
     program = [sys.executable, "-m", "dadplug", "compare", "task.py:build"]
-    options = ["--seconds=2", "--processes=2", "--ways=alone,ddp,dad", "--picture=race.png"]
+    options = ["--seconds=2", "--processes=2", "--ways=alone,ddp,hogwild", "--picture=race.png"]
     settings = {"capture_output": True, "text": True, "cwd": tmp_path}
     found = subprocess.run([*program, "task.py:dataset", *options], **settings)
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
     labels = [line.split("  ")[0] for line in lines[2:5]]
-    assert sorted(labels) == ["DDP", "alone, 1 thread", "dad"]
+    assert sorted(labels) == ["DDP", "Hogwild!", "alone, 1 thread"]
     assert lines[6].startswith(("fastest: ", "no difference beyond noise between "))
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
     assert "Exception" not in found.stderr
