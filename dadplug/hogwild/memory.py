@@ -20,6 +20,7 @@ except ImportError:  # Windows
     _LOCKS = False
 
 ALIGNMENT = 64  # bytes; a cache line
+_EXCLUSIVE = 1  # byte of the lock of exclusive parts; byte 0 is that of `SharedMemory.lock`
 _TOKEN = 16  # bytes
 
 
@@ -131,6 +132,14 @@ class SharedMemory:
             yield
         finally:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1)
+
+    def begin_exclusive(self) -> None:
+        """Wait until no other process is in its exclusive part, and begin this process's; its death ends it, too."""
+        fcntl.lockf(self.descriptor, fcntl.LOCK_EX, 1, _EXCLUSIVE)
+
+    def end_exclusive(self) -> None:
+        """End this process's exclusive part; do nothing if it has not begun."""
+        fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, _EXCLUSIVE)
 
     def write_behind(self, offset: int, content: bytes) -> None:
         """Write bytes behind the mapped part.

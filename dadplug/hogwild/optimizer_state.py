@@ -62,6 +62,16 @@ def check_optimizer(optimizer: Any, model: nn.Module, state: str) -> None:
             )
 
 
+def divides_by_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether steps divide by an average of squared gradients, so that processes must take them in turn.
+
+    Between one process's update of the average of gradients and that of their squares, another process would divide a
+    gradient by a square that does not contain it. Where the square is still zero, the quotient is of the order of
+    1 / eps, and the model is lost.
+    """
+    return type(optimizer) is not torch.optim.SGD
+
+
 def sparse_weights(model: nn.Module) -> set[Tensor]:
     """Return the weights whose gradients are sparse tensors."""
     kinds = (nn.Embedding, nn.EmbeddingBag)

@@ -15,7 +15,7 @@ from .dealing import DealtLoader
 from .join import check_equal, connected, share
 from .layout import Layout, check_model
 from .memory import SharedMemory, check_system
-from .optimizer_state import check_optimizer, create_state
+from .optimizer_state import check_optimizer, create_state, divides_by_state
 from .workers import Assignment, choose_start, run_workers
 
 STATES = ("shared", "own")
@@ -203,6 +203,8 @@ class Hogwild:
         board.join(self.rank, parent)
         for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            if self._state == "shared" and divides_by_state(optimizer):
+                self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
     def finish(self) -> None:
         """Wait for all processes, and give model and optimizer memory of their own; all processes must call it.
@@ -312,6 +314,12 @@ class Hogwild:
             self.last_step = self._board.count_step()
             self._layout.take_step_numbers(optimizer)
             self._layout.share_counters()
+        if self._state == "shared" and divides_by_state(optimizer):
+            self._memory.begin_exclusive()
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._memory is not None:
+            self._memory.end_exclusive()
 
     def _merge(self) -> None:
         """Exchange the counters of all processes."""

@@ -122,6 +122,28 @@ def test_several_processes_learn_one_model():
     run_here("learning")
 
 
+def rare_features() -> None:
+    """Samples of a few features each: most squares that an optimizer divides by are still zero."""
+
+    def train(hogwild: Hogwild) -> None:
+        generator = torch.Generator().manual_seed(hogwild.rank)
+        for _ in range(150):
+            inputs = torch.zeros(4, 512).scatter_(1, torch.randint(512, (4, 6), generator=generator), 1.0)
+            hogwild.optimizer.zero_grad()
+            nn.functional.mse_loss(hogwild.model(inputs), inputs[:, :1]).backward()
+            hogwild.optimizer.step()
+
+    for make in (torch.optim.Adam, torch.optim.RMSprop):
+        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
+        Hogwild(model, make(model.parameters(), lr=1e-3), 2, threads=1, start="fork").run(train)
+        largest = max(float(parameter.detach().abs().max()) for parameter in model.parameters())
+        assert largest < 1.5, (make, largest)  # no step of an element is larger than a few learning rates
+
+
+def test_processes_divide_by_squares_that_contain_their_gradients():
+    run_here("rare_features")
+
+
 def closures() -> None:
     """A step with a closure takes its number after the gradients are there."""
     model = training.network()
