@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
+from .exchange.requirements import Requirements
 from .exchange.topology import check_hierarchy
 from .exchange.wire import FORMATS
 from .methods import METHODS, method_names
@@ -168,6 +169,11 @@ class Options:
                 f"late={self.late!r} needs min_sites, the number of sites with which a step counts, and a hub"
             )
 
+    @property
+    def requirements(self) -> Requirements | None:
+        """What the options require of the sites that are present; None where all of them have to stay."""
+        return Requirements.of(self.min_sites, self.site_timeout, self.late, self.patience)
+
     def check_all_stay(self, trainer: str) -> None:
         """Raise ValueError if sites may leave, for a trainer that needs all of them.
 
@@ -177,7 +183,7 @@ class Options:
         if self.min_sites is not None:
             raise ValueError(
                 f"{trainer} needs all sites until the end: leave min_sites out. Sites may leave and return in loops of "
-                "your own, with GradientReduction"
+                "your own, and with DADStrategy and DistributedRunner"
             )
 
     def _check_min_sites(self) -> None:

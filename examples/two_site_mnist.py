@@ -12,6 +12,9 @@ On two machines, site 0 at 10.0.0.1:
 Between institutions, over the hub of a project, each site with its kit:
 
     python examples/two_site_mnist.py --kit kits/a
+    python examples/two_site_mnist.py --kit kits/a --min-sites 1
+
+With --min-sites 1 training goes on without a site that leaves, and one that is started again returns.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -71,6 +72,11 @@ def parse(task: Task, argv: list[str], doc: str) -> argparse.Namespace:
     parser.set_defaults(**{f"option_{option}": value for option, value in task.defaults.items()})
     parser.set_defaults(master_addr="127.0.0.1", master_port=8998)
     arguments = parser.parse_args(argv)
+    if arguments.option_min_sites is not None:
+        if arguments.compare:
+            parser.error("--compare trains several times, and a site can return into the first training: leave it out")
+        if "--sync-batchnorm" not in argv:  # it needs all sites in every step
+            arguments.option_sync_batchnorm = False
     if arguments.num_nodes is None and arguments.kit is None:
         arguments.num_nodes = 2
     return arguments
@@ -88,6 +94,7 @@ class History:
         self.epochs = epochs
         self.losses, self.samples, self.bytes_sent, self.seconds = [], [], [], []
         self.epoch_seconds, self.accuracies = [], []
+        self.complete = True  # whether this site has been there since the first step
         self._progress = progress
         self._set_up = self._start = self._epoch_start = 0
 
@@ -97,6 +104,7 @@ class History:
     def begin(self, reduction: GradientReduction) -> None:
         if not self.losses:
             self._set_up = reduction.traffic.total_bytes_sent
+            self.complete = reduction.step == 0
         self._start = time.perf_counter()
 
     def end(self, reduction: GradientReduction, loss: float, samples: int) -> None:
@@ -109,11 +117,14 @@ class History:
 
     def _values(self, reduction: GradientReduction, last: int) -> dict[str, str]:
         """Mean loss and median step time of the last steps, and the bytes of the last one."""
+        shown = {"sites": f"{len(reduction.present_sites)}/{reduction.world_size}"}
+        if not self.losses:  # it has returned in this epoch
+            return shown
         return {
             "loss": f"{statistics.fmean(self.losses[-last:]):.4f}",
             "MB/step": f"{reduction.traffic.bytes_sent / 1e6:.3f}",
             "ms/step": f"{1e3 * statistics.median(self.seconds[-last:]):.1f}",
-        }
+        } | (shown if reduction.options.min_sites is not None else {})
 
     def end_training_epoch(self) -> None:
         self.epoch_seconds.append(time.perf_counter() - self._epoch_start)
@@ -137,6 +148,7 @@ class Run:
     options: dict[str, Any]
     classes: int
     seed: int
+    steps: int
     history: History
 
 
@@ -243,14 +255,19 @@ def by_lightning(run: Run) -> GradientReduction:
 
 
 def by_hand(run: Run) -> GradientReduction:
-    """Train in a plain loop; a site with fewer batches contributes no data to the last steps."""
-    reduction = GradientReduction(run.model, **run.options)
-    steps = max(reduction.gather_objects(len(run.train)))
-    for epoch in range(1, run.history.epochs + 1):
+    """Train in a plain loop; a site with fewer batches contributes no data to the last steps.
+
+    A site that returns goes on at the step that the others are at, which `reduction.step` counts.
+    """
+    state = {"optimizer": run.optimizer, "scheduler": run.scheduler}
+    reduction = GradientReduction(run.model, state=state, **run.options)
+    steps, loss, targets = run.steps, torch.zeros(()), ()
+    for epoch in range(reduction.step // steps + 1, run.history.epochs + 1):
         run.model.train()
         run.history.begin_epoch()
-        batches = iter(run.train)
-        for step in range(steps):
+        first = reduction.step % steps
+        batches = itertools.islice(run.train, first, None)
+        for step in range(first, steps):
             run.history.begin(reduction)
             run.optimizer.zero_grad()
             if step < len(run.train):
@@ -296,6 +313,7 @@ def train(task: Task, arguments: argparse.Namespace, data: DataPair, rank: int, 
         options=options_of(arguments) | {"mode": mode},
         classes=data.classes,
         seed=arguments.seed,
+        steps=steps,
         history=History(epochs, progress),
     )
     try:
@@ -305,7 +323,7 @@ def train(task: Task, arguments: argparse.Namespace, data: DataPair, rank: int, 
     history, traffic = run.history, reduction.traffic
     return RunRecord(
         mode=mode,
-        losses=mean_over_sites(reduction.gather_objects((history.losses, history.samples))),
+        losses=mean_over_sites(reduction.gather_objects((history.losses, history.samples, history.complete))),
         bytes_sent=history.bytes_sent,
         accuracies=history.accuracies,
         bytes_a_step=traffic.bytes_sent,
@@ -315,8 +333,13 @@ def train(task: Task, arguments: argparse.Namespace, data: DataPair, rank: int, 
     )
 
 
-def mean_over_sites(runs: list[tuple[list[float], list[int]]]) -> list[float]:
-    """Average the sites' losses step by step, up to the last step of the site with the fewest steps."""
+def mean_over_sites(found: list[tuple[list[float], list[int], bool] | None]) -> list[float]:
+    """Average the losses step by step, up to the last step of the site with the fewest steps.
+
+    Sites that are absent, or have returned, are left out.
+    """
+    present = [each for each in found if each is not None]
+    runs = [(losses, samples) for losses, samples, complete in present if complete] or [present[0][:2]]
     steps = min(len(losses) for losses, _ in runs)
     return [
         sum(losses[step] * samples[step] for losses, samples in runs) / sum(samples[step] for _, samples in runs)

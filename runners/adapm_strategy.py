@@ -53,6 +53,7 @@ class AdaPMStrategyBase(DADStrategyBase):
     """
 
     managed: AdaModel | None = None
+    _sites_may_leave = False  # each has a part of the rows
 
     @takes_keywords_of(Management, DADStrategyBase.__init__)
     def __init__(self, mode: str = "dsgd", *, checkpoint: str = "whole", **arguments: Any) -> None:

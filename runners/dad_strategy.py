@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,23 +15,21 @@ from torch import Tensor
 from ..exchange import Traffic, Transport, open_transport
 from ..exchange.addresses import choose_interface, gloo_interface
 from ..exchange.exit_reasons import describe
+from ..model_sync import replicas
 from ..model_sync.samples import batch_size
 from ..model_sync.uneven_inputs import takes_part
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
+from ._lightning.collectives import SiteCollectives
+from ._lightning.elastic_fit import ElasticFit
 from ._lightning.environment import SiteEnvironment
 from ._lightning.uneven_loader import UnevenLoader, compare_lengths
-
-if TYPE_CHECKING:
-    from ._lightning.ddp_interface import DDPInterface as _DDPStrategy
-else:
-    _DDPStrategy = object  # DDPStrategy comes behind it, in the classes for a package
 
 _SIGTERM = "_broadcast_sigterm_tensor"  # of Lightning's loop over batches, since 2.6
 
 
-class DADStrategyBase(_DDPStrategy):
+class DADStrategyBase(SiteCollectives):
     """Lightning strategy that trains one model between sites; for ``Trainer(strategy=)``.
 
     Processes, samplers, metrics and evaluation are those of Lightning's ``DDPStrategy``. Gradients are agreed on at the
@@ -40,6 +37,11 @@ class DADStrategyBase(_DDPStrategy):
 
     If the sites are connected already, by `dadplug.connect`, Lightning starts no processes: pass ``devices=1``. Sites
     may have different numbers of batches: a site with fewer repeats a batch with weight zero in some steps.
+
+    With ``min_sites``, over a hub, training goes on without a site that leaves, and the site returns if its program is
+    started again: it goes on at the batch of the epoch that the others are at, with their states of model, optimizer,
+    schedules and callbacks. Metrics and collectives are those of the sites that are present. The first of them prints
+    and logs, and each of them writes the checkpoints.
 
     `dadplug.DADStrategy` is the strategy for the one of Lightning's two packages that is in use;
     `dadplug.runners.lightning.DADStrategy` and `dadplug.runners.pytorch_lightning.DADStrategy` are those for a given
@@ -61,7 +63,8 @@ class DADStrategyBase(_DDPStrategy):
         reduction: the `GradientReduction` of the last fit, with its plan and traffic; None before it.
 
     Raises:
-        ValueError: if the mode, an option or its value is unknown; the message lists the valid ones.
+        ValueError: if the mode, an option or its value is unknown; the message lists the valid ones. If there is no hub
+            with ``min_sites``.
         RuntimeError: if both of Lightning's packages are imported and the strategy is not that of a given package.
 
     Example:
@@ -71,6 +74,7 @@ class DADStrategyBase(_DDPStrategy):
     """
 
     reduction: GradientReduction | None = None
+    _sites_may_leave = True
 
     @takes_keywords_of(Options)
     def __init__(
@@ -90,7 +94,12 @@ class DADStrategyBase(_DDPStrategy):
         if cluster_environment is None and SiteEnvironment.detect():
             cluster_environment = SiteEnvironment()
         self.options = Options.create(mode=mode, **options)
-        self.options.check_all_stay("Lightning")
+        if not self._sites_may_leave:
+            self.options.check_all_stay("AdaPMStrategy")
+        if self.options.min_sites is not None and cluster_environment is None:
+            raise ValueError(
+                "min_sites needs a hub, which knows who is there: dadplug.connect(kit=...) before the strategy is built"
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -105,6 +114,7 @@ class DADStrategyBase(_DDPStrategy):
         self._steps: tuple[int, int] | None = None
         self._weightless = self._skipped = False
         self._transport: Transport | None = None
+        self._elastic: ElasticFit | None = None  # where sites may leave and return
         self._run = ExitStack()
 
     def _check_names(self, options: dict[str, Any]) -> None:
@@ -129,7 +139,10 @@ class DADStrategyBase(_DDPStrategy):
         super().setup_environment()
         if self.world_size > 1:
             before = self._transport
-            self._transport = open_transport(None, Traffic(), self.root_device, self.options.timeout)
+            timeout, rules = self.options.timeout, self.options.requirements
+            self._transport = open_transport(
+                None, Traffic(), self.root_device, timeout, requirements=rules, for_trainer=True
+            )
             if before is not None:
                 before.close()
 
@@ -141,7 +154,25 @@ class DADStrategyBase(_DDPStrategy):
         if self._transport is not None and hasattr(loop, _SIGTERM):
             setattr(loop, _SIGTERM, self._share_sigterm)
             self._run.callback(delattr, loop, _SIGTERM)
-        super().setup(trainer)
+        if self._elastic_transport is None:
+            super().setup(trainer)
+            return
+        self._elastic = ElasticFit(self, trainer, self._elastic_transport)
+        self._elastic.begin(self._run, fits=trainer.state.fn == "fit")
+        if trainer.state.fn == "fit":
+            super().setup(trainer)
+            self._elastic.restore(self._run)
+        else:
+            self._set_up_evaluation(trainer)
+
+    def _set_up_evaluation(self, trainer: Any) -> None:
+        """Prepare an evaluation as ``DDPStrategy`` does, which waits for site 0."""
+        assert self._transport is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        replicas.broadcast_model(self.model, self._transport)
+        self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
         """Build the reduction, where DDP would wrap the model."""
@@ -149,10 +180,27 @@ class DADStrategyBase(_DDPStrategy):
             self.options = dataclasses.replace(self.options, check_finite=False)
         if self._transport is not None:
             self._transport.gather_objects(None)  # a site that has failed by now builds no reduction
-        self.reduction = GradientReduction(self.lightning_module, **dataclasses.asdict(self.options))
-        if self._states is not None:
+        state = None if self._elastic is None else {"trainer": self._elastic}
+        self.reduction = GradientReduction(self.lightning_module, state=state, **dataclasses.asdict(self.options))
+        if self._states is not None and not self._joins:
             self.reduction.load_states(self._states)
         self._states = None
+
+    @property
+    def _joins(self) -> bool:
+        """Whether this site joins others in mid-training, up to the end of its first step."""
+        return self._elastic is not None and self._elastic.joins
+
+    def on_train_start(self) -> None:
+        if self._elastic is not None:
+            self._elastic.prepare_validation()
+        super().on_train_start()
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this site prints and logs: site 0, or the first one that is present where sites may leave."""
+        transport = self._elastic_transport
+        return self.global_rank == (0 if transport is None else transport.lowest)
 
     def teardown(self) -> None:
         try:
@@ -180,6 +228,10 @@ class DADStrategyBase(_DDPStrategy):
         trainer = self._trainer
         if trainer is None or not trainer.training or self._transport is None:
             return dataloader
+        if self._elastic is not None:
+            loader = self._elastic.wrap(dataloader)
+            self._steps = loader.place
+            return loader
         self._steps = compare_lengths(dataloader, self._transport)
         own, steps = self._steps or (0, 0)
         return UnevenLoader(dataloader, own, steps) if own < steps else dataloader
@@ -226,6 +278,8 @@ class DADStrategyBase(_DDPStrategy):
         """Agree on the gradients, unless they accumulate."""
         if self.reduction is not None and self.reduction.syncing:
             self.reduction.synchronize()
+            if self._elastic is not None:
+                self._elastic.end_step()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step an optimizer; one that uses the loss gets the mean over sites, so that all sites decide alike."""
@@ -269,80 +323,19 @@ class DADStrategyBase(_DDPStrategy):
         if self.reduction is not None:
             own = self.reduction.state_dict()
             checkpoint["dadplug"] = self.reduction.gather_objects(own) if self._in_fit else [own]
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self._elastic is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        else:  # each site writes its own files, since any of them may leave
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._elastic is None:
+            super().remove_checkpoint(filepath)
+        else:
+            with suppress(FileNotFoundError):  # sites of one machine may share the file
+                self.checkpoint_io.remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._states = checkpoint.get("dadplug")
         return checkpoint
-
-    # Between sites
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all sites; after an error return at once, since the other sites may have exited."""
-        if self._interrupted:
-            return
-        if self._transport is not None:
-            self._transport.gather_objects(None)
-        else:
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return one site's object on all sites."""
-        if self._transport is None or self._interrupted:
-            return super().broadcast(obj, src) if self._transport is None else obj
-        items = [obj]
-        with self._naming_sites():
-            dist.broadcast_object_list(items, src, group=self._transport.group)
-        return items[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the sites."""
-        with self._naming_sites():
-            return super().reduce(tensor, self._own_group(group), reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor from all sites."""
-        with self._naming_sites():
-            return super().all_gather(tensor, self._own_group(group), sync_grads)
-
-    def _own_group(self, group: Any) -> Any:
-        """Replace the group of all processes by one that this site can leave after an error."""
-        everyone = group is None or group is dist.group.WORLD
-        return group if self._transport is None or not everyone else self._transport.group
-
-    def _share_sigterm(self) -> None:
-        """Stop all sites if the first has got SIGTERM, as Lightning does before each batch.
-
-        Lightning asks through the group of all processes, in which sites would wait for one that has failed.
-        """
-        received = torch.tensor([int(self._trainer.received_sigterm)], device=self.root_device)
-        with self._naming_sites():
-            dist.broadcast(received, 0, group=self._own_group(None))
-        if received.item():
-            self.barrier()
-            raise sys.modules[type(self._trainer.fit_loop.epoch_loop).__module__].SIGTERMException
-
-    @contextmanager
-    def _naming_sites(self) -> Iterator[None]:
-        """Convert connection errors in a context into errors that name the site."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self._transport is None or not any(word in str(error) for word in ("onnection", "imed out")):
-                raise
-            raise self._transport.lost(error) from error
-
-    @property
-    def _trainer(self) -> Any:
-        return getattr(self.lightning_module, "_trainer", None)
-
-    @property
-    def _interrupted(self) -> bool:
-        return self._trainer is not None and self._trainer.interrupted
-
-    @property
-    def _in_fit(self) -> bool:
-        """Whether all sites are inside a fit, so that they can communicate."""
-        trainer = self._trainer
-        return trainer is not None and trainer.state.fn == "fit" and not self._interrupted

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import warnings
 import weakref
 from collections import OrderedDict
@@ -29,16 +27,19 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import MismatchError
 from ..exchange import connect
-from ..exchange.requirements import Requirements
+from ..hub.trainer_transport import TrainerTransport
 from ..model_sync.uneven_inputs import batches_before, takes_part
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
+from ._catalyst.elastic_training import ElasticTraining
 from ._catalyst.engine import SiteEngine
 from ._catalyst.fixes import adapt, load_model, load_runner
 from ._catalyst.loaders import SPLIT_DATA, begin_epoch
 from ._catalyst.metrics import merge_metrics
 from ._catalyst.patches import OLDER_NAMES
+from ._catalyst.shared_checkpoint import shared_checkpoint
+from .position import batches_from
 
 
 class DistributedRunner(SupervisedRunner):
@@ -52,7 +53,7 @@ class DistributedRunner(SupervisedRunner):
     With ``min_sites``, over a hub, training goes on without a site that leaves. Metrics, early stopping and checkpoints
     are then those of the sites that are present, the first of which prints, and each of them writes the checkpoints. Of
     a data set that is split, the share of an absent site is left out; it is drawn anew for each epoch. A site that has
-    left cannot return before the run has ended, so that below ``min_sites`` the run ends with an error.
+    left returns if its program is started again: it goes on at the batch of the epoch that the others are at.
 
     Args:
         model: model to train; may be passed to `train` instead.
@@ -113,8 +114,9 @@ class DistributedRunner(SupervisedRunner):
         self._process_group = process_group
         self._states: tuple[int, list[Any]] | None = None
         self._loader_samples = 0
-        self._steps = 0
-        self._micro_step = 0
+        self.steps = 0
+        self.micro_step = 0
+        self._elastic: ElasticTraining | None = None  # where sites may leave and return
         self._agreed_before = 0
         self._own_steps = 0
         self._accumulation = 1
@@ -179,7 +181,7 @@ class DistributedRunner(SupervisedRunner):
             timeout=self.options.timeout,
             split_data=self._split_data if split_data is None else split_data,
             process_group=self._process_group,
-            requirements=Requirements.of(self.options.min_sites, self.options.site_timeout),
+            requirements=self.options.requirements,
         )
 
     def _run(self) -> None:
@@ -232,11 +234,36 @@ class DistributedRunner(SupervisedRunner):
             scaled = getattr(self.engine, "scaler", None) is not None
             settings = {name: getattr(self.options, name) for name in Options.names()}
             settings["check_finite"] &= not scaled
+            if isinstance(self.engine.transport, TrainerTransport):
+                self._elastic = ElasticTraining(self, self.engine.transport)
+                settings["state"] = {"trainer": self._elastic}
             self.reduction = self._build_reduction(model, {"process_group": self._process_group} | settings)
             self.engine.reduction = self.reduction
-        if self._resume is not None:
+        if self._resume is not None and self._joined is None:
             checkpoint = self.load_shared(self._resume)
             (load_runner if "epoch_step" in checkpoint else load_model)(self, checkpoint)
+
+    @property
+    def _joined(self) -> dict[str, Any] | None:
+        """State of the other sites that this one joins in mid-training, up to the end of its first step; else None."""
+        return None if self._elastic is None else self._elastic.joined
+
+    def on_experiment_start(self, runner: Any) -> None:
+        """Restore the state of the other sites, if this one joins them in mid-training."""
+        super().on_experiment_start(runner)
+        if self._elastic is not None:
+            self._elastic.restore()
+
+    def _run_epoch(self) -> None:
+        loaders = self.loaders
+        if (state := self._joined) is not None:  # others have gone through the loaders before this one
+            names = [*loaders]
+            self.loaders = {name: loaders[name] for name in names[names.index(state["loader"]) :]}
+            self.epoch_metrics.update(state["metrics"])
+        try:
+            super()._run_epoch()
+        finally:
+            self.loaders = loaders
 
     def _build_reduction(self, model: torch.nn.Module, settings: dict[str, Any]) -> GradientReduction:
         return GradientReduction(model, **settings)
@@ -246,16 +273,19 @@ class DistributedRunner(SupervisedRunner):
     def on_epoch_start(self, runner: Any) -> None:
         """Open the loggers if the site that has printed so far is gone."""
         super().on_epoch_start(runner)
-        if self.engine.is_main_process and not self.loggers and self.engine.transport.absent:
+        if self.engine.is_main_process and not self.loggers and self.engine.transport.elastic:
             self.loggers = self.get_loggers()
 
     def on_loader_start(self, runner: Any) -> None:
         """Compute the number of steps with the other sites, and set the samplers' epoch."""
         super().on_loader_start(runner)
         self._loader_samples = 0
-        self._micro_step = 0
+        self.micro_step = 0
         self._own_steps = len(self.loader)
-        self._steps = begin_epoch(self.loader, self.loader_key, self.epoch_step, self.engine.transport)
+        self.steps = begin_epoch(self.loader, self.loader_key, self.epoch_step, self.engine.transport)
+        if (state := self._joined) is not None:
+            self.steps, self.micro_step = state["steps"], state["micro_step"]
+            self._own_steps = min(self._own_steps, self.steps)
 
     def on_batch_start(self, runner: Any) -> None:
         """Count the samples of this site."""
@@ -271,14 +301,15 @@ class DistributedRunner(SupervisedRunner):
             super()._run_loader()
             return
         with torch.set_grad_enabled(True):
-            batches = iter(self.loader)
-            for step in range(self._steps):
-                self._micro_step, self._agreed_before = step, self.reduction.step
+            first = self.micro_step
+            batches = batches_from(self.loader, batches_before(first, self._own_steps, self.steps))
+            for step in range(first, self.steps):
+                self.micro_step, self._agreed_before = step, self.reduction.step
                 if self.need_early_stop:
                     self.need_early_stop = False
                     self._idle(stop=True)
                     break
-                batch = next(batches, None) if takes_part(step, self._own_steps, self._steps) else None
+                batch = next(batches, None) if takes_part(step, self._own_steps, self.steps) else None
                 if batch is None:
                     self._idle()
                 else:
@@ -296,6 +327,7 @@ class DistributedRunner(SupervisedRunner):
         """Participate in a step without data; only callbacks that follow backward and change the model are called."""
         if stop or self.update_due:
             self.reduction.idle(stop=stop)
+            self.engine.end_step()
         else:
             with self.reduction.no_sync():
                 self.reduction.idle()
@@ -308,6 +340,7 @@ class DistributedRunner(SupervisedRunner):
         """Participate in the other sites' step if this site has skipped its batch, without a backward pass."""
         if self.reduction.step == self._agreed_before:
             self.reduction.idle()
+            self.engine.end_step()
 
     def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
         """Clip the agreed gradients by a function of the parameters; return what it returns."""
@@ -316,14 +349,14 @@ class DistributedRunner(SupervisedRunner):
     @property
     def update_due(self) -> bool:
         """Whether the gradients of this batch complete an update, at the end of an accumulation or of the epoch."""
-        return (self._micro_step + 1) % self._accumulation == 0 or self._micro_step + 1 >= self._steps
+        return (self.micro_step + 1) % self._accumulation == 0 or self.micro_step + 1 >= self.steps
 
     @property
     def micro_batches(self) -> int:
         """Number of batches of this site that the update of this batch accumulates."""
-        first = self._micro_step - self._micro_step % self._accumulation
-        after = min(first + self._accumulation, self._steps)
-        own, steps = self._own_steps, self._steps
+        first = self.micro_step - self.micro_step % self._accumulation
+        after = min(first + self._accumulation, self.steps)
+        own, steps = self._own_steps, self.steps
         return max(1, batches_before(after, own, steps) - batches_before(first, own, steps))
 
     def on_loader_end(self, runner: Any) -> None:
@@ -331,6 +364,8 @@ class DistributedRunner(SupervisedRunner):
         own = {name: float(value) for name, value in self.loader_metrics.items()}
         by_site = self.engine.transport.gather_present((own, self._loader_samples))
         self.loader_metrics.update(merge_metrics([*by_site.values()]))
+        if self.engine.sites:
+            self.loader_metrics["sites"] = float(len(by_site))
         if self.is_train_loader and self.engine.reduction is not None and self.options.average_buffers:
             self.reduction.average_buffers()
         super().on_loader_end(runner)
@@ -371,23 +406,5 @@ class DistributedRunner(SupervisedRunner):
         return {"model": model} | rest
 
     def load_shared(self, path: str | Path) -> dict[str, Any]:
-        """Load a checkpoint of the first site that is present on all sites.
-
-        Raises:
-            FileNotFoundError: on all sites, if that site does not have the file.
-            ValueError: on all sites, if the file is damaged.
-        """
-        transport = self.engine.transport
-        content = Path(path).read_bytes() if Path(path).is_file() else None
-        digests = transport.gather_present(None if content is None else hashlib.sha256(content).hexdigest())
-        first = next(iter(digests))
-        if digests[first] is None:
-            source = transport.sites[first]
-            raise FileNotFoundError(f"checkpoint {path} is not at {source}, from which all sites load it")
-        if any(digest != digests[first] for digest in digests.values()):
-            content = transport.broadcast_bytes(content or b"")
-        try:
-            checkpoint: dict[str, Any] = torch.load(io.BytesIO(content or b""), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(f"checkpoint {path} is damaged, or no checkpoint: {error}") from error
-        return checkpoint
+        """Load a checkpoint of the first site that is present on all sites; see `shared_checkpoint`."""
+        return shared_checkpoint(path, self.engine.transport)

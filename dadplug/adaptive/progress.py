@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import DEFAULT_TIMEOUT, Traffic, Transport, open_transport
+from ..hub.link import current_link
 from .records import Pass, Statistics, Target, add
 
 
@@ -60,7 +61,16 @@ class Progress:
 
     @property
     def transport(self) -> Transport:
-        """Transport over the default process group, opened when it is first needed; all sites must do so together."""
+        """Transport over the default process group, opened when it is first needed; all sites must do so together.
+
+        Raises:
+            ValueError: if sites may leave, since positions and sums of an absent site would be lost.
+        """
+        if (link := current_link()) is not None and link.rounds.elastic:
+            raise ValueError(
+                "remaining_epochs_until, ElasticDataLoader and Accumulator need all sites until the end: leave "
+                "min_sites out, or count steps by reduction.step"
+            )
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._connection is None or self._connection[0] is not world:
             only_gpus = world is not None and str(dist.get_backend()) == "nccl"

@@ -23,7 +23,7 @@ from .traffic import Traffic
 from .transport import Transport
 
 Recognise = Callable[[dist.ProcessGroup], bool]
-Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float, "Requirements | None", str], Transport]
+Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float, "Requirements | None", bool], Transport]
 
 _networks: list[tuple[Recognise, Open]] = []
 
@@ -34,7 +34,7 @@ def register_network(recognise: Recognise, open_network: Open) -> None:
     Args:
         recognise: returns whether a process group is one of the network.
         open_network: opens a transport for such a group; takes group, meter, device, timeout, requirements and
-            trainer, see `open_transport`.
+            whether it is for a trainer, see `open_transport`.
     """
     _networks.append((recognise, open_network))
 
@@ -46,7 +46,7 @@ def open_transport(
     timeout: float,
     hierarchy: Hierarchy = None,
     requirements: Requirements | None = None,
-    trainer: str = "",
+    for_trainer: bool = False,
 ) -> Transport:
     """Open a transport over a process group of its own, so that no other messages come between its messages.
 
@@ -58,7 +58,8 @@ def open_transport(
         hierarchy: which processes share a node, see `dadplug.exchange.topology.members_of`; None for one level. It has
             no effect with one node, or with one process on each.
         requirements: what training requires to go on without a site that leaves; None where all sites must stay.
-        trainer: name of a trainer that sites cannot join in mid-training; empty where they can.
+        for_trainer: whether a trainer exchanges by it everything but gradients. With requirements, a site that joins in
+            mid-training is then alone in all exchanges up to its first step.
 
     Raises:
         SiteError: if a site ends or does not answer.
@@ -75,7 +76,7 @@ def open_transport(
         return SingleSite(traffic, device, timeout)
     for recognise, open_network in _networks:
         if recognise(parent):
-            return open_network(parent, traffic, device, timeout, requirements, trainer)
+            return open_network(parent, traffic, device, timeout, requirements, for_trainer)
     if requirements is not None:
         raise ValueError("min_sites needs a hub, which knows who is there: dadplug.connect(kit=...)")
     sites = introduce(parent, timeout)

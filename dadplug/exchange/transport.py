@@ -104,9 +104,14 @@ class Transport(ABC):
         return False
 
     @property
+    def present(self) -> list[int]:
+        """Ranks of the sites that took part in the last round; all of them unless `elastic`."""
+        return [rank for rank in range(self.world_size) if rank not in self.absent]
+
+    @property
     def lowest(self) -> int:
         """Rank of the first site that is present, the same at all sites."""
-        return min(set(range(self.world_size)) - self.absent)
+        return self.present[0]
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -174,7 +174,8 @@ class ElasticTransport(HubTransport):
         sizes = self.gather_once([1] * self.world_size, torch.int64)
         sizes.payload[0] = len(own) + 1
         sizes.launch()
-        lengths = [int(size) for size in sizes.wait()]  # 0 for a site that is not there
+        # 0 for a site that is not there; one that was absent in the last round may have joined since
+        lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
         check_lengths(lengths)
         gather = self.gather_once(lengths, torch.uint8)
         gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
@@ -217,13 +218,19 @@ class ElasticGather(HubGather):
 
     def wait(self) -> list[Tensor]:
         transport = self._transport
+        self.collect()
+        self._blank(transport.absent | {transport.rank} if transport.listens else transport.absent)
+        return self._payloads
+
+    def collect(self) -> list[Tensor]:
+        """Wait for the payloads of all sites that have not left; which of them count, the end of the round decides."""
+        transport = self._transport
         if self._incoming:
             with transport.traffic.waiting():
                 lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
             self._incoming = []
             self._check(lost)
             self._blank(lost)
-        self._blank(transport.absent | {transport.rank} if transport.listens else transport.absent)
         return self._payloads
 
     def _check(self, missing: set[int]) -> None:

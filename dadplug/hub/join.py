@@ -23,6 +23,7 @@ from .link import HubLink, current_link, set_current_link
 from .process_group import BACKEND, HubGroup
 from .restrictions import Restrictions
 from .site_store import HubStore
+from .trainer_transport import TrainerTransport
 from .transport import HubTransport
 
 
@@ -194,11 +195,10 @@ def _open_transport(
     device: object,
     timeout: float,
     requirements: Requirements | None,
-    trainer: str,
+    for_trainer: bool,
 ) -> HubTransport:
     link = _link()
     if requirements is None:
         return HubTransport(link, traffic, timeout, group)
-    if trainer:
-        link.rounds.refuse_joins(trainer)
-    return ElasticTransport(link, traffic, timeout, requirements, group)
+    elastic = TrainerTransport if for_trainer else ElasticTransport
+    return elastic(link, traffic, timeout, requirements, group)

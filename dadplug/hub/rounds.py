@@ -76,14 +76,11 @@ class Rounds:
         skips: whether late sites miss a step.
         closed: number of the last round that has been closed.
         absent: slots of the sites that are not part of the last round that this site has ended, the same at all sites.
-        admits: whether sites may join in mid-training; where they may not, nothing is to be waited for below the number
-            of sites that are needed.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self.elastic = self.joins = self.skips = False
-        self.admits = True
         self.closed = 0
         self.absent: frozenset[int] = frozenset()
         self._absent: dict[int, frozenset[int]] = {}  # the same, by round that has been closed and not ended here
@@ -93,22 +90,6 @@ class Rounds:
         self._position: Position | None = None  # at which this site joins
         self._pause = ""
         self._fresh = False  # whether this site has joined and not ended a round since
-
-    def refuse_joins(self, trainer: str) -> None:
-        """Take note that no site can join this run in mid-training; below the number that is needed it ends.
-
-        Args:
-            trainer: name of the trainer, for the message.
-
-        Raises:
-            SiteError: if this site itself would have to join.
-        """
-        if self.joins:
-            raise SiteError(
-                f"the other sites are in mid-training, and {trainer} cannot join them: start this site again when "
-                "their run has ended. Sites can return in loops of your own, with GradientReduction"
-            )
-        self.admits = False
 
     def begin(self, requirements: Requirements) -> None:
         """Begin rounds; all sites call it with the same requirements."""
@@ -286,8 +267,6 @@ class Rounds:
                 if over():
                     return
                 link.check()
-                if self._pause and not self.admits:
-                    raise SiteError(f"training cannot go on: {self._pause}; and no site can join this run")
                 if self._pause:
                     deadline = time.monotonic() + timeout
                 if time.monotonic() > deadline:

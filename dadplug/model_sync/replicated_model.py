@@ -11,7 +11,6 @@ from torch import nn
 
 from ..errors import MismatchError
 from ..exchange import Traffic, Transport, open_transport
-from ..exchange.requirements import Requirements
 from ..methods import check_allowed
 from ..methods.warm_up import warm_up
 from ..options import Options
@@ -80,8 +79,8 @@ class ReplicatedModel:
         """Open a transport of its own over a process group."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         options = self.options
-        rules = Requirements.of(options.min_sites, options.site_timeout, options.late, options.patience)
-        return open_transport(process_group, self.traffic, device, options.timeout, options.hierarchy, rules)
+        hierarchy, rules = options.hierarchy, options.requirements
+        return open_transport(process_group, self.traffic, device, options.timeout, hierarchy, rules)
 
     @property
     def present_sites(self) -> list[int]:

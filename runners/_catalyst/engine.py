@@ -43,6 +43,7 @@ class SiteEngine(Engine):
         reduction: gradient reduction of the model in training; None before it is built.
         loader_samples: function that returns the number of samples of the current loader so far, on this site.
         seed: seed of the order of samples.
+        splits: fingerprints of the data sets that are split over the sites, by the names of loaders; None for others.
     """
 
     transport: Transport
@@ -67,13 +68,14 @@ class SiteEngine(Engine):
         self.reduction: GradientReduction | None = None
         self.loader_samples: Callable[[], int] = lambda: 1
         self.seed = 0
+        self.splits: dict[str, str | None] = {}
         self.transport = open_transport(
             process_group,
             Traffic(),
             torch.device("cpu"),
             timeout,
             requirements=requirements,
-            trainer="Catalyst's runner",
+            for_trainer=True,
         )
         self._place = self.transport.rank, self.transport.world_size
 
@@ -171,9 +173,19 @@ class SiteEngine(Engine):
         own = {name: float(value) for name, value in metrics.items()}
         return merge_metrics([*self.transport.gather_present((own, self.loader_samples())).values()])
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, name: str = "loader", **kwargs: Any) -> Any:
-        """Split the data if all sites have the same data set, and move batches to the device."""
-        loader = site_loader(data_loader, self._split_data, name, self.seed, self.transport)
+    def prepare_data_loader(
+        self, data_loader: Any, *args: Any, name: str = "loader", known: str | None = "", **kwargs: Any
+    ) -> Any:
+        """Split the data if all sites have the same data set, and move batches to the device.
+
+        Args:
+            data_loader: the loader.
+            args: ignored.
+            name: name of the loader, for messages.
+            known: what `splits` is at the other sites, for a site that joins them in mid-training.
+            kwargs: ignored.
+        """
+        loader, self.splits[name] = site_loader(data_loader, self._split_data, name, self.seed, self.transport, known)
         return loader if self.device.type == "cpu" else DeviceLoader(loader, self.device)
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -187,6 +199,17 @@ class SiteEngine(Engine):
         super().backward(loss, **kwargs)
         if self.reduction is not None and self.reduction.syncing:
             self.reduction.synchronize()
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Take note that a step of the reduction is over."""
+        if self.transport.elastic:
+            self.transport.end_step()
+
+    @property
+    def sites(self) -> str:
+        """Number of sites that are present, and of all; empty where all of them stay."""
+        return f"{len(self.transport.present)}/{self._place[1]}" if self.transport.elastic else ""
 
     def save(self, obj: Any, f: Any, **kwargs: Any) -> None:
         """Write a file atomically, at the sites that write."""

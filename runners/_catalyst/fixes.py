@@ -8,9 +8,11 @@ from typing import Any
 
 from catalyst.callbacks.backward import BackwardCallback
 from catalyst.callbacks.checkpoint import Checkpoint, CheckpointCallback
+from catalyst.callbacks.misc import TqdmCallback
 from catalyst.callbacks.optimizer import OptimizerCallback
 from catalyst.core.callback import Callback, CallbackWrapper
 from catalyst.utils.torch import pack_checkpoint, unpack_checkpoint
+from tqdm.auto import tqdm
 
 from .engine import save_whole
 from .site_runner import SiteRunner
@@ -124,11 +126,42 @@ class FixedCheckpoint(CheckpointCallback):
         resume_model: str | None = None,
         resume_runner: str | None = None,
     ) -> None:
+        if runner.engine.transport.joins:  # the others' state is newer
+            return
         for path in (resume_logpath, resume_model):
             if path is not None:
                 load_model(runner, runner.load_shared(path))
         if resume_runner is not None:
             load_runner(runner, runner.load_shared(resume_runner))
+
+
+class FixedTqdm(TqdmCallback):
+    """Progress bar of the first site that is present, with the number of sites where some may leave."""
+
+    tqdm: Any
+
+    def on_loader_start(self, runner: SiteRunner) -> None:
+        self.tqdm = None
+        if runner.engine.is_main_process:
+            title = f"{runner.epoch_step}/{runner.num_epochs} * Epoch ({runner.loader_key})"
+            self.tqdm = tqdm(total=runner.loader_batch_len, desc=title)
+
+    def on_batch_end(self, runner: SiteRunner) -> None:
+        if self.tqdm is None:
+            return
+        values = {name: float(value) for name, value in sorted(runner.batch_metrics.items())}
+        shown = {name: f"{value:3.3f}" if value > 1e-3 else f"{value:1.3e}" for name, value in values.items()}
+        self.tqdm.set_postfix(**shown | ({"sites": runner.engine.sites} if runner.engine.sites else {}))
+        self.tqdm.update()
+
+    def on_loader_end(self, runner: SiteRunner) -> None:
+        if self.tqdm is not None:
+            self.tqdm.clear()
+            self.tqdm.close()
+            self.tqdm = None
+
+    def on_exception(self, runner: SiteRunner) -> None:
+        self.on_loader_end(runner)
 
 
 def load_model(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
@@ -153,4 +186,9 @@ def load_runner(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
         runner.load_states(states)
 
 
-_FIXED = {BackwardCallback: FixedBackward, OptimizerCallback: FixedOptimizer, CheckpointCallback: FixedCheckpoint}
+_FIXED = {
+    BackwardCallback: FixedBackward,
+    OptimizerCallback: FixedOptimizer,
+    CheckpointCallback: FixedCheckpoint,
+    TqdmCallback: FixedTqdm,
+}

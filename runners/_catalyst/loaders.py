@@ -65,7 +65,9 @@ class SiteSampler(Sampler[Any]):
         return getattr(self.base, name)
 
 
-def site_loader(loader: Any, split: bool | str, name: str, seed: int, transport: Transport) -> Any:
+def site_loader(
+    loader: Any, split: bool | str, name: str, seed: int, transport: Transport, known: str | None = ""
+) -> tuple[Any, str | None]:
     """Split a loader's data over the sites, or return the loader unchanged; all sites must call it together.
 
     Args:
@@ -75,23 +77,34 @@ def site_loader(loader: Any, split: bool | str, name: str, seed: int, transport:
         name: name of the loader, for messages.
         seed: seed of the order of samples.
         transport: transport to the other sites.
+        known: what the other sites have got, for a site that joins them in mid-training: the fingerprint of the data
+            set that they have split, or None.
+
+    Returns:
+        The loader, and the fingerprint of the data set if it is split.
 
     Raises:
         MismatchError: if `split` is True and the data sets differ, or `split` differs between sites.
     """
     if transport.world_size == 1:
-        return loader
+        return loader, None
     own = _fingerprint(loader) if split is not False else None
     by_site = [*transport.gather_present((split, own)).values()]
     if any(other[0] != split for other in by_site):
         raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in by_site)}")
     alike = own is not None and all(other[1] == own for other in by_site)
+    if known != "":
+        alike = known is not None and own == known
+        if known is not None and not alike:
+            raise MismatchError(f"loader {name!r} is split over the sites, and this one has another data set in it")
     if split is True and not alike:
         raise MismatchError(
             f"loader {name!r} is to be split over the sites, but they do not have the same data set in it; pass "
             "split_data=False where every site brings its own"
         )
-    return _split(loader, transport.rank, transport.world_size, seed) if split is not False and alike else loader
+    if split is False or not alike:
+        return loader, None
+    return _split(loader, transport.rank, transport.world_size, seed), own
 
 
 def _fingerprint(loader: Any) -> str | None:

@@ -18,6 +18,9 @@ class SiteRunner(Protocol):
     batch_metrics: dict[str, Any]
     is_train_loader: bool
     epoch_step: int
+    num_epochs: int
+    loader_key: str
+    loader_batch_len: int
     model: Any
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -22,12 +23,18 @@ class DDPInterface:
     checkpoint_io: Any
     precision_plugin: Any
     parallel_devices: Any
+    accelerator: Any
+    model: Any
     world_size: int
     global_rank: int
     local_rank: int
     pre_backward: Callable[[Tensor], None]
     post_backward: Callable[[Tensor], None]
     _layer_sync: Any
+
+    @property
+    def root_device(self) -> torch.device:
+        raise NotImplementedError
 
     def __init__(
         self,
@@ -50,6 +57,13 @@ class DDPInterface:
     def teardown(self) -> None: ...
 
     def on_exception(self, exception: BaseException) -> None: ...
+
+    def model_to_device(self) -> None: ...
+
+    def setup_precision_plugin(self) -> None: ...
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        raise NotImplementedError
 
     def process_dataloader(self, dataloader: Any) -> Any:
         raise NotImplementedError

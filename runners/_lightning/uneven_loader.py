@@ -21,7 +21,7 @@ class UnevenLoader:
         steps: number of batches to yield, at least `own`.
     """
 
-    _OWN = ("_loader", "_own", "_steps")
+    _OWN: tuple[str, ...] = ("_loader", "_own", "_steps")
 
     def __init__(self, loader: Any, own: int, steps: int) -> None:
         self._loader, self._own, self._steps = loader, own, steps

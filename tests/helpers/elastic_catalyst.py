@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import elastic_data
 import torch
 from catalyst import dl
 from catalyst.core.callback import Callback
@@ -41,6 +42,10 @@ class Case:
         leave: number of the round of the second epoch in which the process is killed, from 0; -1 for never.
         where: whether it is killed in a "train" round of gradients, or any "other".
         ended: whether it has ended its part of the round when it is killed.
+        returns: whether to train on the data of `elastic_data`, in order, and to be killed in step `leave`, so that the
+            training can be compared to that in one process.
+        stop: file that ends the training after the epoch, once it exists; empty for none.
+        bar: whether to show a progress bar.
     """
 
     kit: str
@@ -51,6 +56,9 @@ class Case:
     leave: int = -1
     where: str = "train"
     ended: bool = False
+    returns: bool = False
+    stop: str = ""
+    bar: bool = False
 
     def start(self) -> list[str]:
         """Return the arguments of the interpreter that run it."""
@@ -68,6 +76,32 @@ def valid_data(slot: int):
 def digest(model: nn.Module) -> str:
     values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+
+
+class Steps(Callback):
+    """Record of each step; kills the process."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(order=1000)
+        self.case = case
+        self.file = (Path(case.folder) / "log.jsonl").open("a", buffering=1)
+
+    def on_batch_start(self, runner) -> None:
+        if runner.is_train_loader and runner.reduction.step == self.case.leave:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_batch_end(self, runner) -> None:
+        if not runner.is_train_loader:
+            return
+        line = {"number": runner.reduction.step, "epoch": runner.epoch_step, "batch": runner.micro_step}
+        line |= {"present": runner.reduction.present_sites, "digest": digest(runner.model)}
+        line |= {"weights": [float(each.detach().sum()) for each in runner.model.parameters()]}
+        line |= {"lr": runner.optimizer.param_groups[0]["lr"], "first": float(runner.batch["features"][0, 0])}
+        self.file.write(json.dumps(line) + "\n")
+        time.sleep(0.01)
+
+    def on_epoch_end(self, runner) -> None:
+        runner.need_early_stop |= bool(self.case.stop) and Path(self.case.stop).exists()
 
 
 class Record(Callback):
@@ -91,13 +125,13 @@ def die_in_round(case: Case, record: Record) -> None:
     """Kill this process in a round of the second epoch."""
     original, count = Rounds.end, iter(range(1 << 30))
 
-    def end(self, timeout, answer):
+    def end(self, timeout, answer, *kind):
         here = len(record.epochs) == 2 and (answer is not None) == (case.where == "train")
         if not here or next(count) != case.leave:
-            return original(self, timeout, answer)
+            return original(self, timeout, answer, *kind)
         if case.ended:
             self._wait_until = lambda *_: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGKILL))
-            return original(self, timeout, answer)
+            return original(self, timeout, answer, *kind)
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -108,25 +142,34 @@ def run(case: Case) -> None:
     dadplug.connect(kit=case.kit, timeout=200)
     slot = torch.distributed.get_rank()
     record = Record()
-    if case.leave >= 0:
+    if case.leave >= 0 and not case.returns:
         die_in_round(case, record)
-    model = net()
+    model = elastic_data.net() if case.returns else net()
+    optimizer, scheduler = torch.optim.Adam(model.parameters(), lr=0.01), None
+    if case.returns:
+        optimizer, scheduler = elastic_data.optimisation(model)
     runner = DistributedRunner(mode=case.mode, min_sites=case.min_sites, split_data=False, timeout=200)
     loaders = {
         "train": DataLoader(train_data(slot), batch_size=BATCH, shuffle=True),
         "valid": DataLoader(valid_data(slot), batch_size=BATCH),
     }
+    if case.returns:
+        loaders = {
+            "valid": DataLoader(elastic_data.valid_data(slot), BATCH),
+            "train": DataLoader(elastic_data.train_data(slot), BATCH),
+        }
     checkpoints = dl.CheckpointCallback(
         str(Path(case.folder) / "checkpoints"), loader_key="valid", metric_key="loss", minimize=True, mode="runner"
     )
     runner.train(
         model=model,
         criterion=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+        optimizer=optimizer,
+        scheduler=scheduler,
         loaders=loaders,
-        callbacks=[*metrics_callbacks(), checkpoints, record],
+        callbacks=[Steps(case)] * case.returns + metrics_callbacks() * (not case.returns) + [checkpoints, record],
         num_epochs=case.epochs,
-        verbose=False,
+        verbose=case.bar,
     )
     assert runner.reduction.first_difference() is None
     torch.distributed.barrier()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -42,7 +43,8 @@ class Case:
         idle: steps in which the site calls `idle`.
         cold: steps before which the compressor is reset.
         pause: seconds between steps.
-        talks: whether sites exchange objects between backward and the end of each step.
+        talks: whether sites exchange objects between backward and the end of each step; they try to use what needs all
+            sites before.
         stop: file that contains the least number of steps, once it exists; empty for none.
         late: option of the reduction.
         late_steps: steps in which the site waits until another one is ahead, if they are late ones; all after them if
@@ -182,6 +184,19 @@ def be_late(case: Case, model: nn.Module, current: Callable[[], int]) -> None:
         ElasticTransport.close_round = closing
 
 
+def refuses_what_needs_all_sites() -> None:
+    """Check that what resumes with all sites is refused, before anything is sent."""
+    statistics = dadplug.Accumulator()
+    loader = dadplug.ElasticDataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 1)), 2)
+    for use in (
+        lambda: next(iter(dadplug.remaining_epochs_until(1))),
+        lambda: next(iter(loader)),
+        lambda: statistics.synchronized().__enter__(),
+    ):
+        with pytest.raises(ValueError, match="need all sites until the end: leave min_sites out"):
+            use()
+
+
 def train(case: Case) -> None:
     dadplug.connect(kit=case.kit, timeout=200)
     if case.link:
@@ -201,6 +216,8 @@ def train(case: Case) -> None:
     )
     if case.late_steps:
         be_late(case, model, lambda: reduction.step)
+    if case.talks and case.min_sites is not None:
+        refuses_what_needs_all_sites()
     die_inside(case, lambda: reduction.step)
     cold = reduction.state_dict()
     criterion, rank = nn.CrossEntropyLoss(), reduction.site_rank

@@ -203,8 +203,10 @@ def test_trainers_that_need_all_sites_say_so():
     pytest.importorskip("catalyst")
     pytest.importorskip("pytorch_lightning")
     from dadplug.runners import AdaPMRunner
-    from dadplug.runners.pytorch_lightning import DADStrategy
+    from dadplug.runners.pytorch_lightning import AdaPMStrategy, DADStrategy
 
-    for build in (lambda: DADStrategy(min_sites=1), lambda: AdaPMRunner(min_sites=1)):
-        with pytest.raises(ValueError, match="min_sites"):
-            build()
+    for build in (AdaPMStrategy, AdaPMRunner):
+        with pytest.raises(ValueError, match=f"{build.__name__} needs all sites until the end: leave min_sites out"):
+            build(min_sites=1)
+    with pytest.raises(ValueError, match="min_sites needs a hub"):
+        DADStrategy(min_sites=1)

@@ -6,11 +6,12 @@ import json
 import os
 from pathlib import Path
 
+import elastic_data
 import forkserver
 import pytest
 import support
 import torch
-from running_hub import RunningHub, running_hub
+from running_hub import RunningHub, running_hub, until
 
 support.need("catalyst")
 
@@ -99,20 +100,47 @@ def test_the_others_go_on_and_measure_what_they_have(tmp_path, names, lost, fiel
     assert [state is not None for state in checkpoint["dadplug"]] == [slot in here for slot in everyone]
 
 
-def test_below_min_sites_training_ends_with_the_reason(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        first = start(tmp_path, hub, "a", min_sites=2)
-        end(start(tmp_path, hub, "b", min_sites=2, leave=2), -9)
-        assert "training cannot go on: 2 sites are needed and 1 is here: waiting for b" in end(first, 1)
+def lines(folder: Path, name: str) -> dict[int, dict]:
+    path = folder / name / "log.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["number"]: line for line in found}
 
 
-def test_a_site_that_returns_is_refused_and_the_others_go_on(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        first = start(tmp_path, hub, "a", epochs=40)
-        end(start(tmp_path, hub, "b", epochs=40, leave=2), -9)
-        hub.await_line("b has left")
-        assert "Catalyst's runner cannot join them" in end(start(tmp_path, hub, "b", epochs=40), 1)
-        end(first)
-    result = json.loads((tmp_path / "a" / "result.json").read_text())
-    assert len(result["epochs"]) == 40
-    assert result["epochs"][39]["present"] == [0]
+@pytest.mark.parametrize(("names", "lost", "needed"), [("abc", "c", 1), ("ab", "a", 2)])
+def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path, names, lost, needed):
+    fields = {"epochs": 10000, "returns": True, "stop": str(tmp_path / "stop"), "mode": "dsgd", "min_sites": needed}
+    with running_hub(tmp_path / "kits", tuple(names)) as hub:
+        processes = {
+            name: start(tmp_path, hub, name, bar=name == names[0], **fields, **({"leave": 9} if name == lost else {}))
+            for name in names
+        }
+        end(processes[lost], -9)
+        if needed == len(names):
+            hub.await_line(f"paused: 2 sites are needed and 1 is here: waiting for {lost}", ENDED)
+        before = len(lines(tmp_path, lost))
+        processes[lost] = start(tmp_path, hub, lost, bar=True, **fields)
+        until(lambda: len(lines(tmp_path, lost)) > before + 10 or processes[lost].poll(), timeout=ENDED)
+        (tmp_path / "stop").touch()
+        printed = {name: end(process) for name, process in processes.items()}
+    here = [slot for slot, name in enumerate(names) if name != lost]
+    other = names[here[0]]
+    found, own = lines(tmp_path, other), lines(tmp_path, lost)
+    assert max(found) == max(own)
+    for number, line in own.items():
+        for what in ("digest", "epoch", "batch", "lr", "present"):
+            assert line[what] == found[number][what], (what, line)
+        (inputs, _), _ = elastic_data.batch_of(names.index(lost), line["batch"], 6)
+        assert line["first"] == float(inputs[0, 0])
+    present = {number: line["present"] for number, line in found.items()}
+    assert present[10] == here
+    assert present[max(present)] == [*range(len(names))]
+    if other == "a":  # has a batch in every step
+        steps = {number: (line["batch"], line["present"]) for number, line in found.items()}
+        reference = elastic_data.trained_in_one_process(steps, 6, every=6)
+        for number, line in found.items():
+            assert line["weights"] == pytest.approx(reference[number], rel=1e-9), number
+    assert f"sites={len(names)}/{len(names)}" in printed["a"]
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in names]
+    assert all(result["digest"] == results[0]["digest"] for result in results)
+    assert all(result["epochs"][-1]["metrics"] == results[0]["epochs"][-1]["metrics"] for result in results)
+    assert results[0]["epochs"][-1]["metrics"]["train"]["sites"] == len(names)

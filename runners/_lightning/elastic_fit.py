@@ -1,0 +1,294 @@
+"""A fit of Lightning in which sites leave and return: what is refused, and the state of a site that joins."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ...errors import MismatchError
+from ...exchange import codec
+from ...hub.trainer_transport import TrainerTransport
+from ...model_sync.uneven_inputs import batches_before, takes_part
+from ..position import batches_from
+from .present_sites import metrics_of_present_sites
+from .uneven_loader import UnevenLoader
+
+_AVERAGING = "StochasticWeightAveraging"
+_RANKS = "lightning_utilities.core.rank_zero"  # module with the rank by which Lightning decides who prints and logs
+
+
+class ElasticFit:
+    """One fit in which sites leave and return. An object with state, for `GradientReduction`.
+
+    The state is that of the beginning of a step: a site that joins repeats the batch that the others are at.
+
+    Args:
+        strategy: the strategy.
+        trainer: Lightning's trainer.
+        transport: transport for everything but gradients.
+
+    Attributes:
+        joins: whether this site joins others in mid-training, up to the end of its first step.
+        steps: number of batches in an epoch.
+    """
+
+    def __init__(self, strategy: Any, trainer: Any, transport: TrainerTransport) -> None:
+        self._strategy, self._trainer, self._transport = strategy, trainer, transport
+        self._joined: dict[str, Any] | None = None
+        self._first = True
+        self.steps = 0
+
+    @property
+    def joins(self) -> bool:
+        return self._transport.joins
+
+    # The beginning
+
+    def begin(self, run: ExitStack, fits: bool) -> None:
+        """Check that nothing needs all sites, and compute metrics over the sites that are present.
+
+        Args:
+            run: ends with the run.
+            fits: whether the run trains.
+
+        Raises:
+            ValueError: if something needs all sites, or cannot be restored at a site that returns.
+        """
+        for reason in self._reasons() if fits else ():
+            raise ValueError(f"{reason}: leave min_sites out")
+        package = type(self._trainer).__module__.split(".trainer.")[0]
+        run.enter_context(metrics_of_present_sites(self._transport, package))
+
+    def _reasons(self) -> Iterator[str]:
+        """Yield what cannot go on where sites leave and return."""
+        trainer, module = self._trainer, self._strategy.lightning_module
+        if not module.automatic_optimization:
+            yield "a site cannot return into manual optimization, in which a batch may have several steps"
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            yield "a site cannot return into a training_step that takes batches from dataloader_iter"
+        if trainer.reload_dataloaders_every_n_epochs:
+            yield "a site cannot return into a fit with reload_dataloaders_every_n_epochs"
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            yield "each site would validate by its own clock with a time as val_check_interval"
+        for callback in trainer.callbacks:
+            base: Any = next(each for each in type(callback).__mro__ if each.__name__ == "Callback")
+            name = type(callback).__name__
+            if type(callback).on_save_checkpoint is not base.on_save_checkpoint or name == _AVERAGING:
+                yield f"a site that returns cannot get the state of {name}, which is not in its state_dict"
+
+    def _check_state(self) -> None:
+        """Raise ValueError for an optimizer with several gradients in a step, or a state that cannot be sent."""
+        for optimizer in self._strategy.optimizers:
+            if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
+                raise ValueError("LBFGS needs all sites in each of a step's gradients: leave min_sites out")
+        try:
+            codec.encode(self.state_dict())
+        except TypeError as error:
+            raise ValueError(f"a site that returns cannot get the state of this training: {error}") from error
+
+    def prepare_validation(self) -> None:
+        """Prepare the loaders of the validation at all sites at one time, and show who is here."""
+        trainer = self._trainer
+        if trainer.enable_validation:
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+        self._show()
+
+    # State of a site that joins
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this trainer at the beginning of a step, besides the model."""
+        trainer, strategy = self._trainer, self._strategy
+        return {
+            "place": self._transport.place,
+            "steps": self.steps,
+            "epoch": trainer.fit_loop.epoch_progress.current.processed,
+            "counts": {name: _completed(each) for name, each in self._counts().items()},
+            "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
+            "stops": bool(trainer.should_stop),
+            "optimizers": [getattr(each, "_optimizer", each).state_dict() for each in strategy.optimizers],
+            "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "precision": strategy.precision_plugin.state_dict(),
+            "callbacks": self._callback_states(),
+            "metrics": {**trainer._logger_connector._callback_metrics},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the state of another site until `restore`, when there are optimizers.
+
+        Raises:
+            MismatchError: if the others are at another place of the program, such as a second fit.
+        """
+        if state["place"] != self._transport.place:
+            raise MismatchError(
+                "the other sites are in another fit of the program than the first one, into which a site cannot return"
+            )
+        self._joined, self.steps = state, state["steps"]
+
+    def _callback_states(self) -> dict[str, Any]:
+        states = {}
+        for callback in self._trainer.callbacks:
+            if state := callback.state_dict():
+                try:
+                    codec.encode(state)
+                except TypeError as error:
+                    if not self._started:
+                        raise
+                    warnings.warn(f"{callback.state_key} begins anew at a site that returns: {error}", stacklevel=2)
+                    continue
+                states[callback.state_key] = state
+        return states
+
+    @property
+    def _started(self) -> bool:
+        return bool(self._trainer.global_step)
+
+    def _counts(self) -> dict[str, Any]:
+        loop = self._trainer.fit_loop.epoch_loop
+        optimizer = loop.automatic_optimization.optim_progress.optimizer
+        return {
+            "batch": loop.batch_progress,
+            "scheduler": loop.scheduler_progress,
+            "step": optimizer.step,
+            "zero_grad": optimizer.zero_grad,
+        }
+
+    def restore(self, run: ExitStack) -> None:
+        """Restore the state of another site, if this one joins.
+
+        Args:
+            run: ends with the run.
+        """
+        state, trainer, strategy = self._joined, self._trainer, self._strategy
+        if state is None:
+            self._check_state()
+            return
+        for optimizer, own in zip(strategy.optimizers, state["optimizers"], strict=True):
+            getattr(optimizer, "_optimizer", optimizer).load_state_dict(own)
+        for config, own in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(own)
+        strategy.precision_plugin.load_state_dict(state["precision"])
+        for callback in trainer.callbacks:
+            own = state["callbacks"].get(callback.state_key)
+            if own is not None:
+                if "dirpath" in own and hasattr(callback, "dirpath"):
+                    callback.dirpath = own["dirpath"]  # the same at all sites, as Lightning sees to at the start
+                callback.load_state_dict(own)
+        trainer.should_stop = state["stops"]
+        for count in (trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_progress.current):
+            _set(count, state["epoch"])
+        for name, count in self._counts().items():
+            _set(count.total, state["counts"][name][0])
+        trainer.fit_loop.epoch_loop._batches_that_stepped = state["stepped"]
+        trainer._logger_connector._callback_metrics.update(state["metrics"])
+        trainer._checkpoint_connector._loaded_checkpoint = {}  # of ckpt_path, which is older
+        run.callback(setattr, trainer, "num_sanity_val_steps", trainer.num_sanity_val_steps)
+        trainer.num_sanity_val_steps = 0
+
+    def first_batch(self) -> int:
+        """Return the number of the batch at which a pass over the training data begins, and set the loop's counts."""
+        first, self._first = self._first, False
+        if not first or self._joined is None:
+            return 0
+        for name, count in self._counts().items():
+            _set(count.current, self._joined["counts"][name][1])
+        number: int = self._joined["counts"]["batch"][1]
+        self._trainer.fit_loop._data_fetcher.fetched = number
+        return number
+
+    def wrap(self, loader: Any) -> ElasticLoader:
+        """Wrap the training loader, and compare the lengths of all sites' loaders.
+
+        Raises:
+            ValueError: if the loader has no length, or there are several.
+        """
+        try:
+            own = len(loader)
+        except (TypeError, NotImplementedError):
+            own = 0
+        lengths = self._transport.gather_present(own).values()
+        if not all(lengths):
+            raise ValueError("where sites may leave and return, each needs a training loader of known length")
+        if self.steps and self._joined is None:
+            raise ValueError("a site cannot return into a fit with several training loaders: leave min_sites out")
+        self.steps = self.steps or max(lengths)
+        return ElasticLoader(loader, min(own, self.steps), self.steps, self)
+
+    # After each step
+
+    def end_step(self) -> None:
+        """Take note that a step of the reduction is over, and see who is here."""
+        self._transport.end_step()
+        self._show()
+
+    def _show(self) -> None:
+        """Show who is here, and print and log at the first site that is present."""
+        present = self._transport.present
+        self._trainer._logger_connector._progress_bar_metrics["sites"] = f"{len(present)}/{self._transport.world_size}"
+        is_first, rank = self.is_first, self._transport.rank
+        ranks = sys.modules[_RANKS].rank_zero_only
+        if (ranks.rank == 0) == is_first:
+            return
+        ranks.rank = 0 if is_first else max(rank, 1)
+        bar, arguments = self._trainer.progress_bar_callback, (self._trainer, self._strategy.lightning_module)
+        if bar is not None and is_first:
+            bar.enable()
+            bar.on_train_start(*arguments)
+            bar.on_train_epoch_start(*arguments)
+        elif bar is not None:
+            bar.disable()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this site is the first one that is present."""
+        return self._transport.lowest == self._transport.rank
+
+
+class ElasticLoader(UnevenLoader):
+    """Loader of a site that may join in mid-training, where it begins at the batch that the others are at.
+
+    Args:
+        loader: the site's own loader.
+        own: number of its batches.
+        steps: number of batches to yield, at least `own`.
+        fit: the fit.
+    """
+
+    _OWN = (*UnevenLoader._OWN, "_fit")
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Number of this site's batches and of those of an epoch; None if they are equal."""
+        return None if self._own == self._steps else (self._own, self._steps)
+
+    def __init__(self, loader: Any, own: int, steps: int, fit: ElasticFit) -> None:
+        super().__init__(loader, own, steps)
+        self._fit = fit
+
+    def __iter__(self) -> Iterator[Any]:
+        first, own, steps = self._fit.first_batch(), self._own, self._steps
+        used = batches_before(first, own, steps)
+        again = first < steps and not takes_part(first, own, steps)  # the last batch is repeated
+        batches, batch = batches_from(self._loader, used - again), None
+        if again:
+            batch = next(batches)
+        for step in range(first, steps):
+            if takes_part(step, own, steps):
+                batch = next(batches)
+            yield batch
+
+
+def _completed(count: Any) -> tuple[int, int]:
+    return count.total.completed, count.current.completed
+
+
+def _set(count: Any, value: int) -> None:
+    for name in vars(count):
+        setattr(count, name, value)

@@ -1,0 +1,90 @@
+"""Data, model and optimizer of the tests of trainers where sites leave and return, and the training in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dadplug.model_sync.uneven_inputs import batches_before, takes_part
+
+BATCH = 8
+
+
+def data(slot: int, samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(slot)
+    inputs = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def train_data(slot: int) -> TensorDataset:
+    return data(slot, 44 - 8 * slot)
+
+
+def valid_data(slot: int) -> TensorDataset:
+    return data(100 + slot, 20 + 7 * slot)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def optimisation(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+
+
+def batches_of(slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the batches of a site that does not shuffle."""
+    inputs, targets = train_data(slot).tensors
+    return [*zip(inputs.split(BATCH), targets.split(BATCH), strict=True)]
+
+
+def batch_of(slot: int, step: int, steps: int) -> tuple[tuple[torch.Tensor, torch.Tensor], bool]:
+    """Return a site's batch in a step of an epoch, the last one if it does not take part, and whether it does."""
+    own = batches_of(slot)
+    return own[batches_before(step + 1, len(own), steps) - 1], takes_part(step, len(own), steps)
+
+
+def trained_in_one_process(
+    steps: Mapping[int, tuple[int, list[int]]], length: int, every: int = 1
+) -> dict[int, list[float]]:
+    """Train in one process on the batches of the sites that are present.
+
+    Args:
+        steps: number of the batch and present sites, by step.
+        length: number of batches in an epoch.
+        every: number of steps after which the learning rate may change.
+
+    Returns:
+        The sum of each parameter after each step.
+    """
+    model = net()
+    optimizer, scheduler = optimisation(model)
+    sums = {}
+    for step in sorted(steps):
+        number, present = steps[step]
+        found = [batch_of(slot, number, length) for slot in present]
+        batches = [batch for batch, takes_part in found if takes_part]
+        optimizer.zero_grad(set_to_none=False)
+        losses = [nn.functional.cross_entropy(model(inputs), targets, reduction="sum") for inputs, targets in batches]
+        if losses:
+            (sum(losses) / sum(len(targets) for _, targets in batches)).backward()
+        optimizer.step()
+        if step % every == 0:
+            scheduler.step()
+        sums[step] = [float(each.detach().sum()) for each in model.parameters()]
+    return sums
+
+
+def scores(model: nn.Module, slots: list[int]) -> tuple[float, float]:
+    """Return loss and accuracy over the validation data of some sites together."""
+    inputs = torch.cat([valid_data(slot).tensors[0] for slot in slots])
+    targets = torch.cat([valid_data(slot).tensors[1] for slot in slots])
+    with torch.no_grad():
+        outputs = model(inputs)
+    loss = nn.functional.cross_entropy(outputs, targets)
+    return float(loss), float((outputs.argmax(1) == targets).double().mean())

@@ -1,0 +1,181 @@
+"""One site of the tests of Lightning where sites leave and return: trains, and is killed where it is told.
+
+Run as ``elastic_lightning.py CASE``, where the case is JSON, see `Case`. Writes a line of JSON for each step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from elastic_data import BATCH, net, optimisation, train_data, valid_data
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+import dadplug
+from dadplug.hub.rounds import Rounds
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process of a site.
+
+    Attributes:
+        kit: folder of its kit.
+        folder: folder of this site.
+        mode: the method.
+        epochs: number of epochs.
+        min_sites: option of the strategy.
+        leave: number of the step, or of the round of the second validation, in which the process is killed; -1: never.
+        where: "step", or "validation".
+        pause: seconds after each step.
+        stop: file that ends the training once it exists at the first site; empty for none.
+        accumulate: number of batches of a step.
+        bar: whether to show a progress bar.
+    """
+
+    kit: str
+    folder: str
+    mode: str = "dsgd"
+    epochs: int = 3
+    min_sites: int | None = 1
+    leave: int = -1
+    where: str = "step"
+    pause: float = 0.0
+    stop: str = ""
+    accumulate: int = 1
+    bar: bool = False
+
+    def start(self) -> list[str]:
+        """Return the arguments of the interpreter that run it."""
+        return [__file__, json.dumps(vars(self))]
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.mean = MeanMetric().set_dtype(torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        outputs = self.net(batch[0])
+        loss = nn.functional.cross_entropy(outputs, batch[1])
+        self.accuracy.update(outputs, batch[1])
+        self.mean.update(loss, len(batch[0]))
+        self.log("accuracy", self.accuracy)
+        self.log("metric_loss", self.mean)
+        self.log("loss", loss, sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer, scheduler = optimisation(self)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def digest(model: nn.Module) -> str:
+    values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+
+
+class Record(pl.Callback):
+    """Record of steps and validations; kills the process."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.validations = case, 0
+        self.file = (Path(case.folder) / "log.jsonl").open("a", buffering=1)
+        self.first = 0.0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        self.first = float(batch[0][0, 0])
+        if self.case.where == "step" and trainer.global_step == self.case.leave:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        step = trainer.global_step
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        line = {"number": number, "step": step, "epoch": trainer.current_epoch, "batch": batch_idx, "first": self.first}
+        line |= {"present": trainer.strategy.reduction.present_sites, "digest": digest(module.net)}
+        line |= {"weights": [float(each.detach().sum()) for each in module.net.parameters()]}
+        line |= {"zero": trainer.is_global_zero, "sites": trainer.progress_bar_metrics["sites"]}
+        line |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "reduced": trainer.strategy.reduction.step}
+        self.file.write(json.dumps(line) + "\n")
+        if self.case.stop and trainer.strategy.broadcast(Path(self.case.stop).exists()):
+            trainer.should_stop = True
+        time.sleep(self.case.pause)
+
+    def on_validation_end(self, trainer, module) -> None:
+        if not trainer.sanity_checking:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            line = {"validation": trainer.current_epoch, "metrics": metrics, "digest": digest(module.net)}
+            self.file.write(json.dumps(line) + "\n")
+
+    def on_validation_start(self, trainer, module) -> None:
+        self.validations += not trainer.sanity_checking
+
+
+def die_in_round(case: Case, record: Record) -> None:
+    """Kill this process in a round of the second validation."""
+    original, count = Rounds.end, iter(range(1 << 30))
+
+    def end(self, timeout, answer, *kind):
+        if record.validations == 2 and answer is None and next(count) == case.leave:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, timeout, answer, *kind)
+
+    Rounds.end = end
+
+
+def run(case: Case) -> None:
+    dadplug.connect(kit=case.kit, timeout=200)
+    slot = torch.distributed.get_rank()
+    record = Record(case)
+    if case.where == "validation":
+        die_in_round(case, record)
+    trainer = pl.Trainer(
+        strategy=dadplug.DADStrategy(case.mode, min_sites=case.min_sites, timeout=200),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.accumulate,
+        use_distributed_sampler=False,
+        precision="64-true",
+        logger=False,
+        enable_model_summary=False,
+        enable_progress_bar=case.bar,
+        log_every_n_steps=1,
+        callbacks=[
+            record,
+            EarlyStopping("loss", patience=1000),
+            ModelCheckpoint(f"{case.folder}/checkpoints", monitor="loss", save_top_k=2, save_last=True),
+        ],
+    )
+    module = Module()
+    loaders = DataLoader(train_data(slot), BATCH), DataLoader(valid_data(slot), BATCH)
+    trainer.fit(module, *loaders)
+    assert trainer.strategy.reduction.first_difference() is None
+    torch.save(module.net.state_dict(), f"{case.folder}/model.pth")
+    tested = trainer.validate(module, loaders[1], verbose=False)
+    result = {"digest": digest(module.net), "tested": tested[0], "best": trainer.checkpoint_callback.best_model_path}
+    (Path(case.folder) / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Case(**json.loads(sys.argv[1])))
