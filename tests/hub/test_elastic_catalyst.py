@@ -126,13 +126,16 @@ def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path, names, lost,
     other = names[here[0]]
     found, own = lines(tmp_path, other), lines(tmp_path, lost)
     assert max(found) == max(own)
+    common = own.keys() & found.keys()  # not the steps in which a site has no batch
+    assert len([number for number in common if number > 9]) > 5
     for number, line in own.items():
-        for what in ("digest", "epoch", "batch", "lr", "present"):
+        for what in ("digest", "epoch", "batch", "lr", "present") if number in common else ():
             assert line[what] == found[number][what], (what, line)
         (inputs, _), _ = elastic_data.batch_of(names.index(lost), line["batch"], 6)
         assert line["first"] == float(inputs[0, 0])
     present = {number: line["present"] for number, line in found.items()}
-    assert present[10] == here
+    if needed < len(names):
+        assert present[10] == here
     assert present[max(present)] == [*range(len(names))]
     if other == "a":  # has a batch in every step
         steps = {number: (line["batch"], line["present"]) for number, line in found.items()}
