@@ -17,7 +17,6 @@ from catalyst.core.callback import (
     Callback,
     CallbackOrder,
     ICheckpointCallback,
-    IOptimizerCallback,
     ISchedulerCallback,
 )
 from catalyst.core.misc import get_original_callback
@@ -34,7 +33,7 @@ from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
 from ._catalyst.elastic_training import ElasticTraining
 from ._catalyst.engine import SiteEngine
-from ._catalyst.fixes import adapt, load_model, load_runner
+from ._catalyst.fixes import accumulation_steps, adapt, load_model, load_runner
 from ._catalyst.loaders import SPLIT_DATA, begin_epoch
 from ._catalyst.metrics import merge_metrics
 from ._catalyst.patches import OLDER_NAMES
@@ -206,16 +205,7 @@ class DistributedRunner(SupervisedRunner):
             callbacks.move_to_end(name)
         for name, callback in callbacks.items():
             callbacks[name] = adapt(callback)
-        steps = {
-            callback.accumulation_steps
-            for callback in found
-            if isinstance(callback, IOptimizerCallback) and hasattr(callback, "accumulation_steps")
-        }
-        if len(steps) > 1:
-            raise ValueError(
-                f"optimizer callbacks with different accumulation_steps, {sorted(steps)}, cannot go together"
-            )
-        self._accumulation = steps.pop() if steps else 1
+        self._accumulation = accumulation_steps(found)
         return callbacks
 
     def _setup_loaders(self) -> None:
@@ -257,8 +247,7 @@ class DistributedRunner(SupervisedRunner):
     def _run_epoch(self) -> None:
         loaders = self.loaders
         if (state := self._joined) is not None:  # others have gone through the loaders before this one
-            names = [*loaders]
-            self.loaders = {name: loaders[name] for name in names[names.index(state["loader"]) :]}
+            self.loaders = dict([*loaders.items()][[*loaders].index(state["loader"]) :])
             self.epoch_metrics.update(state["metrics"])
         try:
             super()._run_epoch()

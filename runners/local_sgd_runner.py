@@ -97,9 +97,9 @@ class LocalSGDRunner(DistributedRunner):
             return
         with torch.set_grad_enabled(True):
             batches = iter(self.loader)
-            for step in range(self._steps):
-                self._micro_step = step
-                batch = next(batches, None) if takes_part(step, self._own_steps, self._steps) else None
+            for step in range(self.steps):
+                self.micro_step = step
+                batch = next(batches, None) if takes_part(step, self._own_steps, self.steps) else None
                 if batch is not None:
                     self.batch = batch
                     self._run_event("on_batch_start")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from catalyst.callbacks.backward import BackwardCallback
 from catalyst.callbacks.checkpoint import Checkpoint, CheckpointCallback
 from catalyst.callbacks.misc import TqdmCallback
 from catalyst.callbacks.optimizer import OptimizerCallback
-from catalyst.core.callback import Callback, CallbackWrapper
+from catalyst.core.callback import Callback, CallbackWrapper, IOptimizerCallback
 from catalyst.utils.torch import pack_checkpoint, unpack_checkpoint
 from tqdm.auto import tqdm
 
@@ -35,6 +36,25 @@ def adapt(callback: Callback) -> Callback:
             adapted.__dict__ = vars(callback)
             return adapted
     return callback
+
+
+def accumulation_steps(callbacks: Iterable[Callback]) -> int:
+    """Return the number of batches of an update.
+
+    Args:
+        callbacks: callbacks of a run.
+
+    Raises:
+        ValueError: if they have different ones.
+    """
+    steps = {
+        callback.accumulation_steps
+        for callback in callbacks
+        if isinstance(callback, IOptimizerCallback) and hasattr(callback, "accumulation_steps")
+    }
+    if len(steps) > 1:
+        raise ValueError(f"optimizer callbacks with different accumulation_steps, {sorted(steps)}, cannot go together")
+    return steps.pop() if steps else 1
 
 
 class FixedBackward(BackwardCallback):
