@@ -171,7 +171,7 @@ class Options:
 
     @property
     def requirements(self) -> Requirements | None:
-        """What the options require of the sites that are present; None where all of them have to stay."""
+        """Requirements for the sites that are present; None where all of them have to stay."""
         return Requirements.of(self.min_sites, self.site_timeout, self.late, self.patience)
 
     def check_all_stay(self, trainer: str) -> None:
