@@ -7,6 +7,10 @@ class SiteError(RuntimeError):
     """Another site is missing, silent or gone; the message names it."""
 
 
+class DroppedError(SiteError):
+    """The hub has dropped this site, which takes part again from its next step on; the message has the reason."""
+
+
 class MismatchError(RuntimeError):
     """The sites do not run the same program: models, options, steps or message sizes differ."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,25 +11,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .errors import DroppedError
 from .exchange.wire import wire_format
-from .methods import Quality, loss_scale, make_method
-from .methods.feedback import ErrorFeedback
+from .methods import loss_scale
 from .model_sync import replicas
 from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.guards import refuse_unsynchronised
 from .model_sync.join_state import Stateful
-from .model_sync.replicated_model import ReplicatedModel
 from .model_sync.samples import SampleCounter
 from .options import Options
-from .planning.plan import Plan
-from .planning.planner import Planner
+from .planning.planned_model import PlannedModel
 from .reducer.attached import AttachedGradients
 from .signature import takes_keywords_of
 from .units.base import Unit
 from .units.factor import FactorUnit
 
 
-class GradientReduction(ReplicatedModel):
+class GradientReduction(PlannedModel):
     """Reduction of gradients between the sites of a process group, for any PyTorch training loop.
 
     At the start all sites get rank 0's parameters and buffers. Payloads of gradients are sent during backward, as soon
@@ -82,19 +80,16 @@ class GradientReduction(ReplicatedModel):
     ) -> None:
         super().__init__(model, process_group, Options.create(mode=mode, **options))
         self.stopped = False
-        self._step = 0
         self._counter = SampleCounter(model, lambda: self._planner.before_forward(), self._drop_cleared)
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
             counter = self._counter if self.options.weighting == "samples" else None
             self._norms = SyncedBatchNorms(model, self._open_transport(process_group), counter)
-        self._method = make_method(self.options)
         self._renormalised = replicas.tables_with_max_norm(model)
         self._syncing = True
-        self._pending = False
         self._agreed_samples = 0
         self.share: float | None = None
-        self._planner = Planner(model, self._method, self.options, self._transport, self._samples, self._arrived)
+        self._planner = self._make_planner()
         self._attached: AttachedGradients | None = None
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = self._method.errors.enabled or wire_format(self.options.wire).quantised
@@ -103,9 +98,7 @@ class GradientReduction(ReplicatedModel):
             self._unwatch = weakref.finalize(self, loss_scale.unwatch)
         self._further = dict(state or {})
         if self._joined is not None:
-            self._step = self._joined.step
-            self._planner.adopt(self._joined.plan)
-            self._join()
+            self._adopt(self._joined)
         self._transport.donate = lambda: self._join_state(self._step, self._planner.plan_state())
         self.traffic.start()
 
@@ -151,6 +144,14 @@ class GradientReduction(ReplicatedModel):
             SiteError: if a site is gone or does not answer in time.
             MismatchError: if the sites are not at the same step.
         """
+        while True:
+            try:
+                self._synchronize(stop)
+                return
+            except DroppedError:
+                self._rejoin()
+
+    def _synchronize(self, stop: bool) -> None:
         planner = self._planner
         self._drop_cleared()
         planner.before_synchronization()
@@ -289,93 +290,15 @@ class GradientReduction(ReplicatedModel):
         return self._method.loss_scales.stated(scale)
 
     @property
-    def plan(self) -> Plan:
-        """The path of every parameter and the bytes that it costs; final after the first step. Prints as a table."""
-        return self._planner.plan
-
-    @property
-    def quality(self) -> dict[str, Quality]:
-        """Effective rank and relative residual of this site's compressed gradients, by name of the weight."""
-        return self._method.quality()
-
-    @property
     def pending(self) -> bool:
         """Whether gradients have arrived that are not agreed on yet, and have not been cleared."""
         self._drop_cleared()
         return self._pending
 
-    @property
-    def step(self) -> int:
-        """Number of steps that have been agreed on, those before a resumption included."""
-        return self._step
-
-    @property
-    def max_rank(self) -> int | None:
-        """The largest rank of a layer's compressed gradient; None for methods without.
-
-        May be set at any time, at each site to another value: the next step's gradients have it.
-        """
-        return self._method.max_rank
-
-    @max_rank.setter
-    def max_rank(self, rank: int) -> None:
-        if self._method.max_rank is None:
-            raise ValueError(f"mode {self.options.mode!r} has no rank to set")
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
-        self._method.max_rank = rank
-
     def abort(self, reason: str) -> None:
         super().abort(reason)
         if self._norms is not None:
             self._norms.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this site's state beside the model's: what the compressor carries from step to step.
-
-        It involves no other site. Each site may save its own. A site that loads the state of another one approximates
-        its gradients less well at first.
-        """
-        own = {"step": self._step, "mode": self.options.mode, "method": self._method.state_dict()}
-        return own | self._planner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        In mode powersgd, where sites share state, all sites must call it once training has begun.
-
-        Args:
-            state: the state.
-
-        Raises:
-            ValueError: if the state is of another mode.
-        """
-        if state["mode"] != self.options.mode:
-            raise ValueError(f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}")
-        self._step = state["step"]
-        self._method.load_state_dict(state["method"])
-        self._planner.load_state_dict(state)
-
-    def load_states(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Restore this site's state from those of all sites, as a checkpoint contains them.
-
-        A site that has none in it, since the checkpoint was written by fewer sites, or without this one, takes over the
-        number of the step, and its compressor begins anew.
-
-        Args:
-            states: the states, by rank; None for sites that were absent.
-
-        Raises:
-            ValueError: if the states are of another mode.
-        """
-        own = states[self.site_rank] if self.site_rank < len(states) else None
-        other = next((each for each in states if each is not None), None)
-        if own is not None:
-            self.load_state_dict(own)
-        elif other is not None:
-            self.load_state_dict(
-                other | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
-            )
 
     def detach(self, *, discard: bool = False) -> None:
         """Remove all hooks from the model, which then trains alone. May be called twice.

@@ -202,6 +202,13 @@ class Transport(ABC):
         """
         return None
 
+    def rejoin(self) -> None:  # noqa: B027  (only elastic transports drop sites)
+        """Prepare this site, which has been dropped, for `receive_state` and `take_part`; its open step is lost.
+
+        Raises:
+            SiteError: if the others do not let it join.
+        """
+
     def take_part(self) -> None:  # noqa: B027  (only elastic transports are joined)
         """Confirm that the state has been restored: from the next round on this site takes part.
 

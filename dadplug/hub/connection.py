@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from ..errors import MismatchError, RefusedError, SealingError, SiteError
 from . import tls
-from .actions import FRESH
+from .actions import FRESH, Position
 from .dialing import dial_hub
 from .forked import close_in_children
 from .frames import VERSION, FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
@@ -93,6 +93,15 @@ class HubConnection(ABC):
     def control(self, message: object) -> None:  # noqa: B027  (not every channel gets announcements)
         """Take an announcement of the hub."""
 
+    @property
+    def position(self) -> Position:
+        """The last step that this site has closed, for a hub that has been restarted."""
+        return FRESH
+
+    def begin_anew(self) -> None:
+        """Begin a new stream with a hub that does not know the present one; raise RefusedError if that cannot be."""
+        raise RefusedError(f"{self.hub} has been restarted, or has given this site up: {self.outage}")
+
     # Start and end
 
     def start(self, timeout: float) -> None:
@@ -155,11 +164,7 @@ class HubConnection(ABC):
         self._wake()
 
     def close(self, seconds: float = 1.0) -> None:
-        """Send what is left, and close the connection. May be called twice.
-
-        Args:
-            seconds: time for the rest, at most.
-        """
+        """Send what is left, in `seconds` at most, and close the connection. May be called twice."""
         if self._wake_read.fileno() < 0:
             return
         deadline = time.monotonic() + seconds
@@ -291,14 +296,8 @@ class HubConnection(ABC):
                 connection.close()
 
     def _dial(self, seconds: float) -> None:
-        """Dial once, and go on where the last connection was lost.
-
-        Raises:
-            RefusedError: if the hub refuses this site for good.
-            OSError: if it cannot be reached, or may accept this site later.
-            FrameError: if it sends something that is no answer.
-        """
-        hello = Hello(VERSION, self._instance, FRESH, self._channel, self._frames.received)
+        """Dial once, and go on where the last connection was lost; errors are those of `dial_hub`."""
+        hello = Hello(VERSION, self._instance, self.position, self._channel, self._frames.received)
         connection, welcome = dial_hub(self.kit, hello, self.address, seconds)
         try:
             with self.lock:
@@ -311,7 +310,7 @@ class HubConnection(ABC):
 
     def _install(self, connection: SecureSocket, welcome: Welcome) -> None:
         if self._thread is not None and not welcome.resumed:
-            raise RefusedError(f"{self.hub} has been restarted, or has given this site up: {self.outage}")
+            self.begin_anew()
         self._frames.attach(connection, welcome.received)
         # A dead link is left before the hub gives this site up.
         self._silence = max(_SHORTEST_SILENCE, welcome.timeout_ms / 2e3)

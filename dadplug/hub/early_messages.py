@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .frames import FrameError
+from collections.abc import Mapping
+
+from .frames import FrameError, Head
 from .session import FULL_BYTES, Session
 from .stream import PackedFrame, SendQueue
 
@@ -31,6 +33,27 @@ class EarlyMessages:
         queue.append(frame)
         if queue.nbytes > FULL_BYTES:
             raise FrameError(f"{name} has not opened the channel that {queue.nbytes} bytes wait for")
+
+    def pass_on(
+        self, session: Session, head: Head, body: memoryview, sessions: Mapping[tuple[str, int], Session]
+    ) -> None:
+        """Pass a message on to one site, or keep it until the site opens the channel; that of a site that left is lost.
+
+        Args:
+            session: the sender.
+            head: head of the message.
+            body: its body.
+            sessions: all sessions, by channel and slot.
+
+        Raises:
+            FrameError: if too much is kept.
+        """
+        frame = b"".join((head._replace(slot=session.slot).pack(), body))
+        receiver = sessions.get((session.channel, head.slot))
+        if receiver is not None:
+            receiver.send(frame)
+        elif training := sessions.get(("training", head.slot)):
+            self.keep(head.slot, frame, training.name)
 
     def hand_over(self, session: Session) -> None:
         """Hand a site's frames over to its session, which has been opened."""

@@ -103,6 +103,12 @@ class ElasticTransport(HubTransport):
         assert self.donate is not None
         return codec.encode(self.donate())
 
+    def rejoin(self) -> None:
+        with self.traffic.waiting():
+            self.link.rounds.rejoin(self.timeout)
+        self.joins = self.listens = True
+        self._in_step = False
+
     def receive_state(self) -> Any:
         if not self.joins:
             return None

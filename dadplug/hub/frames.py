@@ -40,9 +40,10 @@ from typing import Any, NamedTuple, get_type_hints
 from ..exchange import codec
 from ..exchange.requirements import Requirements
 from .actions import Accept, Close, Drop, Join, Pause, Position, Redo, Refuse, Replay, Resume, SendState, Skip, Start
+from .restart_messages import Continue, Repeat, Report
 
 PIECE_BYTES = 1 << 16  # of a frame's body, at most
-VERSION = 1
+VERSION = 2
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
@@ -261,7 +262,7 @@ class Hello(NamedTuple):
     Attributes:
         version: version of the protocol.
         instance: random number of its process.
-        position: the last step that it has closed.
+        position: the last step that it has closed; `FRESH` where it has not, or is to be sent a state.
         channel: "training", "parameters" for the parameter manager's connection, "store" for small values by key, or
             "check", see `dadplug.hub.check_channel`.
         received: number of frames of the hub that it has received before its connection was lost; 0 at first.
@@ -314,10 +315,20 @@ class Leave(NamedTuple):
 
 _MESSAGES: tuple[Any, ...] = (
     *(Accept, Refuse, Start, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
-    *(Hello, Welcome, Joined, Leave, Requirements),
+    *(Hello, Welcome, Joined, Leave, Requirements, Report, Repeat, Continue),
 )
 _HINTS: dict[type, dict[str, str]] = {}
-_SLOTS = {"slot", "donor", "joiner", "holders", "participants", "contributors", "waiting_for"}  # fields
+_SLOTS = {
+    "slot",
+    "donor",
+    "joiner",
+    "holders",
+    "participants",
+    "contributors",
+    "waiting_for",
+    "joined",
+    "gone",
+}  # fields
 for _class in (Position, *_MESSAGES):
     codec.register(_class)
     _HINTS[_class] = {

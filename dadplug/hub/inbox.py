@@ -150,6 +150,13 @@ class Inbox:
             if kept:
                 self._early[key] = kept
 
+    def clear(self) -> None:
+        """Forget everything, also what is expected."""
+        self._expected.clear()
+        self._early.clear()
+        self._target = None
+        self.expected_bytes = self.early_bytes = 0
+
     def early_of(self, slot: int) -> bool:
         """Return whether something of a site has arrived that nobody expects."""
         return any(key[1] == slot for key in self._early)

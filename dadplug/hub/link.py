@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from ..errors import MismatchError, SiteError
+from ..errors import DroppedError, MismatchError, SiteError
 from ..exchange.exit_reasons import ENDED, add_announcer, remove_announcer
 from .actions import Accept, Drop, Pause, Start
 from .actions import Resume as Resumption
-from .connection import KERNEL_BYTES, HubConnection
+from .connection import KERNEL_BYTES
+from .continued_link import ContinuedLink
 from .frames import FrameError, Head, Kind, Leave
-from .inbox import Inbox, Incoming
+from .inbox import Incoming
 from .kits import Kit
 from .link_sealing import AGREEMENT, LinkSealing
 from .rounds import Rounds
@@ -31,7 +32,7 @@ _LONGEST_REASON = 1000  # characters
 _ENDED = "its program has ended"
 
 
-class HubLink(HubConnection):
+class HubLink(ContinuedLink):
     """Link of one site. Made by `open`.
 
     Attributes:
@@ -42,13 +43,9 @@ class HubLink(HubConnection):
 
     def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
         super().__init__(kit, channel, address)
-        self.step = 1
-        self.gone: dict[int, str] = {}
         self.sealing = LinkSealing(kit)
         if self.sealing.required:
             self._frames.seal = self.sealing.frames
-        self._inbox = Inbox(self.names, self.rank)
-        self._started = False
         self._pause = ""
         self._channels = 0
         self.rounds = Rounds(self)
@@ -133,14 +130,17 @@ class HubLink(HubConnection):
                 raise FrameError("a frame of this site itself")
         elif head.kind is not Kind.SUM or head.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
-        if self.sealing.covers(head) or self._is_void(head):
+        if self.sealing.covers(head) or self._is_void(head) or self._continuation.repeats(head):
             return memoryview(bytearray(head.length))
         return self._inbox.room(head)
 
     def complete(self, head: Head, body: memoryview) -> None:
         if head.kind not in (Kind.PAYLOAD, Kind.SUM, Kind.STATE):
             raise FrameError(f"a {head.kind.name} frame is not expected")
-        if self._is_void(head):
+        repeated = self._continuation.repeats(head)
+        if head.kind is not Kind.STATE:
+            self._continuation.count(head)
+        if repeated or self._is_void(head):
             return
         if self.sealing.covers(head):
             head, content = self.sealing.open(head, body)
@@ -155,18 +155,26 @@ class HubLink(HubConnection):
     def control(self, message: object) -> None:
         if isinstance(message, Start):
             self._started, self.step = True, message.position.step + 1
+            self._begin(message.position)
         elif isinstance(message, Pause):
             self._pause = message.reason
         elif isinstance(message, Resumption):
             self._pause = ""
         elif isinstance(message, Drop) and message.slot == self.rank and not self.left:
-            self.fail(SiteError(f"{self.hub} has given this site up: {message.reason or _ENDED}"))
+            self._lose_place(message.reason or _ENDED, for_good=not message.step)
         elif isinstance(message, Drop) and self._started and message.slot != self.rank:
             self.gone.setdefault(message.slot, message.reason or _ENDED)
+            self._continuation.forget(message.slot)
             if self.rounds.elastic:
                 self._inbox.forget(message.slot, message.step)
         elif isinstance(message, Accept) and message.needs_state:
+            if self._started and not self.rounds.joins:
+                self._lose_place(f"its connection was lost ({self.outage or 'for too long'})", for_good=False)
             self._started = True
+            if message.position is not None:
+                self._begin(message.position)
+        else:
+            self._continue(message)
         self.rounds.take(message)
 
     # Messages
@@ -287,6 +295,8 @@ class HubLink(HubConnection):
     def _check_gone(self, missing: Sequence[Incoming]) -> None:
         """Raise an error if a message will never arrive, which names the site that was lost first."""
         self.check()
+        if self.rounds.dropped:
+            raise DroppedError(self.rounds.dropped)
         if self.gone and any(message.key[0] is Kind.SUM or message.key[1] in self.gone for message in missing):
             found = self.first_lost()
             assert found is not None
@@ -335,8 +345,9 @@ class HubLink(HubConnection):
         )
 
     def expects(self) -> int:
-        # A site that is late must not leave in the hub's queue what the others go on to send.
-        return self._inbox.expected_bytes + (2 * KERNEL_BYTES if self.rounds.skips else 0)
+        # A site that is late must not leave in the hub's queue what the others go on to send. One whose hub is new has to
+        # read its word before this site waits for something.
+        return self._inbox.expected_bytes + (2 * KERNEL_BYTES if self.rounds.skips or self._frames.held else 0)
 
     # Steps, and the end
 

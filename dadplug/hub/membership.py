@@ -39,7 +39,7 @@ than `min_sites`, or if no site holds the last closed step, training pauses and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .actions import (
     Accept,
@@ -160,6 +160,20 @@ class Membership:
             self._joining.accept(slot)
         else:
             self._actions.append(Accept(slot, None, False, site.session))
+        return self._advance(now)
+
+    def go_on(self, members: Mapping[int, int], now: float) -> list[Action]:
+        """Go on after the closed step, which was given to the constructor, with the sites that hold it.
+
+        Args:
+            members: numbers of the sites' processes, by slot.
+            now: the time, in seconds.
+        """
+        for slot, instance in members.items():
+            site = self._sites[slot]
+            site.phase, site.instance, site.ended = Phase.MEMBER, instance, self.step
+            site.heard = site.progressed = now
+        self._times.begin(now)
         return self._advance(now)
 
     def heard(self, slot: int, now: float, progress: bool = False) -> None:

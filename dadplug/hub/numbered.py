@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from .continuation import KeptFrames
 from .frames import PIECE_BYTES, Head, Kind, frames
 from .receiver import FrameReceiver
 from .secure_socket import SecureSocket
@@ -26,6 +27,8 @@ class NumberedFrames:
         bytes_sent: bytes of the frames that have been handed over for sending.
         blocked: whether the connection has no room for what is to be sent.
         seal: function that cuts a message into frames, where it is to be sealed.
+        kept: where the frames of messages are kept; None to keep none.
+        held: whether messages are not sent, since the other end does not know this stream.
     """
 
     def __init__(
@@ -39,6 +42,25 @@ class NumberedFrames:
         self.received = 0
         self.bytes_sent = 0
         self.seal: Callable[[Head, memoryview], Iterable[bytes]] | None = None
+        self.kept: KeptFrames | None = None
+        self.held = False
+
+    def begin_anew(self, held: bool) -> None:
+        """Begin a new stream in both directions; what has not been sent is forgotten.
+
+        Args:
+            held: whether messages are not sent until `release` is called.
+        """
+        self.detach()
+        self._queue = SendQueue()
+        self._unacknowledged = self.received = 0
+        self.held = held
+
+    def release(self, frames: Iterable[bytes]) -> None:
+        """Send some frames, and then all messages again."""
+        for frame in frames:
+            self.append(frame)
+        self.held = False
 
     def attach(self, connection: SecureSocket, received: int) -> None:
         """Take a new connection, and send again what the last one has lost.
@@ -80,16 +102,20 @@ class NumberedFrames:
 
     def append_message(self, head: Head, content: memoryview | bytes) -> None:
         """Append a message, cut into frames; an empty one as a frame without a body."""
-        if not len(content):
-            self.append(head.pack())
-        elif self.seal is not None:
-            for frame in self.seal(head, memoryview(content)):
+        for frame in self._cut(head, content):
+            if self.kept is not None:
+                self.kept.append(head, frame)
+            if not self.held:
                 self.append(frame)
-        elif len(content) <= PIECE_BYTES:
-            self.append(b"".join((head._replace(length=len(content)).pack(), content)))
-        else:
-            for packed, body in frames(head, memoryview(content)):
-                self.append(b"".join((packed, body)))
+
+    def _cut(self, head: Head, content: memoryview | bytes) -> Iterable[bytes]:
+        if not len(content):
+            return (head.pack(),)
+        if self.seal is not None:
+            return self.seal(head, memoryview(content))
+        if len(content) <= PIECE_BYTES:
+            return (b"".join((head._replace(length=len(content)).pack(), content)),)
+        return (b"".join(parts) for parts in frames(head, memoryview(content)))
 
     def ping(self) -> None:
         """Send an acknowledgement at the next opportunity."""

@@ -16,27 +16,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from ..exchange.requirements import Requirements
-from .actions import Accept, Action, Close, Drop, Pause, Refuse, Replay, Resume, Rules, Start
+from .actions import FRESH, Accept, Action, Close, Drop, Pause, Position, Refuse, Replay, Resume, Rules, Start
 from .check_channel import CheckHandler
-from .early_messages import EarlyMessages
 from .elastic_run import ElasticRun
 from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
 from .journal import Journal
 from .membership import Membership
 from .missed_steps import MissedSteps
-from .session import PING_SECONDS, Received, Session, check_hello
+from .recovery import Recovery
+from .restart_messages import Report
+from .session import Received, Session, check_hello
+from .session_table import SessionTable
 from .store import Store
 from .sums import Sums
 
 GRACE = 5.0  # seconds
-_ALIVE_SECONDS = 3 * PING_SECONDS
+_OTHER = Position(0, 1)  # of no history of the hub, so that the site is sent a state
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
 
-class Relay:
+class Relay(SessionTable):
     """Sessions of all sites, and the membership.
 
     Args:
@@ -48,10 +49,7 @@ class Relay:
         grace: seconds for which a site whose connection is lost may dial again.
 
     Attributes:
-        names: names of the sites by slot.
         membership: the membership.
-        sessions: sessions by channel and slot.
-        leaving: sessions that have ended, whose last frames are still to be sent.
         pause: for whom training waits; empty while it goes on.
         run: rules of the run, and the steps that late sites have missed.
     """
@@ -59,21 +57,17 @@ class Relay:
     def __init__(
         self, names: Sequence[str], rules: Rules, life: int, now: float, journal: Journal, grace: float = GRACE
     ) -> None:
-        self.names = tuple(names)
+        super().__init__(names, journal)
         self.membership = Membership(self.names, rules, life, now)
-        self.sessions: dict[tuple[str, int], Session] = {}
-        self.leaving: list[Session] = []
         self.pause = ""
         self.run = ElasticRun(rules, MissedSteps(self.names, journal))
         self._grace = grace
-        self._journal = journal
         self._store = Store()
         self._ending = False  # the run; whoever dials in waits for the next one
-        self._checks: dict[int, CheckHandler] = {}  # by slot
-        self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that was given up, and why
-        self._early = EarlyMessages()
+        self._expelled: Session | None = None  # that is being ended, and may not dial again
         self._sums = Sums(len(self.names))
         self._ahead: list[deque[int]] = [deque() for _ in self.names]  # ENDs of later steps than the open one
+        self._recovery = Recovery(self)
 
     # Connections.
 
@@ -104,13 +98,20 @@ class Relay:
             return session, self._welcome(True, session.received)
         if session is not None:
             if session.stream is not None:
-                return None, self._used_twice(session, now)
+                return None, self._refuse_second(session, self.run.rules.site_timeout, now)
             self.drop(session, "another process has dialled in as this site", now)
         gone = self._gone.get(key)
         if gone is not None and gone[0] == hello.instance:
             return None, Refuse(name, f"the hub has given this site up: {gone[1]}", False)
         session = Session(slot, name, hello, serial, len(self.names), now)
-        session.waits = hello.channel == "training" and (self._ending or (self.run.elastic and self.membership.started))
+        if session.recovers and (self._ending or (self.membership.started and not self.run.elastic)):
+            return None, Refuse(name, "the other sites have begun another run", False)
+        if session.recovers and not self.membership.started and not self._recovery.active:
+            self.membership = Membership(self.names, self.run.rules, self.membership.life + 1, now)
+            self._recovery.begin(now)
+        session.waits = hello.channel == "training" and (
+            self._ending or self._recovery.active or (self.run.elastic and self.membership.started)
+        )
         actions: list[Action] = []
         if hello.channel == "training" and not session.waits:
             actions = self.membership.dial(name, hello.instance, hello.position, now)
@@ -120,33 +121,28 @@ class Relay:
         if hello.channel == "parameters":
             self._early.hand_over(session)
         if session.waits:
-            self._tell_to_wait(session)
+            self.tell_to_wait(session)
         elif hello.channel == "training":
-            self._journal.write(f"{name} has joined")
+            self.journal.write(f"{name} has joined")
         self._act(actions, now)
         return session, self._welcome(False, 0)
 
-    def _tell_to_wait(self, session: Session) -> None:
+    def tell_to_wait(self, session: Session) -> None:
+        """Tell a site that it is to join, or to wait for the next run; it knows that by itself during a recovery."""
+        if self._recovery.active:
+            return
         if not self._ending:
-            self._journal.write(f"{session.name} has dialled in, and joins in the next step")
+            self.journal.write(f"{session.name} has dialled in, and joins in the next step")
             session.send(pack_control(Accept(session.slot, None, True, 0), 0))
             return
         others = tuple(each.slot for each in self._training())
         names = ", ".join(self.names[slot] for slot in others)
-        self._journal.write(
-            f"{session.name} has dialled in for the next run: waiting for {names} to leave the last one"
-        )
+        self.journal.write(f"{session.name} has dialled in for the next run: waiting for {names} to leave the last one")
         session.send(pack_control(Pause(others, f"waiting for {names} to leave the last run"), 0))
 
     def _welcome(self, resumed: bool, received: int) -> Welcome:
         rules = self.run.rules
         return Welcome(resumed, received, rules.min_sites, round(rules.site_timeout * 1000), round(self._grace * 1000))
-
-    def _used_twice(self, session: Session, now: float) -> Refuse:
-        """Return the refusal of a second process of a site; for good if the first one is certainly alive."""
-        alive = now < session.heard + _ALIVE_SECONDS
-        advice = "" if alive else f"; should it be dead, try again in {self.run.rules.site_timeout:g} s"
-        return Refuse(session.name, f"another process is connected as site {session.name!r}{advice}", not alive)
 
     def drop(self, session: Session, reason: str, now: float) -> None:
         """End a session, and the site's part in training if the session is that of training.
@@ -156,6 +152,12 @@ class Relay:
             reason: the reason; empty where the site's training is complete.
             now: the time, in seconds.
         """
+        self._expelled = session
+        self._lose(session, reason, now)
+        self._expelled = None
+
+    def _lose(self, session: Session, reason: str, now: float) -> None:
+        """End a session; where the run is elastic, its site may join again."""
         if session.channel == "training" and not session.waits:
             self._act(self.membership.close(session.slot, reason, now), now)
         else:
@@ -170,7 +172,7 @@ class Relay:
                 grace = self.run.grace(self._grace)
                 if now >= since + grace:
                     text = f"its connection was lost ({reason}), and it has not dialled again within {grace:g} s"
-                    self.drop(session, text, now)
+                    self._lose(session, text, now)
                 elif training:
                     self.membership.heard(session.slot, now)  # the grace counts
             elif not self.readable(session):
@@ -182,6 +184,8 @@ class Relay:
             session.ping_if_due(now)
         for slot, reason in self.run.given_up(self.membership):
             self.drop(self.sessions["training", slot], reason, now)
+        if self._recovery.active:
+            self._recovery.advance(now)
         self._act(self.membership.tick(now), now)
 
     def readable(self, session: Session) -> bool:
@@ -195,15 +199,6 @@ class Relay:
             for (channel, _), other in self.sessions.items()
             if channel == session.channel and other is not session
         )
-
-    def close(self, reason: str) -> None:
-        """End all sessions: the hub ends.
-
-        Args:
-            reason: the reason.
-        """
-        for session in list(self.sessions.values()):
-            self._end(session, reason)
 
     # Frames.
 
@@ -225,28 +220,20 @@ class Relay:
             for answer in check.handle(Frame(head, bytes(body))):
                 session.send(answer)
         elif head.kind is Kind.MESSAGE:
-            self._pass_on(session, head, body)
+            self._early.pass_on(session, head, body, self.sessions)
         else:
             self._take_training(session, frame, now)
 
-    def _pass_on(self, session: Session, head: Head, body: memoryview) -> None:
-        """Pass a message on to one site, or keep it until the site opens the channel; that of a site that left is lost.
-
-        Raises:
-            FrameError: if too much is kept.
-        """
-        frame = b"".join((head._replace(slot=session.slot).pack(), body))
-        receiver = self.sessions.get((session.channel, head.slot))
-        if receiver is not None:
-            receiver.send(frame)
-        elif ("training", head.slot) in self.sessions:
-            self._early.keep(head.slot, frame, self.names[head.slot])
-
     def _take_training(self, session: Session, frame: Received, now: float) -> None:
         head, body, packed = frame
+        if self._recovery.active:
+            self._recovery.take(session, head, packed, now)
+            return
         closed = head.step < self.membership.open_step
-        if session.waits or not self.membership.started or (closed and self.run.rules.late == "wait"):
+        if session.waits or not self.membership.started or (closed and not self.run.elastic):
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
+        if closed and self.run.rules.late == "wait":
+            return  # it was sent again for a site that has left since
         self.membership.heard(session.slot, now, progress=True)
         session.record(head, now)
         if head.kind is Kind.END:
@@ -288,8 +275,8 @@ class Relay:
             return
         for session in waiting:
             session.waits = False
-            self._journal.write(f"{session.name} joins")
-            self._act(self.membership.dial(session.name, session.instance, session.position, now), now)
+            self.journal.write(f"{session.name} joins")
+            self._act(self.membership.dial(session.name, session.instance, _OTHER, now), now)
         self._act(self.membership.admit(now), now)
 
     def _pass_state(self, session: Session, head: Head, body: memoryview, now: float) -> None:
@@ -303,10 +290,16 @@ class Relay:
         message = read_control(body, len(self.names))
         if isinstance(message, Leave):
             self.drop(session, message.reason, now)
-        elif isinstance(message, Requirements) and session.channel == "training" and self.membership.started:
+        elif isinstance(message, Report) and session.channel == "training":
+            if self._recovery.active:
+                self._recovery.report(session, message, now)
+        elif isinstance(message, Requirements) and session.channel == "training":
             session.ready = True
-            self.run.require(message, self.membership)
-            self._admit(now)
+            if self.membership.started:
+                self.run.require(message, self.membership)
+                self._admit(now)
+            else:
+                self._recovery.require(session, message)
         elif isinstance(message, Joined) and session.channel == "training" and not session.waits:
             self._act(self.membership.joined(session.slot, message.position, now), now)
         else:
@@ -319,10 +312,6 @@ class Relay:
                 receiver.send(Head(Kind.MESSAGE, slot, length=len(reply)).pack() + reply)
 
     # Actions of the membership.
-
-    def _training(self) -> list[Session]:
-        """Return the sessions of the sites of this run."""
-        return [each for (channel, _), each in self.sessions.items() if channel == "training" and not each.waits]
 
     def _act(self, actions: Sequence[Action], now: float) -> None:
         for action in actions:
@@ -338,19 +327,34 @@ class Relay:
                 self._end_training(action)
             self._announce(action)
             if isinstance(action, Start):
-                self._journal.write(f"training starts after step {action.position.step}")
+                self.journal.write(f"training starts after step {action.position.step}")
             elif isinstance(action, Pause):
                 self.pause = action.reason
-                self._journal.write(f"paused: {action.reason}")
+                self.journal.write(f"paused: {action.reason}")
             elif isinstance(action, Resume):
                 self.pause = ""
-                self._journal.write("training goes on")
+                self.journal.write("training goes on")
         if any(isinstance(action, Close) for action in actions):
             self._end_ahead(now)
         if self._ending and not self._training():
-            self._begin_run(now)
+            self.begin_run(now)
 
-    def _begin_run(self, now: float) -> None:
+    def go_on(self, last: Position, requirements: Requirements | None, slots: Sequence[int], now: float) -> None:
+        """Go on with a run of before the restart of the hub.
+
+        Args:
+            last: the last closed round.
+            requirements: requirements of the run; None where all sites have to stay.
+            slots: slots of the sites that take part.
+            now: the time, in seconds.
+        """
+        closed = last._replace(life=self.membership.life + 1)
+        self.membership = Membership(self.names, self.run.rules, closed.life, now, closed)
+        if requirements is not None:
+            self.run.require(requirements, self.membership)
+        self._act(self.membership.go_on({slot: self.sessions["training", slot].instance for slot in slots}, now), now)
+
+    def begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
         self._ending = False
         self.run.reset()
@@ -360,13 +364,8 @@ class Relay:
         self.membership = Membership(self.names, self.run.rules, self.membership.life + 1, now)
         for session in [each for (channel, _), each in self.sessions.items() if channel == "training"]:
             session.waits = False
-            self._journal.write(f"{session.name} has joined")
-            self._act(self.membership.dial(session.name, session.instance, session.position, now), now)
-
-    def _announce(self, message: Any) -> None:
-        frame = pack_control(message, 0)
-        for session in self._training():
-            session.send(frame)
+            self.journal.write(f"{session.name} has joined")
+            self._act(self.membership.dial(session.name, session.instance, FRESH, now), now)
 
     def _end_ahead(self, now: float) -> None:
         """Take the ENDs of the step that has been opened, from sites that have sent theirs before."""
@@ -380,21 +379,5 @@ class Relay:
         last = len(self._training()) == 1
         self._ending |= self.membership.started and (last or not self.run.elastic)
         session = self.sessions["training", action.slot]
-        self._end(session, action.reason, action.step)
-
-    def _end(self, session: Session, reason: str, step: int = 0) -> None:
-        key = session.channel, session.slot
-        del self.sessions[key]
-        if session.channel == "parameters":
-            self._early.close(session.slot)
-        self._gone[key] = session.instance, reason or "it has left"
-        if session.channel == "training":
-            self._journal.write(f"{session.name} has left: {reason or 'its training is complete'}")
-        if session.stream is not None:
-            session.send(pack_control(Drop(session.slot, step, reason), 0))
-            self.leaving.append(session)
-        if session.channel == "parameters":  # the streams of the other sites with this one have ended
-            for other in [each for (channel, _), each in self.sessions.items() if channel == "parameters"]:
-                other.send(pack_control(Drop(session.slot, step, reason), 0))
-        elif session.channel == "check":
-            self._checks.pop(session.slot, None)
+        may_return = self.run.elastic and session is not self._expelled
+        self._end(session, action.reason, action.step, may_return)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from ..errors import MismatchError, SiteError
+from ..errors import DroppedError, MismatchError, SiteError
 from ..exchange.objects import MAX_BYTES
 from ..exchange.requirements import Requirements
 from .actions import IDLE, Accept, Close, Drop, Join, Pause, Position, Round, SendState, Start
@@ -60,6 +60,8 @@ class Link(Protocol):
 
     def attend(self, seconds: float) -> None: ...
 
+    def join_again(self) -> None: ...
+
 
 class Rounds:
     """Rounds of a link.
@@ -76,6 +78,11 @@ class Rounds:
         skips: whether late sites miss a step.
         closed: number of the last round that has been closed.
         absent: slots of the sites that are not part of the last round that this site has ended, the same at all sites.
+        joined: slots of the sites that have joined in the open round.
+        listens: whether this site is one of them.
+        requirements: the requirements of the run; None where all sites have to stay.
+        rejoins: whether a site that the hub has dropped joins again in its process.
+        dropped: reason why the hub has dropped this site, until it joins again; empty while it takes part.
     """
 
     def __init__(self, link: Link) -> None:
@@ -84,7 +91,11 @@ class Rounds:
         self.closed = 0
         self.absent: frozenset[int] = frozenset()
         self._absent: dict[int, frozenset[int]] = {}  # the same, by round that has been closed and not ended here
-        self._joined: set[int] = set()  # in the open round
+        self.joined: set[int] = set()
+        self.listens = False
+        self.requirements: Requirements | None = None
+        self.rejoins = False
+        self.dropped = ""
         self._requests: deque[SendState] = deque()
         self._donor: int | None = None
         self._position: Position | None = None  # at which this site joins
@@ -96,8 +107,8 @@ class Rounds:
         with self._link.lock:
             if not self.elastic and not self.joins:
                 self.closed = self._link.step - 1
-                self._joined.clear()  # at the start
-            self.elastic, self.skips = True, requirements.skips
+                self.joined.clear()  # at the start
+            self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
         self._link.post_control(requirements)
 
     @property
@@ -109,6 +120,14 @@ class Rounds:
         """Return whether a site is not part of the open round of this site, as far as it is known."""
         return slot in self._absent.get(self._link.step, ())
 
+    def begin_anew(self) -> None:
+        """Begin anew with a hub that does not know this site. To be called with the link's lock held."""
+        self._requests.clear()
+        self._donor = None
+        self._say("")
+        if self.joins:
+            self._position = None
+
     # Announcements of the hub, taken with the link's lock held
 
     def take(self, message: object) -> None:
@@ -119,18 +138,19 @@ class Rounds:
             if message.position is not None:  # this site is admitted
                 self._position, self.closed = message.position, message.position.step
                 link.step = self.closed + 1
-        elif isinstance(message, Start) and self.joins:
+        elif isinstance(message, Start) and (self.joins or self.dropped):
             link.fail(SiteError("the run that this site was to join has ended"))
         elif isinstance(message, Join):
             link.gone.pop(message.slot, None)
-            self._joined.add(message.slot)
+            self.joined.add(message.slot)
         elif isinstance(message, Drop):
-            self._joined.discard(message.slot)
+            self.joined.discard(message.slot)
             if message.slot == self._donor:
                 self._donor = None
         elif isinstance(message, Close) and self.elastic and message.step > self.closed:
-            absent = frozenset(range(link.world_size)) - frozenset(message.contributors) | self._joined
-            self._joined.clear()
+            absent = frozenset(range(link.world_size)) - frozenset(message.contributors) | self.joined
+            self.joined.clear()
+            self.listens = False
             self.closed, self._absent[message.step] = message.step, absent
             if message.step == link.step:
                 link.cancel_all(absent)  # what they send from now on belongs to later rounds
@@ -256,8 +276,8 @@ class Rounds:
         link.cancel(missing)
         return {each.key[1] for each in missing}
 
-    def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str) -> None:
-        """Exchange messages until a condition holds."""
+    def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
+        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been."""
         link = self._link
         deadline = time.monotonic() + timeout
         with link.waiting():
@@ -267,6 +287,8 @@ class Rounds:
                 if over():
                     return
                 link.check()
+                if self.dropped and not dropped:
+                    raise DroppedError(f"the hub has dropped this site: {self.dropped}")
                 if self._pause:
                     deadline = time.monotonic() + timeout
                 if time.monotonic() > deadline:
@@ -313,7 +335,31 @@ class Rounds:
         return None
 
     def confirm(self) -> None:
-        """Tell the hub that this site has the state, and takes part."""
-        assert self._position is not None
-        self._link.post_control(Joined(self._position))
-        self.joins, self._fresh = False, True
+        """Tell the hub that this site has the state, and takes part.
+
+        Raises:
+            SiteError: if the hub has been restarted meanwhile.
+        """
+        with self._link.lock:
+            position, self._position = self._position, None
+            if position is None:
+                raise SiteError("the hub has been restarted while this site joined: start this site again")
+            self.joins, self._fresh, self.listens = False, True, True
+        self._link.post_control(Joined(position))
+
+    def rejoin(self, timeout: float) -> None:
+        """Join again after the hub has dropped this site: wait until it is connected, and forget the open step.
+
+        Args:
+            timeout: seconds to wait for the hub.
+
+        Raises:
+            SiteError: if the hub does not let this site join in time.
+        """
+        print(f"dadplug: the hub has dropped this site: {self.dropped}; it joins again", file=sys.stderr, flush=True)
+        self._wait_until(lambda: self.joins, timeout, "the hub does not let this site join again", dropped=True)
+        with self._link.lock:
+            self.dropped = ""
+            self._fresh = False
+            self._absent.clear()
+            self._link.join_again()

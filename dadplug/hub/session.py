@@ -56,6 +56,7 @@ class Session:
         position: the last step that it had closed when it dialled.
         waits: whether the site waits for the end of a run that it is not part of, or to join in it.
         ready: whether it can join, since it has made its model.
+        recovers: whether it took part in a run when it dialled.
         serial: serial number of its certificate.
         queue: frames to the site.
         received: number of frames of the site.
@@ -76,6 +77,7 @@ class Session:
         self.channel, self.instance = hello.channel, hello.instance
         self.position = hello.position
         self.waits = self.ready = False
+        self.recovers = hello.channel == "training" and hello.position.life > 0
         self.queue = SendQueue()
         self.received = 0
         self.stream: Stream | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import MismatchError
+from ..errors import DroppedError, MismatchError
 from ..exchange import Traffic, Transport, open_transport
 from ..methods import check_allowed
 from ..methods.warm_up import warm_up
@@ -58,14 +59,19 @@ class ReplicatedModel:
         self._further: dict[str, Stateful] = {}
         if self._transport.joins:
             warm_up(options, next((parameter.dtype for parameter in model.parameters()), torch.float32))
-        self._joined: JoinState | None = self._transport.receive_state()
+        self._joined: JoinState | None = self._receive_state()
         if self._joined is None:
             replicas.check_alike(self._describe(), self._transport)
             self._make_equal()
-        else:
+
+    def _receive_state(self) -> JoinState | None:
+        """Receive the state of another site, where this one joins in mid-training, and load its model."""
+        state: JoinState | None = self._transport.receive_state()
+        if state is not None:
             others, own = "the other sites", self._transport.sites[self.site_rank]
-            replicas.compare(self._joined.description, self._describe(), others, own)
-            replicas.load_tensors(model, self._joined.tensors)
+            replicas.compare(state.description, self._describe(), others, own)
+            replicas.load_tensors(self.model, state.tensors)
+        return state
 
     def _check_allowed(self, options: Options) -> None:
         """Raise PolicyError if the kit by which this site has dialed a hub does not allow the options."""
@@ -95,13 +101,12 @@ class ReplicatedModel:
         """
         return self._transport.behind
 
-    def _join(self) -> None:
+    def _join(self, joined: JoinState) -> None:
         """Restore the objects that the program has named from the state of another site, and take part."""
-        assert self._joined is not None
-        if self._joined.further.keys() != self._further.keys():
-            here, there = sorted(self._further), sorted(self._joined.further)
+        if joined.further.keys() != self._further.keys():
+            here, there = sorted(self._further), sorted(joined.further)
             raise MismatchError(f"state= names {here}, and at the other sites {there}")
-        for name, value in self._joined.further.items():
+        for name, value in joined.further.items():
             self._further[name].load_state_dict(value)
         self._joined = None
         self._transport.take_part()
@@ -152,7 +157,7 @@ class ReplicatedModel:
             SiteError: if a site is gone or does not answer.
         """
         weight = float(self._epoch_samples) if self.options.weighting == "samples" else 1.0
-        with self.traffic.apart():
+        with self.traffic.apart(), suppress(DroppedError):  # this site gets the buffers of another one when it rejoins
             replicas.average_buffers(self.model, self._transport, weight)
         self._epoch_samples = 0
 

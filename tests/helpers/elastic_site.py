@@ -36,6 +36,7 @@ class Case:
         mode: the method.
         steps: number of steps of the run.
         min_sites: option of the reduction.
+        site_timeout: option of the reduction.
         leave: step in which the process ends; -1 for never.
         how: "before" the forward pass, "sent" after backward, "header" before the end of the step's first round, "late"
             before that of its second round, "donates" when it is asked for its state, "joins" when it has received one;
@@ -62,6 +63,7 @@ class Case:
     mode: str = "dsgd"
     steps: int = 1 << 30
     min_sites: int | None = 1
+    site_timeout: float = 10.0
     leave: int = -1
     how: str = "before"
     idle: list[int] = field(default_factory=list)
@@ -211,6 +213,7 @@ def train(case: Case) -> None:
         min_sites=case.min_sites,
         late=case.late,
         bucket_mb=case.bucket_mb,
+        site_timeout=case.site_timeout,
         state={"optimizer": optimizer},
         timeout=200,
     )
@@ -240,6 +243,7 @@ def train(case: Case) -> None:
             reduction.idle() if idle else reduction.synchronize()
             optimizer.step()
             values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+            step = reduction.step - 1  # that of the others, where this site has joined again
             digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
             line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
             log.write(json.dumps(line) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -89,14 +90,42 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
             )
         if not grace:
             hub.await_line("b has left", ENDED)
+            run.await_step("a", max(run.lines("a")) + 3)
             relay.refuse = False
+            hub.await_line("b joins", ENDED)
         stops(tmp_path, max(run.lines("a")) + 20)
         run.end("a")
-        assert ("has given this site up" in run.end("b", 1)) if not grace else not run.end("b")
-        lines = run.lines("a")
+        assert "it joins again" in run.end("b") if not grace else not run.end("b")
+        lines, others = run.lines("a"), run.lines("b")
     present = {step: line["present"] for step, line in lines.items()}
-    assert present[max(present)] == ([0, 1] if grace else [0])
+    assert present[max(present)] == [0, 1]
+    assert ([0] in present.values()) is not bool(grace)
+    assert all(line["digest"] == lines[step]["digest"] for step, line in others.items())
     reference = idles(tmp_path / "idle", "ab", present, mode="rankdad")
+    assert [line["digest"] for line in reference.values()] == [line["digest"] for line in lines.values()]
+
+
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path, mode):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = Run(tmp_path, hub, mode=mode, stop=str(tmp_path / "stop"), site_timeout=1.0)
+        for name in "abc":
+            run.start(name)
+        run.await_step("a", 2)
+        run.processes["b"].send_signal(signal.SIGSTOP)
+        hub.await_line("b has left: silent for 1 s", ENDED)
+        run.await_step("a", max(run.lines("a")) + 3)
+        run.processes["b"].send_signal(signal.SIGCONT)
+        hub.await_line("b joins", ENDED)
+        stops(tmp_path, max(run.lines("a")) + 20)
+        for name in "abc":
+            run.end(name)
+        lines, others = run.lines("a"), run.lines("b")
+    present = {step: line["present"] for step, line in lines.items()}
+    assert [0, 2] in present.values()
+    assert present[max(present)] == [0, 1, 2]
+    assert all(line["digest"] == lines[step]["digest"] for step, line in others.items())
+    reference = idles(tmp_path / "idle", "abc", present, mode=mode)
     assert [line["digest"] for line in reference.values()] == [line["digest"] for line in lines.values()]
 
 

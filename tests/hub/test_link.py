@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from cutting_relay import CuttingRelay
 from hub_sites import NAMES, link_all, links, open_link, together, transports
 from running_hub import running_hub, until
 
-from dadplug.errors import MismatchError, RefusedError, SiteError
+from dadplug.errors import MismatchError, SiteError
 from dadplug.hub import connection as connection_module
 
 
@@ -167,19 +168,49 @@ def test_a_hub_that_stays_away_is_given_up(tmp_path, monkeypatch):
             link.close()
 
 
-def test_a_hub_that_has_been_restarted_does_not_know_the_site(tmp_path):
-    with running_hub(tmp_path / "kits", NAMES[:2]) as hub, CuttingRelay(hub.address) as relay:
-        opened = link_all(hub, 2, [relay.address, relay.address])
-        a, _ = transports(opened)
+def test_a_hub_that_has_been_restarted_gets_what_the_old_one_has_lost(tmp_path):
+    with running_hub(tmp_path / "kits", NAMES[:3]) as hub, CuttingRelay(hub.address) as relay:
+        opened = link_all(hub, 3, [relay.address] * 3)
+        every = transports(opened)
+        tensors = [torch.arange(100_000.0) * (rank + 1) for rank in range(3)]
+        sums, gathers = [every[0].all_reduce(tensors[0])], [exchange(each, rank) for rank, each in enumerate(every)]
+        assert [int(each[0]) for each in gathers[0].wait()] == [0, 1, 2]
         relay.refuse = True
         relay.cut()
-    with running_hub(tmp_path / "kits", NAMES[:2]):
+    sums += [each.all_reduce(tensor) for each, tensor in zip(every[1:], tensors[1:], strict=True)]
+    with running_hub(tmp_path / "kits", NAMES[:3]):
         for link in opened:
             link.address = hub.address
-        with pytest.raises(RefusedError, match="has been restarted, or has given this site up"):
-            exchange(a).wait()
+        for reduction in sums:
+            reduction.wait()
+        for each in tensors:
+            assert torch.equal(each, torch.arange(100_000.0) * 6)
+        for gather in gathers:
+            assert [int(each[0]) for each in gather.wait()] == [0, 1, 2]
+        for link in opened:
+            link.end_step()
+        opened[1].leave("KeyError: 7")
+        with pytest.raises(SiteError, match=r"site 1 \(b\) is gone: KeyError: 7"):
+            exchange(every[0]).wait()
     for link in opened:
         link.close(0.1)
+
+
+def test_a_run_ends_if_a_site_has_started_again_with_the_hub(tmp_path):
+    with running_hub(tmp_path / "kits", NAMES[:2]) as hub, CuttingRelay(hub.address) as relay:
+        opened = link_all(hub, 2, [relay.address] * 2)
+        relay.refuse = True
+        relay.cut()
+    opened[1].close_descriptors()
+    with running_hub(tmp_path / "kits", NAMES[:2]), ThreadPoolExecutor(1) as pool:
+        new = pool.submit(open_link, hub.kits, "b", hub.address)
+        opened[0].address = hub.address
+        with pytest.raises(SiteError, match="the hub has been restarted, and b has been started again"):
+            exchange(transports(opened)[0]).wait()
+        again = open_link(hub.kits, "a", hub.address)
+        for link in (again, new.result()):
+            link.close(0.1)
+    opened[0].close(0.1)
 
 
 def test_a_dead_link_is_left_and_training_goes_on(tmp_path, monkeypatch):

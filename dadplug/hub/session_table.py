@@ -1,0 +1,95 @@
+"""Sessions of the hub by channel and site, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .actions import Drop, Refuse
+from .check_channel import CheckHandler
+from .early_messages import EarlyMessages
+from .frames import pack_control
+from .journal import Journal
+from .session import PING_SECONDS, Session
+
+_ALIVE_SECONDS = 3 * PING_SECONDS
+
+
+class SessionTable:
+    """Sessions of all sites.
+
+    Args:
+        names: names of the sites by slot.
+        journal: log of who comes and goes.
+
+    Attributes:
+        names: names of the sites by slot.
+        journal: log of who comes and goes.
+        sessions: sessions by channel and slot.
+        leaving: sessions that have ended, whose last frames are still to be sent.
+    """
+
+    def __init__(self, names: Sequence[str], journal: Journal) -> None:
+        self.names = tuple(names)
+        self.journal = journal
+        self.sessions: dict[tuple[str, int], Session] = {}
+        self.leaving: list[Session] = []
+        self._early = EarlyMessages()
+        self._checks: dict[int, CheckHandler] = {}  # by slot
+        self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that may not dial again, and why
+
+    def close(self, reason: str) -> None:
+        """End all sessions: the hub ends.
+
+        Args:
+            reason: the reason.
+        """
+        for session in list(self.sessions.values()):
+            self._end(session, reason)
+
+    def _training(self) -> list[Session]:
+        """Return the sessions of the sites of this run."""
+        return [each for (channel, _), each in self.sessions.items() if channel == "training" and not each.waits]
+
+    def _announce(self, message: Any) -> None:
+        frame = pack_control(message, 0)
+        for session in self._training():
+            session.send(frame)
+
+    def _refuse_second(self, session: Session, timeout: float, now: float) -> Refuse:
+        """Return the refusal of a second process of a site; for good if the first one is certainly alive.
+
+        Args:
+            session: the session of the first process.
+            timeout: seconds of silence after which it counts as lost.
+            now: the time, in seconds.
+        """
+        alive = now < session.heard + _ALIVE_SECONDS
+        advice = "" if alive else f"; should it be dead, try again in {timeout:g} s"
+        return Refuse(session.name, f"another process is connected as site {session.name!r}{advice}", not alive)
+
+    def _end(self, session: Session, reason: str, step: int = 0, may_return: bool = False) -> None:
+        """End a session.
+
+        Args:
+            session: the session.
+            reason: the reason; empty where the site's training is complete.
+            step: the open step, of which the site has been dropped; 0 where it has not.
+            may_return: whether the same process may dial again.
+        """
+        key = session.channel, session.slot
+        del self.sessions[key]
+        if session.channel == "parameters":
+            self._early.close(session.slot)
+        if not may_return:
+            self._gone[key] = session.instance, reason or "it has left"
+        if session.channel == "training":
+            self.journal.write(f"{session.name} has left: {reason or 'its training is complete'}")
+        if session.stream is not None:
+            session.send(pack_control(Drop(session.slot, step, reason), 0))
+            self.leaving.append(session)
+        if session.channel == "parameters":  # the streams of the other sites with this one have ended
+            for other in [each for (channel, _), each in self.sessions.items() if channel == "parameters"]:
+                other.send(pack_control(Drop(session.slot, step, reason), 0))
+        elif session.channel == "check":
+            self._checks.pop(session.slot, None)

@@ -1,0 +1,64 @@
+"""Hub that kills its own process at a point of a training, as ``kill -9`` would.
+
+Run as ``mortal_hub.py KIT JOURNAL POINT COUNT``, where the point is "frame", after so many frames of the training;
+"close", after so many closed steps, in the announcement of the next one, which has gone to one site only; or "never".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from dadplug.hub.actions import Close
+from dadplug.hub.frames import pack_control
+from dadplug.hub.journal import Journal
+from dadplug.hub.kits import Kit
+from dadplug.hub.relay import Relay
+from dadplug.hub.server import Hub
+
+
+def die_at(point: str, count: int) -> None:
+    """Let this process kill itself."""
+    left = [count]
+    take, announce = Relay._take_training, Relay._announce
+
+    def step() -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    def taking(relay: Relay, session: Any, *arguments: Any) -> None:
+        take(relay, session, *arguments)
+        if step():
+            for each in relay.sessions.values():
+                if each.stream is not None and left[0] % 2:
+                    each.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def announcing(relay: Relay, message: Any) -> None:
+        if isinstance(message, Close) and step():
+            first = relay._training()[count % len(relay._training())]
+            first.send(pack_control(message, 0))
+            while first.waiting:
+                first.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        announce(relay, message)
+
+    if point == "frame":
+        Relay._take_training = taking  # type: ignore[method-assign]
+    elif point == "close":
+        Relay._announce = announcing  # type: ignore[method-assign]
+
+
+def main(kit: str, journal: str, point: str, count: str) -> None:
+    die_at(point, int(count))
+    with Path(journal).open("a", buffering=1) as file:
+        hub = Hub(Kit.load(Path(kit)), journal=Journal(lambda line: print(line, file=file)))
+        signal.signal(signal.SIGTERM, lambda *_: hub.stop("the test is over"))
+        hub.run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
