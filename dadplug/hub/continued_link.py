@@ -72,13 +72,17 @@ class ContinuedLink(HubConnection):
     def _report(self) -> Report:
         rounds, found = self.rounds, self._continuation
         step = found.position.step
+        required = rounds.requirements or Requirements(0, 0)
         return Report(
             found.run,
             *(found.position, found.before, found.contributors, found.joined),
             tuple(self.gone),
             *(found.counts(step), found.counts(step + 1)),
             rounds.listens,
-            *(rounds.requirements or Requirements(0, 0)),
+            required.min_sites,
+            required.timeout_ms,
+            required.skips,
+            required.patience_percent,
         )
 
     def _lose_place(self, reason: str, for_good: bool) -> None:

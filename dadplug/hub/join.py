@@ -200,6 +200,6 @@ def _open_transport(
     link = _link()
     if requirements is None:
         return HubTransport(link, traffic, timeout, group)
-    link.rounds.rejoins = not for_trainer  # which has to be started again to go on at another step
+    link.rounds.rejoins &= not for_trainer  # it has to be started again to go on at another step
     elastic = TrainerTransport if for_trainer else ElasticTransport
     return elastic(link, traffic, timeout, requirements, group)

@@ -345,8 +345,8 @@ class HubLink(ContinuedLink):
         )
 
     def expects(self) -> int:
-        # A site that is late must not leave in the hub's queue what the others go on to send. One whose hub is new has to
-        # read its word before this site waits for something.
+        # A site that is late must not leave in the hub's queue what the others go on to send, and one that is held has
+        # to read the word of a new hub before it waits for others.
         return self._inbox.expected_bytes + (2 * KERNEL_BYTES if self.rounds.skips or self._frames.held else 0)
 
     # Steps, and the end

@@ -41,20 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .actions import (
-    Accept,
-    Action,
-    Close,
-    Drop,
-    Pause,
-    Position,
-    Redo,
-    Refuse,
-    Resume,
-    Round,
-    Rules,
-    Skip,
-)
+from .actions import Accept, Action, Close, Drop, Pause, Position, Redo, Refuse, Resume, Round, Rules, Skip
 from .history import History
 from .joining import Joining
 from .sites import Phase, Sites
@@ -163,12 +150,7 @@ class Membership:
         return self._advance(now)
 
     def go_on(self, members: Mapping[int, int], now: float) -> list[Action]:
-        """Go on after the closed step, which was given to the constructor, with the sites that hold it.
-
-        Args:
-            members: numbers of the sites' processes, by slot.
-            now: the time, in seconds.
-        """
+        """Go on after the closed step with the sites that hold it; numbers of their processes by slot."""
         for slot, instance in members.items():
             site = self._sites[slot]
             site.phase, site.instance, site.ended = Phase.MEMBER, instance, self.step

@@ -94,7 +94,7 @@ class Rounds:
         self.joined: set[int] = set()
         self.listens = False
         self.requirements: Requirements | None = None
-        self.rejoins = False
+        self.rejoins = True
         self.dropped = ""
         self._requests: deque[SendState] = deque()
         self._donor: int | None = None
