@@ -172,8 +172,13 @@ connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {room})
 connection.connect({address!r})
 socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
 pid = int(connection.recv(100))
+def pass_on(number, _):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it has ended, and its status is on its way
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.signal(number, pass_on)
 status = int(connection.recv(100))
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
