@@ -47,11 +47,19 @@ class Row:
         return _ratio([run[-1].megabytes for run in self.runs], [run[-1].steps for run in self.runs])
 
     def seconds_to(self, loss: float) -> float:
-        """Return the mean time until a run's held-out loss is at a value or below, in seconds; Inf if one never is."""
+        """Return the mean time until a run's held-out loss is at a value or below, in seconds; Inf if one never is.
+
+        Args:
+            loss: the value.
+        """
         return self._until(loss, "seconds")
 
     def megabytes_to(self, loss: float) -> float:
-        """Return the mean payload until then, in megabytes."""
+        """Return the mean payload until then, in megabytes.
+
+        Args:
+            loss: the value.
+        """
         return self._until(loss, "megabytes")
 
     def _until(self, loss: float, axis: str) -> float:
