@@ -3,7 +3,7 @@
     python tests/run.py -n 2 --dist loadfile
 
 Tests of networks meet the scheduler of a busy machine. A test that fails in the first run and passes alone is flaky:
-the run passes, and its last lines name the test. It is to be reported and mended, see CONTRIBUTING.md.
+the run passes, and its last lines name the test. Report and fix it, see CONTRIBUTING.md.
 
 A test that fails both times fails the run. So do more than three failures, an interruption, an error in pytest or in
 the collection, and a crash of one of its processes: they are not run again.
