@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -128,7 +127,6 @@ def _work(pipe: Connection, shared: bytes) -> None:
         try:
             outcome = _call(function, content, rank, count, threads, port, arguments), ""
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)
             outcome = None, f"{type(error).__name__}: {error}"
         try:
             pipe.send(outcome)

@@ -43,16 +43,12 @@ class Comparison:
         It has to be ahead of every other finalist by two standard errors of the differences between runs of the same
         seed, and in each of these runs.
         """
-        final = [row for row in self.rows if row.way in self.finalists and row.runs]
-        if not final:
-            return None
-        first, *others = final
-        return first.way if all(_ahead(first.losses, other.losses) for other in others) else None
+        return self.leaders[0] if len(self.leaders) == 1 else None
 
     @property
     def leaders(self) -> list[str]:
         """Names of the finalists from which the first does not differ beyond noise, itself included."""
-        final = [row for row in self.rows if row.way in self.finalists and row.runs]
+        final = self._final
         return [row.way for row in final if row is final[0] or not _ahead(final[0].losses, row.losses)]
 
     @property
@@ -80,9 +76,14 @@ class Comparison:
         )
         return "\n".join([text[0], "-" * len(text[0]), *text[1:], *failures, note, self.verdict])
 
+    @property
+    def _final(self) -> list[Row]:
+        """Rows of the final, the lowest loss first."""
+        return [row for row in self.rows if row.way in self.finalists and row.runs]
+
     def _goal(self) -> float:
         """Loss that every finalist reaches in every run."""
-        return max((max(row.losses) for row in self.rows if row.way in self.finalists and row.runs), default=math.nan)
+        return max((max(row.losses) for row in self._final), default=math.nan)
 
     def _cells(self, row: Row, goal: float) -> tuple[str, ...]:
         final = row.way in self.finalists

@@ -15,8 +15,6 @@ class Alone(Way):
         all_threads: whether it uses all cores of its machine, rather than one.
     """
 
-    together = False
-
     def __init__(self, all_threads: bool) -> None:
         self.all_threads = all_threads
         self.label = "alone, all threads" if all_threads else "alone, 1 thread"

@@ -59,11 +59,9 @@ class Way(ABC):
 
     Attributes:
         label: name in tables and pictures.
-        together: whether the processes exchange anything; otherwise each trains for itself.
     """
 
     label: str
-    together = True
 
     def applies(self, place: Place) -> bool:
         """Return whether there is anything to race at a place."""
