@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import Parameter
 from typing import Any, TypeVar, get_type_hints
 
@@ -49,6 +49,18 @@ def takes_keywords_of(*sources: Any) -> Callable[[_Function], _Function]:
         return function
 
     return decorate
+
+
+def split_keywords(source: type, keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide keywords into those that are fields of a dataclass, and the others.
+
+    Args:
+        source: the dataclass.
+        keywords: the keywords, such as those that a function with ``**keywords`` has received.
+    """
+    names = {each.name for each in dataclasses.fields(source)}
+    own = {name: value for name, value in keywords.items() if name in names}
+    return own, {name: value for name, value in keywords.items() if name not in names}
 
 
 def _parameters(function: Callable[..., Any]) -> Iterable[Parameter]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..options import Options
+from ..signature import split_keywords
 
 if TYPE_CHECKING:
     from ..adapm import AdaModel
@@ -65,8 +66,8 @@ class Management:
     @classmethod
     def split(cls, arguments: dict[str, Any]) -> tuple[Management, dict[str, Any]]:
         """Build the options from those arguments that are theirs; return them and the other arguments."""
-        own = {name: arguments[name] for name in cls.names() if name in arguments}
-        return cls(**own), {name: value for name, value in arguments.items() if name not in own}
+        own, others = split_keywords(cls, arguments)
+        return cls(**own), others
 
     def manage(self, owner: str, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> AdaModel:
         """Move a model's embeddings into tables; all sites must call it.

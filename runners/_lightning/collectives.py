@@ -22,7 +22,7 @@ else:
 
 
 class SiteCollectives(_DDPStrategy):
-    """Part of `DADStrategyBase` with the collectives that Lightning calls."""
+    """Part of `SiteStrategy` with the collectives that Lightning calls."""
 
     _transport: Transport | None
 

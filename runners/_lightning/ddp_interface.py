@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class DDPInterface:
-    """The part of ``DDPStrategy`` that `DADStrategyBase` and `AdaPMStrategyBase` rely on."""
+    """The part of ``DDPStrategy`` that `SiteStrategy` and the strategies rely on."""
 
     cluster_environment: Any
     lightning_module: Any
