@@ -11,12 +11,11 @@ from torch import nn
 
 from ..adapm import AdaModel
 from ..reduction import GradientReduction
-from ..signature import takes_keywords_of
+from ..signature import split_keywords, takes_keywords_of
+from ._catalyst.base_runner import RunnerArguments
 from .distributed_runner import DistributedRunner
 from .lookahead_loader import LookaheadLoader
 from .management import Management, Stub, check_names, clip, embeddings_of, give_back
-
-_KEYS = ("input_key", "output_key", "target_key", "loss_key", "split_data", "process_group")
 
 
 class AdaPMRunner(DistributedRunner):
@@ -61,7 +60,7 @@ class AdaPMRunner(DistributedRunner):
         self, model: Any = None, criterion: Any = None, optimizer: Any = None, mode: str = "dsgd", **arguments: Any
     ) -> None:
         self._management, others = Management.split(arguments)
-        check_names(name for name in others if name not in _KEYS)
+        check_names(split_keywords(RunnerArguments, others)[1])
         super().__init__(model, criterion, optimizer, mode, **others)
         self.options.check_all_stay("AdaPMRunner")
         self._owner: Any = None

@@ -7,16 +7,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
-from ..model_sync.uneven_inputs import takes_part
-from ..signature import takes_keywords_of
-from .distributed_runner import DistributedRunner
+from ..signature import split_keywords, takes_keywords_of
+from ._catalyst.base_runner import BaseRunner, RunnerArguments
 
 
-class LocalSGDRunner(DistributedRunner):
+class LocalSGDRunner(BaseRunner):
     """Catalyst runner for local steps (local SGD, DiLoCo); a drop-in replacement for `SupervisedRunner`.
 
     Sites train alone for ``every`` steps and then agree on their parameters. After each training loader they agree, so
@@ -28,16 +26,11 @@ class LocalSGDRunner(DistributedRunner):
         criterion: loss, the mean over the samples of its batch; may be passed to `train` instead.
         optimizer: optimizer of the model; may be passed to `train` instead.
         every: steps between two agreements, or a function of the number of steps so far that returns them.
-        input_key: as in `SupervisedRunner`.
-        output_key: as in `SupervisedRunner`.
-        target_key: as in `SupervisedRunner`.
-        loss_key: as in `SupervisedRunner`.
-        split_data: as in `DistributedRunner`.
-        process_group: process group of the sites; the default group if None.
-        options: options of the local steps, with the names and defaults of `dadplug.local_steps.LocalOptions`.
+        arguments: options of the local steps, with the names and defaults of `dadplug.local_steps.LocalOptions`, and
+            the other arguments of `DistributedRunner`.
 
     Attributes:
-        local_options: the options of the local steps.
+        options: the options of the local steps, also as `local_options`.
         reduction: the `LocalSGD` of the last training, with its traffic.
 
     Raises:
@@ -49,78 +42,45 @@ class LocalSGDRunner(DistributedRunner):
         >>> print(runner.reduction.traffic.total_bytes_sent)
     """
 
-    reduction: Any
+    options: LocalOptions
+    reduction: LocalSGD
 
-    @takes_keywords_of(LocalOptions)
+    @takes_keywords_of(RunnerArguments, LocalOptions)
     def __init__(
         self,
         model: Any = None,
         criterion: Any = None,
         optimizer: Any = None,
         every: int | Schedule = LocalOptions.every,
-        *,
-        input_key: Any = "features",
-        output_key: Any = "logits",
-        target_key: str = "targets",
-        loss_key: str = "loss",
-        split_data: bool | str = "auto",
-        process_group: dist.ProcessGroup | None = None,
-        **options: Any,
+        **arguments: Any,
     ) -> None:
-        self.local_options = LocalOptions.create(every=every, **options)
-        super().__init__(
-            model,
-            criterion,
-            optimizer,
-            self.local_options.warm_up_mode,
-            input_key=input_key,
-            output_key=output_key,
-            target_key=target_key,
-            loss_key=loss_key,
-            split_data=split_data,
-            process_group=process_group,
-            timeout=self.local_options.timeout,
-            check_finite=self.local_options.check_finite,
-        )
+        given, options = split_keywords(RunnerArguments, arguments)
+        checked = LocalOptions.create(every=every, **options)
+        super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
 
-    def _build_reduction(self, model: torch.nn.Module, settings: dict[str, Any]) -> Any:
+    @property
+    def local_options(self) -> LocalOptions:
+        """The options of the local steps."""
+        return self.options
+
+    def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> LocalSGD:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError("local steps need one optimizer; DistributedRunner takes several")
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
-        own = vars(self.local_options) | {"check_finite": settings["check_finite"]}
+        own = vars(self.options) | {"check_finite": self.options.check_finite and not scaled}
         return LocalSGD(model, optimizer, process_group=self._process_group, **own)
-
-    def _run_loader(self) -> None:
-        """Run a loader; in training all sites count as many steps as the site with the most batches."""
-        if not self.is_train_loader or self.engine.reduction is None:
-            super()._run_loader()
-            return
-        with torch.set_grad_enabled(True):
-            batches = iter(self.loader)
-            for step in range(self.steps):
-                self.micro_step = step
-                batch = next(batches, None) if takes_part(step, self._own_steps, self.steps) else None
-                if batch is not None:
-                    self.batch = batch
-                    self._run_event("on_batch_start")
-                    self._train_batch()
-                    self._run_event("on_batch_end")
-                elif self.update_due:
-                    self.reduction.idle()
-
-    def take_part(self) -> None:
-        """Do nothing: a local step without a backward pass changes nothing, and waits for nobody."""
 
     def stepping(self) -> AbstractContextManager[Any]:
         """Return the context in which the optimizer takes a step."""
-        context: AbstractContextManager[Any] = self.reduction.stepping()
-        return context
+        return self.reduction.stepping()
 
-    def on_loader_end(self, runner: Any) -> None:
-        """Agree on one model after training, and merge the metrics of all sites."""
-        if self.is_train_loader and self.engine.reduction is not None:
-            self.reduction.finish()
-        super().on_loader_end(runner)
+    def _idle(self) -> None:
+        if self.update_due:
+            self.reduction.idle()
+
+    def _end_training(self) -> None:
+        """Agree on one model."""
+        self.reduction.finish()
 
     def own_state(self) -> Any:
         """Return what a checkpoint holds of this site: its local steps and its optimizer."""

@@ -112,7 +112,7 @@ class SiteStrategy(SiteCollectives):
 
     @property
     def _requirements(self) -> Requirements | None:
-        """What training requires to go on without a site that leaves; None where all must stay."""
+        """Requirements of training to go on without a site that leaves; None where all must stay."""
         return None
 
     # Start and end
