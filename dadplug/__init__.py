@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         DistributedRunner,
         LocalSGDRunner,
         LocalSGDStrategy,
+        ParameterServerRunner,
+        ParameterServerStrategy,
     )
 
 _LAZY = {
@@ -59,6 +61,8 @@ _LAZY = {
     "NonFiniteError": "errors",
     "ProcessFailedError": "errors",
     "ParameterServer": "parameter_server.server",
+    "ParameterServerRunner": "runners",
+    "ParameterServerStrategy": "runners",
     "SiteError": "errors",
     "compare": "racing",
     "connect": "hub.join",
@@ -94,6 +98,8 @@ __all__ = [
     "NonFiniteError",
     "ProcessFailedError",
     "ParameterServer",
+    "ParameterServerRunner",
+    "ParameterServerStrategy",
     "SiteError",
     "adapm",
     "compare",

@@ -13,20 +13,32 @@ if TYPE_CHECKING:
     from .adapm_runner import AdaPMRunner
     from .distributed_runner import DistributedRunner
     from .local_sgd_runner import LocalSGDRunner
-    from .pytorch_lightning import AdaPMStrategy, DADStrategy, LocalSGDStrategy
+    from .parameter_server_runner import ParameterServerRunner
+    from .pytorch_lightning import AdaPMStrategy, DADStrategy, LocalSGDStrategy, ParameterServerStrategy
 
 _RUNNERS = {
     "AdaPMRunner": "adapm_runner",
     "DistributedRunner": "distributed_runner",
     "LocalSGDRunner": "local_sgd_runner",
+    "ParameterServerRunner": "parameter_server_runner",
 }
 _STRATEGIES = {
     "AdaPMStrategy": "adapm_strategy",
     "DADStrategy": "dad_strategy",
     "LocalSGDStrategy": "local_sgd_strategy",
+    "ParameterServerStrategy": "parameter_server_strategy",
 }
 
-__all__ = ["AdaPMRunner", "AdaPMStrategy", "DADStrategy", "DistributedRunner", "LocalSGDRunner", "LocalSGDStrategy"]
+__all__ = [
+    "AdaPMRunner",
+    "AdaPMStrategy",
+    "DADStrategy",
+    "DistributedRunner",
+    "LocalSGDRunner",
+    "LocalSGDStrategy",
+    "ParameterServerRunner",
+    "ParameterServerStrategy",
+]
 
 
 def __getattr__(name: str) -> Any:

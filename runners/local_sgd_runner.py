@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -70,9 +69,10 @@ class LocalSGDRunner(BaseRunner):
         own = vars(self.options) | {"check_finite": self.options.check_finite and not scaled}
         return LocalSGD(model, optimizer, process_group=self._process_group, **own)
 
-    def stepping(self) -> AbstractContextManager[Any]:
-        """Return the context in which the optimizer takes a step."""
-        return self.reduction.stepping()
+    def step_optimizer(self, optimizer: Any) -> None:
+        """Step the optimizer, and agree with the other sites if it is time."""
+        with self.reduction.stepping():
+            optimizer.step()
 
     def _idle(self) -> None:
         if self.update_due:

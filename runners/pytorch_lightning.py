@@ -7,6 +7,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from .adapm_strategy import AdaPMStrategyBase
 from .dad_strategy import DADStrategyBase
 from .local_sgd_strategy import LocalSGDStrategyBase
+from .parameter_server_strategy import ParameterServerStrategyBase
 
 
 class DADStrategy(DADStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
@@ -19,3 +20,7 @@ class AdaPMStrategy(AdaPMStrategyBase, DDPStrategy):  # noqa: D101  (documented 
 
 class LocalSGDStrategy(LocalSGDStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
     __doc__ = LocalSGDStrategyBase.__doc__
+
+
+class ParameterServerStrategy(ParameterServerStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
+    __doc__ = ParameterServerStrategyBase.__doc__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .options import ServerOptions
 from .server import ParameterServer
 
-__all__ = ["ParameterServer"]
+__all__ = ["ParameterServer", "ServerOptions"]

@@ -43,6 +43,19 @@ class ContributionCodec:
         self._wire_name = options.wire
         self._lost: dict[str, Tensor] = {}  # what rounding to int8 takes from formed gradients
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what rounding has taken from formed gradients, by name."""
+        return {name: lost.clone() for name, lost in self._lost.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: the state.
+        """
+        parameters = {name: each for unit in self._gradients.units for name, each in unit.parameters.items()}
+        self._lost = {name: lost.to(parameters[name].device, copy=True) for name, lost in state.items()}
+
     def _wire(self, unit: Unit) -> WireFormat:
         return wire_format(self._wire_name, unit.lead.dtype)
 

@@ -99,6 +99,7 @@ class ModelGradients:
     Attributes:
         units: the units, in the model's order.
         reference: samples of all sites in the first step; 0 before it.
+        expected_reference: `reference` of a training that this one resumes, which it takes over; else 0.
     """
 
     def __init__(self, model: nn.Module, method: Method, options: Options, arrived: Callable[[Unit], None]) -> None:
@@ -110,7 +111,7 @@ class ModelGradients:
         found = partition_parameters(model, method, (), options.dense == "lowrank")
         self._capture, self.units = found.capture, found.units
         self._order: list[Unit] = []
-        self.reference = 0
+        self.reference = self.expected_reference = 0
         for unit in self.units:
             unit.watch(arrived)
 
@@ -130,15 +131,19 @@ class ModelGradients:
     def complete(self, transport: Transport, samples: int) -> None:
         """Complete the units by what all sites report on their first step; all sites must call it together.
 
+        Nothing happens if none of them has a gradient.
+
         Args:
             transport: the transport.
             samples: samples of this site's first step.
         """
         own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, samples, None)
         reports = transport.gather_objects(own)
+        if not any(each.samples for each in reports):
+            return
         merged = merge_reports(reports, self.units, self._method, transport.world_size)
         self.units = [new for unit in self.units for new in self._unless_dense(unit, merged.reasons.get(unit.name))]
-        self.reference = max(1, merged.samples)
+        self.reference = self.expected_reference or merged.samples
 
     def _unless_dense(self, unit: Unit, reason: str | None) -> Sequence[Unit]:
         """Return a unit, or the dense units that replace it."""

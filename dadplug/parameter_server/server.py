@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..exchange import Transport
 from ..exchange.exit_reasons import add_announcer, remove_announcer
+from ..local_steps.checks import raise_problems
 from ..methods import Quality, loss_scale, make_method
 from ..model_sync.replicas import tables_with_max_norm
 from ..model_sync.replicated_model import ReplicatedModel
 from ..model_sync.samples import SampleCounter
 from ..model_sync.structure import is_managed
-from ..options import Options
+from ..signature import takes_keywords_of
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .averages import average_buffers, pack_buffers
@@ -24,11 +28,10 @@ from .contribution import ContributionCodec
 from .gradients import HeldGradients, ModelGradients
 from .log import Commit, Log
 from .optimizer import LoggedOptimizer
-from .rules import check_mode, make_rules
+from .options import ServerOptions
 from .service import SequencerService
 
 _LEAST_LIMIT = 1 << 26  # bytes of a contribution that are possible in any case
-_NOT_BUILT = ("sync_batchnorm", "min_sites", "hierarchy", "bucket_mb", "density")
 _DETACHED = "it has called detach()"
 
 
@@ -43,22 +46,15 @@ class ParameterServer(ReplicatedModel):
         model: the model, on its device, the same on all sites but for the values of its parameters.
         optimizer: the optimizer of the model's parameters; `step` and `finish` call its ``step``.
         mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``: how gradients are encoded.
-        staleness: the largest number of versions by which a gradient may be late. With 0, all steps are synchronous.
-        quorum: number of sites whose gradients make a commit; 1 for asynchronous steps.
-        late: what is done with a gradient that is τ > 0 versions late: ``"scale"`` multiplies the learning rate by
-            ``1 / (1 + τ)``, ``"keep"`` does not, ``"drop"`` drops it where τ is above `staleness`; fast sites do not
-            wait then.
-        site_timeout: seconds of silence after which a site counts as lost; the others go on.
         process_group: the processes that are the sites; the default group where None.
-        options: `rank`, `iterations`, `tolerance`, `warm_start`, `error_feedback`, `weighting`, `wire`, `dense`,
-            `share_inputs`, `average_buffers` and `timeout`, see `dadplug.options.Options`.
+        options: the options, with the names and defaults of `dadplug.parameter_server.ServerOptions`.
 
     Attributes:
-        version: number of commits that this site has applied.
+        server_options: the options.
         dropped: number of this site's contributions that have been dropped as too late.
 
     Raises:
-        ValueError: if an option is unknown, its value not valid, or the optimizer cannot be used.
+        ValueError: on all sites, if an option of one is unknown, its value not valid, or the optimizer cannot be used.
         MismatchError: if models, options or optimizers differ between sites.
         SiteError: if a site is gone or does not answer.
 
@@ -70,31 +66,29 @@ class ParameterServer(ReplicatedModel):
         >>> server.finish()
     """
 
+    @takes_keywords_of(ServerOptions)
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mode: str = "rankdad",
         *,
-        staleness: int = 8,
-        quorum: int = 1,
-        late: str = "scale",
-        site_timeout: float = 30.0,
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        check_mode(mode)
-        for name in _NOT_BUILT:
-            if name in options:
-                raise ValueError(f"a ParameterServer has no option {name!r}")
-        _check_model(model)
-        self._rules = make_rules(staleness, quorum, late)
-        self._optimizer = LoggedOptimizer(optimizer, model)
-        super().__init__(model, process_group, Options.create(mode=mode, site_timeout=site_timeout, **options))
-        if quorum > self.world_size:
-            raise ValueError(f"quorum={quorum} needs as many sites, and there are {self.world_size}")
-        self.version = 0
+        self._problem = ""  # of the arguments
+        try:
+            self.server_options = ServerOptions.create(mode=mode, **options)
+            _check_model(model)
+            self._optimizer = LoggedOptimizer(optimizer, model)
+        except ValueError as error:  # raised once the other sites know
+            self._problem = str(error)
+            self.server_options = ServerOptions()
+        self._rules = self.server_options.rules
+        super().__init__(model, process_group, self.server_options.of_reduction())
         self.dropped = 0
+        self._applied = 0  # version of the sequencer's log
+        self._earlier = 0  # versions before the start, of a training that this one resumes
         self._method = make_method(self.options)
         self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
         self._gradients = ModelGradients(model, self._method, self.options, self._arrived)
@@ -106,6 +100,14 @@ class ParameterServer(ReplicatedModel):
         self._connect()
         self._optimizer.guard()
         self.traffic.start()
+
+    def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
+        transport = super()._open_transport(process_group)
+        quorum, sites = self._rules.quorum, transport.world_size
+        if quorum > sites and not self._problem:
+            self._problem = f"quorum={quorum} needs as many sites, and there are {sites}"
+        raise_problems(self._problem, transport)
+        return transport
 
     def _connect(self) -> None:
         """Start the sequencer at site 0, and connect this site to it."""
@@ -152,6 +154,11 @@ class ParameterServer(ReplicatedModel):
 
     # Steps
 
+    @property
+    def version(self) -> int:
+        """Number of commits that this site has applied, with those before a checkpoint that it has loaded."""
+        return self._earlier + self._applied
+
     def step(self) -> None:
         """Send the gradients of the backward passes since the last call, and apply what has been committed.
 
@@ -169,13 +176,13 @@ class ParameterServer(ReplicatedModel):
         self._apply_arrived()
         if self._held.samples and (not self._log.blocked or self._log.outstanding >= self._rules.staleness):
             self._send()
-        before, waits = self.version, self._log.outstanding > self._rules.staleness
+        before, waits = self._applied, self._log.outstanding > self._rules.staleness
         while self._log.outstanding > self._rules.staleness:
             self._log.wait(lambda: self._log.outstanding <= self._rules.staleness)
             self._apply_arrived()
         self._apply_arrived()  # what has arrived meanwhile
-        if waits and self._rules.staleness and self.version > before and not self._held.samples:
-            self._log.reach(self.version)
+        if waits and self._rules.staleness and self._applied > before and not self._held.samples:
+            self._log.reach(self._applied)
         self._warn_of_left()
         self.traffic.end_step()
 
@@ -197,7 +204,7 @@ class ParameterServer(ReplicatedModel):
         taken = self._gradients.take()
         self._end_collection()
         if taken and samples:
-            self._held.add(taken, samples, self.version)
+            self._held.add(taken, samples, self._applied)
 
     def _end_collection(self) -> None:
         self._epoch_samples += self._counter.count
@@ -209,7 +216,7 @@ class ParameterServer(ReplicatedModel):
         """Send what is held."""
         held, self._held = self._held, HeldGradients()
         body = self._codec.encode(held.mean(), held.samples, self._optimizer.settings())
-        self._log.contribute(held.base, self.version, held.samples, body)
+        self._log.contribute(held.base, self._applied, held.samples, body)
 
     def _apply_arrived(self) -> bool:
         """Apply the commits that have arrived; return whether the phase is over."""
@@ -237,7 +244,7 @@ class ParameterServer(ReplicatedModel):
         scale = sum(count * each for count, each in zip(samples, scales, strict=True)) / sum(samples)
         self._optimizer.step(unpacked[0][0], scale)
         self._gradients.clear()
-        self.version = decision.version
+        self._applied = decision.version
 
     def finish(self) -> None:
         """End a phase of training: send what is held, and wait until all sites have done so and all is applied.
@@ -263,6 +270,18 @@ class ParameterServer(ReplicatedModel):
         self._epoch_samples = 0
         self._warn_of_left(besides=_DETACHED)  # as a site may after the last phase
         self.traffic.end_step()
+
+    @property
+    def syncing(self) -> bool:
+        """Always False: `synchronize` is not due after a backward pass."""
+        return False
+
+    def synchronize(self) -> None:
+        """Do nothing: `step` sends the gradients. For trainers that call it after each backward pass."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return an empty context: gradients accumulate until `step` in any case."""
+        return nullcontext()
 
     def samples(self, count: int) -> Any:
         """State the number of samples of the forward passes inside, where the inputs' first dimension is not that.
@@ -294,12 +313,58 @@ class ParameterServer(ReplicatedModel):
         """Effective rank and relative residual of this site's compressed gradients, by name of the weight."""
         return self._method.quality()
 
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this site's state beside its model and its optimizer, which are the same on all sites.
+
+        It involves no other site. Each site saves its own, after `finish`.
+
+        Raises:
+            RuntimeError: if gradients have not been committed yet.
+        """
+        if self._held.samples or self._log.outstanding or self._pending:
+            raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
+        state = {"version": self.version, "dropped": self.dropped, "reference": self._gradients.reference}
+        return state | {"method": self._method.state_dict(), "codec": self._codec.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; all sites must do so, before their first step.
+
+        Args:
+            state: the state.
+        """
+        self._earlier, self.dropped = state["version"] - self._applied, state["dropped"]
+        self._gradients.expected_reference = state["reference"]
+        self._method.load_state_dict(state["method"])
+        self._codec.load_state_dict(state["codec"])
+
+    def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Restore this site's state from those of all sites, as a checkpoint contains them.
+
+        A site that has none in it begins with an empty compressor state, at the version of the others.
+
+        Args:
+            states: the states, by rank.
+        """
+        own = states[self.site_rank] if self.site_rank < len(states) else None
+        other = next((each for each in states if each is not None), None)
+        if own is not None:
+            self.load_state_dict(own)
+        elif other is not None:
+            empty = {"method": self._method.state_dict(), "codec": self._codec.state_dict()}
+            self.load_state_dict(dict(other) | empty | {"dropped": 0})
+
     def abort(self, reason: str) -> None:
         self._announce(reason, False)
         super().abort(reason)
 
-    def detach(self) -> None:
-        """Remove all hooks from the model, and leave the others; call `finish` before. May be called twice."""
+    def detach(self, *, discard: bool = True) -> None:
+        """Remove all hooks from the model, and leave the others; call `finish` before. May be called twice.
+
+        Args:
+            discard: without effect; as that of `GradientReduction.detach`.
+        """
         if self._detached:
             return
         self._detached = True

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,9 +133,9 @@ class BaseRunner(SupervisedRunner):
     def take_part(self) -> None:
         """Take part in the other sites' step if this site has skipped its batch, without a backward pass."""
 
-    def stepping(self) -> AbstractContextManager[Any]:
-        """Return the context in which the optimizer takes a step."""
-        return nullcontext()
+    def step_optimizer(self, optimizer: Any) -> None:
+        """Step an optimizer with the agreed gradients."""
+        optimizer.step()
 
     # What the user calls
 

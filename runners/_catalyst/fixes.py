@@ -89,8 +89,7 @@ class FixedOptimizer(OptimizerCallback):
             norm = _clip(self.grad_clip_fn, runner)
             if norm is not None:
                 runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm
-            with runner.stepping():
-                self.optimizer.step()
+            runner.step_optimizer(self.optimizer)
             self.optimizer.zero_grad()
         runner.batch_metrics.update(self._get_lr_momentum_stats())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +33,8 @@ class SiteRunner(Protocol):
     def take_part(self) -> None:
         """Take part in the other sites' step if this site has skipped its batch."""
 
-    def stepping(self) -> AbstractContextManager[Any]:
-        """Return the context in which the optimizer takes a step."""
+    def step_optimizer(self, optimizer: Any) -> None:
+        """Step an optimizer with the agreed gradients."""
 
     def load_states(self, states: list[Any]) -> None:
         """Restore this site's compressor state from those of all sites."""

@@ -59,6 +59,9 @@ def _register(package: str) -> None:
         make = functools.partial(_make, package, "AdaPMStrategy", mode="dsgd", start_method=start_method)
         description = "dadplug: embeddings in tables spread over the sites (AdaPM)"
         registry.register("adapm" + suffix, make, description=description, override=True)
+        make = functools.partial(_make, package, "ParameterServerStrategy", start_method=start_method)
+        description = "dadplug: asynchronous steps by one log of gradients"
+        registry.register("parameter_server" + suffix, make, description=description, override=True)
         for name, settings in _LOCAL.items():
             make = functools.partial(_make, package, "LocalSGDStrategy", start_method=start_method, **settings)
             description = "dadplug: sites train alone and agree on parameters now and then"

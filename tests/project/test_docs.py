@@ -170,6 +170,8 @@ STANDS_FOR = {
     "AdaPMStrategy": "dadplug.runners.pytorch_lightning.AdaPMStrategy",
     "LocalSGDStrategy": "dadplug.runners.pytorch_lightning.LocalSGDStrategy",
     "LocalSGDRunner": "dadplug.runners.local_sgd_runner.LocalSGDRunner",
+    "ParameterServerRunner": "dadplug.runners.parameter_server_runner.ParameterServerRunner",
+    "ParameterServerStrategy": "dadplug.runners.pytorch_lightning.ParameterServerStrategy",
     "DistributedRunner": "dadplug.runners.distributed_runner.DistributedRunner",
     "AdaPMRunner": "dadplug.runners.adapm_runner.AdaPMRunner",
 }
@@ -180,6 +182,7 @@ ALSO = (
     "dadplug.hogwild.log_elapsed_time",
     "dadplug.hogwild.train_model",
     "dadplug.local_steps.LocalOptions",
+    "dadplug.parameter_server.ServerOptions",
     "dadplug.options.Options",
     "dadplug.planning.plan.Plan",
     "dadplug.planning.plan.PlanRow",

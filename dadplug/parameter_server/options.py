@@ -1,0 +1,85 @@
+"""Options of the parameter server: the one definition of their names, types, defaults and help texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..options import Options
+from .rules import Rules, check_mode, make_rules
+
+_REDUCTION = {option.name: option for option in dataclasses.fields(Options)}
+_OWN = ("staleness", "quorum", "late")  # not those of a reduction
+
+
+def _option(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+def _as_in_reductions(name: str) -> Any:
+    """Define an option that a gradient reduction has, too."""
+    return _option(_REDUCTION[name].default, _REDUCTION[name].metadata["help"])
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of `dadplug.ParameterServer`, its strategy and its runner.
+
+    Raises:
+        ValueError: if a value is not valid; the message lists the valid ones.
+    """
+
+    mode: str = _option("rankdad", "how gradients are encoded: dsgd, dad or rankdad")
+    staleness: int = _option(8, "largest number of versions by which a gradient may be late; 0: synchronous steps")
+    quorum: int = _option(1, "number of sites whose gradients make a commit; 1 for asynchronous steps")
+    late: str = _option(
+        "scale",
+        "treatment of a gradient that is t > 0 versions late: scale (learning rate times 1 / (1 + t)), keep, or drop "
+        "(above the staleness; then no site waits)",
+    )
+    site_timeout: float = _option(30.0, "seconds of silence after which a site counts as lost; the others go on")
+    rank: int = _as_in_reductions("rank")
+    iterations: int = _as_in_reductions("iterations")
+    tolerance: float = _as_in_reductions("tolerance")
+    warm_start: bool = _as_in_reductions("warm_start")
+    error_feedback: bool | None = _as_in_reductions("error_feedback")
+    weighting: str = _as_in_reductions("weighting")
+    wire: str = _as_in_reductions("wire")
+    dense: str = _as_in_reductions("dense")
+    share_inputs: bool = _as_in_reductions("share_inputs")
+    average_buffers: bool = _as_in_reductions("average_buffers")
+    timeout: float = _as_in_reductions("timeout")
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+        make_rules(self.staleness, self.quorum, self.late)
+        self.of_reduction()
+
+    @property
+    def rules(self) -> Rules:
+        """Rules of the sequencer."""
+        return make_rules(self.staleness, self.quorum, self.late)
+
+    def of_reduction(self) -> Options:
+        """Return those options that a gradient reduction has, too."""
+        return Options(**{name: value for name, value in vars(self).items() if name not in _OWN})
+
+    @classmethod
+    def create(cls, **values: Any) -> ServerOptions:
+        """Make options from keyword arguments.
+
+        Raises:
+            ValueError: if a name is unknown, or a value not valid; the message lists the valid ones.
+        """
+        names = [option.name for option in dataclasses.fields(cls)]
+        for name in values:
+            if name in names:
+                continue
+            if name in _REDUCTION:
+                raise ValueError(f"a ParameterServer has no option {name!r}; valid options are {', '.join(names)}")
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
+        return cls(**values)

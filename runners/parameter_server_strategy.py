@@ -1,0 +1,195 @@
+"""Lightning's strategy for asynchronous steps, for either of Lightning's packages, neither of which it imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model_sync.uneven_inputs import batches_before
+from ..parameter_server import ParameterServer, ServerOptions
+from ..signature import split_keywords, takes_keywords_of
+from ._lightning.site_strategy import SiteStrategy, StrategyArguments
+
+
+class ParameterServerStrategyBase(SiteStrategy):
+    """Lightning strategy for asynchronous steps; for ``Trainer(strategy=)``, also as ``"parameter_server"``.
+
+    Each site sends its gradients and applies those of all sites in the order of one log; none waits for another one's
+    batch. Before an evaluation, for a checkpoint and at the end of a fit the sites wait for each other, and hold one
+    model then. Clipping and ``on_before_optimizer_step`` get the merged gradient of each commit, on all sites. Sites
+    may have different numbers of batches: a site with fewer skips some of the others' steps, at no cost. The module
+    needs automatic optimization and one optimizer, and no loss scale (``precision="16-mixed"``).
+
+    Within ``training_step`` a metric that is logged with ``sync_dist=True`` is this site's own; over an epoch it is
+    that of all sites. Other collectives there are an error, since the sites are not at the same batch.
+
+    `dadplug.ParameterServerStrategy` is the strategy for the one of Lightning's two packages that is in use.
+
+    Args:
+        mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``: how gradients are encoded.
+        arguments: options of the server, with the names and defaults of `dadplug.parameter_server.ServerOptions`, and
+            arguments of ``DDPStrategy``, as in `DADStrategy`.
+
+    Attributes:
+        options: the options of the server, also as `server_options`.
+        server: the `ParameterServer` of the last fit, with its version and traffic; None before it.
+
+    Raises:
+        ValueError: if an option or its value is unknown; the message lists the valid ones.
+
+    Example:
+        >>> strategy = ParameterServerStrategy(mode="rankdad", rank=8, staleness=8)
+        >>> trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2)
+        >>> trainer.fit(module, loader)
+        >>> print(trainer.strategy.server.traffic.total_bytes_sent)
+    """
+
+    options: ServerOptions
+    server: ParameterServer | None = None
+
+    @takes_keywords_of(StrategyArguments, ServerOptions)
+    def __init__(self, mode: str = ServerOptions.mode, **arguments: Any) -> None:
+        given, options = split_keywords(StrategyArguments, arguments)
+        super().__init__(ServerOptions.create(mode=mode, **options), given)
+        self._in_step = False
+
+    @property
+    def server_options(self) -> ServerOptions:
+        """The options of the server."""
+        return self.options
+
+    @property
+    def _exchange(self) -> ParameterServer | None:
+        return self.server
+
+    # Start and end
+
+    def configure_ddp(self) -> None:
+        """Wrap nothing: the server is built once there is an optimizer."""
+        if self._transport is not None:
+            self._transport.gather_objects(None)  # a site that has failed by now builds no server
+
+    def setup(self, trainer: Any) -> None:
+        fits = trainer.state.fn == "fit"
+        if fits:
+            self._check()
+        super().setup(trainer)
+        if not fits:
+            return
+        if len(self.optimizers) != 1:
+            raise ValueError("a parameter server needs one optimizer; DADStrategy takes several")
+        (optimizer,) = self.optimizers
+        self.server = ParameterServer(self.lightning_module, optimizer, **vars(self.options))
+        self._run.callback(optimizer.register_step_pre_hook(self._before_commit).remove)
+        if self._states is not None:
+            self.server.load_states(self._states)
+            self._states = None
+
+    def _check(self) -> None:
+        """Raise ValueError for a module or a precision that cannot be used."""
+        if not self.lightning_module.automatic_optimization:
+            raise ValueError("a parameter server needs automatic optimization; DADStrategy takes any module")
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "a parameter server cannot train with a GradScaler, whose scale each site changes on its own: use "
+                "precision='bf16-mixed', which needs none"
+            )
+
+    def _before_commit(self, optimizer: Any, *_: Any) -> None:
+        """Call the hooks and the clipping that precede a step of the optimizer, with a commit's merged gradient."""
+        self.precision_plugin._after_closure(self.lightning_module, optimizer)
+
+    # Training
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step, unless this site has no batch in this step."""
+        self._skipped = not self._has_batch
+        if self._skipped:  # Lightning refuses None between processes
+            return torch.zeros((), device=self.root_device, requires_grad=True)
+        with self._stepping():
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward; the gradient of an update is the mean over the batches that this site has in it."""
+        return super().backward(closure_loss * self._batches_per_own(), optimizer, *args, **kwargs)
+
+    def _batches_per_own(self) -> float:
+        """Return the batches of the current update over those of this site; Lightning divides by the former."""
+        trainer = self._trainer
+        count: int = trainer.accumulate_grad_batches
+        if self._steps is None or count == 1 or self._skipped:
+            return 1.0
+        own, steps = self._steps
+        first: int = trainer.fit_loop.epoch_loop.batch_idx // count * count
+        after = min(first + count, steps)
+        return (after - first) / (batches_before(after, own, steps) - batches_before(first, own, steps))
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Send this site's gradient, and make the optimizer's steps of the commits that have arrived."""
+        if self.server is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = closure()
+        with self._stepping():
+            self.server.step()
+        return output
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Return a context in which this site is alone, since the others are at other steps."""
+        before, self._in_step = self._in_step, self._trainer.state.fn == "fit"
+        try:
+            yield
+        finally:
+            self._in_step = before
+
+    def on_train_end(self) -> None:
+        self._average_buffers()
+        super().on_train_end()
+
+    def _average_buffers(self) -> None:
+        """Wait until all sites hold one model, before an evaluation, a checkpoint, and at the end."""
+        if self._in_fit and self.server is not None and not self._trainer.sanity_checking:
+            self.server.finish()
+
+    # Collectives
+
+    def _share_sigterm(self) -> None:
+        """Stop this site if it has got SIGTERM; Lightning asks the first one before each batch."""
+        if self._trainer.received_sigterm:
+            raise self._sigterm()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the sites; within a step return this site's own."""
+        return tensor if self._in_step else super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor from all sites; an error within a step."""
+        self._refuse_in_step("all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all sites; an error within a step."""
+        self._refuse_in_step("barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return one site's object on all sites; an error within a step."""
+        self._refuse_in_step("broadcast")
+        return super().broadcast(obj, src)
+
+    def _refuse_in_step(self, name: str) -> None:
+        if self._in_step:
+            raise RuntimeError(
+                f"{name} within a training step would wait for the other sites, which are at other batches: call it in "
+                "hooks of an epoch, or use DADStrategy"
+            )
+
+    # Checkpoints
+
+    def _add_states(self, checkpoint: dict[str, Any]) -> None:
+        if self._in_fit:  # after an error, contributions that are in transit would not arrive
+            super()._add_states(checkpoint)

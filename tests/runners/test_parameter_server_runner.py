@@ -1,0 +1,111 @@
+"""Catalyst's runner for asynchronous steps: one model after each training loader, checkpoints, unequal sites."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+pytest.importorskip("catalyst")
+from catalyst import dl
+from catalyst.core.callback import Callback
+from catalyst_training import Losses, data, net
+from dadplug.runners import DistributedRunner, ParameterServerRunner
+
+
+class Watch(Callback):
+    """Makes site 1 slow; remembers, after each training loader, whether the sites differ."""
+
+    def __init__(self):
+        super().__init__(order=100)
+        self.found, self.batches = [], 0
+
+    def on_batch_start(self, runner):
+        self.batches += runner.is_train_loader
+        time.sleep(0.002 * dist.get_rank())
+
+    def on_loader_start(self, runner):
+        if not runner.is_train_loader:
+            versions = set(runner.reduction.gather_objects(runner.reduction.version))
+            self.found.append((runner.reduction.first_difference(), len(versions)))
+
+
+def run(runner, model, optimizer, callbacks=(), loaders=None, epochs=2, **settings):
+    loaders = loaders or {"train": DataLoader(data(), batch_size=8, shuffle=True), "valid": DataLoader(data(30, 1), 8)}
+    runner.train(
+        model=model,
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        loaders=loaders,
+        callbacks=list(callbacks),
+        num_epochs=epochs,
+        **settings,
+    )
+    return runner
+
+
+def clip(parameters):
+    return nn.utils.clip_grad_norm_(parameters, 0.3)
+
+
+def equals_synchronous() -> None:
+    """Without staleness, with accumulation and clipping."""
+    models = [net(), net()]
+    for runner, model in zip((DistributedRunner(mode="dad"), ParameterServerRunner(mode="dad", staleness=0)), models):
+        keys = {"metric_key": "loss", "accumulation_steps": 2, "grad_clip_fn": clip, "grad_clip_params": {}}
+        callbacks = [dl.OptimizerCallback(**keys), dl.BackwardCallback("loss")]
+        run(runner, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), callbacks)
+    for one, other in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def uneven() -> None:
+    rank = dist.get_rank()
+    for options in ({"wire": "int8", "rank": 4}, {"mode": "dsgd", "staleness": 2}):
+        model, watch = net(rank), Watch()
+        loaders = {"train": DataLoader(data(70 - 30 * rank, rank), 8), "valid": DataLoader(data(30, 9), 8)}
+        runner = ParameterServerRunner(split_data=False, **options)
+        run(runner, model, torch.optim.Adam(model.parameters(), lr=0.01), [watch], loaders, epochs=3)
+        assert watch.found == [(None, 1)] * 3
+        assert watch.batches == 3 * (5 if rank else 9)
+        assert 0 < runner.reduction.version <= 3 * 14  # contributions may be committed together
+        assert runner.loader_metrics["loss"] < 1.3
+    with pytest.raises(ValueError, match="staleness must be"):
+        ParameterServerRunner(staleness=0.5)
+    with pytest.raises(ValueError, match="'edad' recomputes"):
+        ParameterServerRunner(mode="edad")
+
+
+def test_steps_are_synchronous_without_staleness_and_unequal_sites_hold_one_model(sites):
+    sites(2).run(equals_synchronous)
+    sites(2).run(uneven)
+
+
+def checkpointed(folder: str, epochs: int, resume: str | None) -> tuple:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(24), nn.Linear(24, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = Losses()
+    keys = {"loader_key": "valid", "metric_key": "loss", "minimize": True}
+    checkpoint = dl.CheckpointCallback(logdir=folder, mode="runner", **keys)
+    runner = ParameterServerRunner(staleness=0, rank=2, wire="int8", error_feedback=True)
+    run(runner, model, optimizer, [losses, checkpoint], epochs=epochs, resume=resume)
+    version = runner.reduction.version
+    optimizer.step()  # the program's again
+    return losses.values, [value.clone() for value in runner.model.state_dict().values()], version
+
+
+def test_resuming_goes_on_with_the_same_curve(sites, tmp_path):
+    straight = sites(2).run(checkpointed, str(tmp_path / "straight"), 4, None)
+    sites(2).run(checkpointed, str(tmp_path / "halted"), 2, None)
+    last = str(tmp_path / "halted" / "runner.last.pth")
+    resumed = sites(2).run(checkpointed, str(tmp_path / "resumed"), 4, last)
+    for (all_losses, parameters, version), (losses, others, last_version) in zip(straight, resumed):
+        assert len(losses) == len(all_losses) // 2
+        assert losses == all_losses[len(losses) :]
+        assert version == last_version == len(all_losses)
+        assert all(torch.equal(p, q) for p, q in zip(parameters, others))

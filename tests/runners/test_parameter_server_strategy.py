@@ -1,0 +1,205 @@
+"""Lightning's strategy for asynchronous steps: DDP's training without staleness, one model at every evaluation."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+
+import pytest
+import torch
+
+pl = pytest.importorskip("pytorch_lightning")
+
+import lightning_zoo as zoo  # noqa: E402
+from dadplug.runners import ParameterServerStrategy  # noqa: E402
+
+import dadplug  # noqa: E402
+
+
+def trainer(strategy, **settings):
+    warnings.filterwarnings("ignore")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"enable_checkpointing": False, "max_epochs": 2, "precision": "64-true"} | quiet | settings
+    if strategy == "ddp":
+        os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")
+        strategy, settings["num_nodes"] = "ddp_find_unused_parameters_true", 2
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **settings)
+
+
+class Watch(pl.Callback):
+    """Remembers, at each evaluation, whether the sites differ, and the versions; and the losses of training."""
+
+    def __init__(self):
+        self.found, self.versions, self.losses = [], [], []
+
+    def on_validation_epoch_start(self, trainer, pl_module):
+        server = trainer.strategy.server
+        self.found.append(server.first_difference())
+        self.versions.append(set(server.gather_objects(server.version)))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+
+def fit(name: str, strategy, data=None, resume=None, **settings):
+    torch.manual_seed(0)
+    module = zoo.ZOO[name]().double()
+    current = trainer(strategy, **settings)
+    current.fit(module, data or zoo.loader(), zoo.loader(24, seed=1, shuffle=False), ckpt_path=resume)
+    return module, current
+
+
+def equals_ddp() -> None:
+    for settings in ({"gradient_clip_val": 0.3}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}):
+        expected, ddp = fit("Children", "ddp", **settings)
+        module, ours = fit("Children", ParameterServerStrategy("dad", staleness=0), **settings)
+        assert ours.global_step == ddp.global_step == ours.strategy.server.version
+        for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
+            assert torch.allclose(parameter, other, rtol=1e-9, atol=1e-9)
+        assert float(ours.callback_metrics["valid"]) == pytest.approx(float(ddp.callback_metrics["valid"]))
+
+
+def test_without_staleness_it_is_ddp_with_clipping_and_accumulation(sites):
+    sites(2).run(equals_ddp)
+
+
+class Slow(pl.Callback):
+    """Makes site 1 slow."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        time.sleep(0.002 * trainer.global_rank)
+
+
+def trains_all() -> None:
+    for name in [name for name in zoo.ZOO if not name.startswith("Two")]:
+        watch = Watch()
+        strategy = ParameterServerStrategy("rankdad", rank=2, wire="int8", staleness=4)
+        _, current = fit(name, strategy, callbacks=[watch, Slow()], num_sanity_val_steps=1, gradient_clip_val=1.0)
+        assert watch.found == [None] * 3, name
+        assert watch.versions[0] == {0}
+        assert all(len(each) == 1 for each in watch.versions)
+        server = current.strategy.server
+        assert 0 < server.version <= 2 * current.global_step  # contributions may be committed together
+        assert server.first_difference() is None
+
+
+def test_every_module_with_one_optimizer_trains(sites):
+    sites(2).run(trains_all)
+
+
+class Logging(zoo.Metrics):
+    """Counts its own batches, and logs a metric of all sites in each step."""
+
+    def training_step(self, batch, batch_idx):
+        self.batches = getattr(self, "batches", 0) + 1
+        loss = super().training_step(batch, batch_idx)
+        self.log("own", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class Gathers(zoo.Plain):
+    """Waits for the other sites in each step."""
+
+    def training_step(self, batch, batch_idx):
+        self.all_gather(batch[0])
+
+
+def uneven(folder: str) -> None:
+    """Different numbers of batches: no site waits for ever, whatever ends an epoch or begins an evaluation."""
+    rank = int(os.environ["RANK"])
+    data = zoo.loader(24 if rank else 64, shuffle=False)
+    zoo.ZOO["Logging"] = Logging
+    zoo.ZOO["Gathers"] = Gathers
+    cases = (
+        {"accumulate_grad_batches": 2},
+        {"max_steps": 11, "max_epochs": -1},
+        {"val_check_interval": 3, "max_epochs": 1},
+        {"val_check_interval": 0.5, "limit_train_batches": 6},
+    )
+    for number, case in enumerate(cases):
+        watch = Watch()
+        saver = pl.callbacks.ModelCheckpoint(f"{folder}/{number}", every_n_train_steps=2, save_top_k=-1)
+        settings = {"max_epochs": 2, "callbacks": [watch, Slow(), saver], "enable_checkpointing": True} | case
+        strategy = ParameterServerStrategy("dad", staleness=3)
+        module, current = fit("Logging", strategy, data, use_distributed_sampler=False, **settings)
+        assert set(watch.found) == {None}
+        assert all(len(each) == 1 for each in watch.versions)
+        server = strategy.server
+        assert len(set(server.gather_objects(current.global_step))) == 1
+        assert len(set(server.gather_objects(float(current.callback_metrics["own_epoch"])))) == 1
+        batches = server.gather_objects(module.batches)
+        assert batches[1] < batches[0]
+        saved = torch.load(f"{folder}/{number}/{os.listdir(f'{folder}/{number}')[0]}", weights_only=True)
+        assert len(saved["dadplug"]) == 2
+    with pytest.raises(RuntimeError, match="all_gather within a training step"):
+        fit("Gathers", ParameterServerStrategy("dad"), num_sanity_val_steps=0)
+
+
+def test_sites_may_have_different_numbers_of_batches(tmp_path):
+    import support
+
+    with support.Sites(2) as group:  # the last case ends the sites' connections
+        group.run(uneven, str(tmp_path))
+
+
+def resumes(folder: str) -> None:
+    def run(epochs: int, resume=None):
+        pl.seed_everything(0)
+        watch = Watch()
+        saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+        strategy = ParameterServerStrategy("rankdad", staleness=0, rank=2, wire="int8", error_feedback=True)
+        settings = {"max_epochs": epochs, "callbacks": [watch, saver], "enable_checkpointing": True}
+        module, current = fit("Metrics", strategy, zoo.loader(60, shuffle=False), resume, **settings)
+        assert strategy.server.version == current.global_step
+        return watch.losses, module
+
+    whole, expected = run(4)
+    half, _ = run(2)
+    rest, module = run(4, f"{folder}/epoch=1.ckpt")
+    assert half + rest == whole
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_resumed_run_goes_on_along_the_same_curve(sites, tmp_path):
+    sites(2).run(resumes, str(tmp_path))
+
+
+def names_and_errors() -> None:
+    current = trainer("parameter_server")
+    assert type(current.strategy).__name__ == "ParameterServerStrategy"
+    assert current.strategy.server_options == dadplug.parameter_server.ServerOptions()
+    fit("Plain", "parameter_server", max_epochs=1)
+    for wrong, message in (
+        ({"staleness": -1}, "staleness must be"),
+        ({"staleness": 1.5}, "staleness must be"),
+        ({"quorum": 0}, "quorum must be"),
+        ({"mode": "edad"}, "'edad' recomputes"),
+        ({"mode": "powersgd"}, "'powersgd' sums"),
+        ({"min_sites": 1}, "no option 'min_sites'"),
+        ({"stalenes": 1}, "did you mean 'staleness'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ParameterServerStrategy(**wrong)
+    for name, strategy, settings, message in (
+        ("TwoOptimizers", ParameterServerStrategy(), {}, "automatic optimization"),
+        ("Plain", ParameterServerStrategy(), {"sync_batchnorm": True}, "cannot normalise over sites"),
+        ("Plain", ParameterServerStrategy(quorum=3), {}, "quorum=3 needs as many sites, and there are 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(name, strategy, **settings)
+
+
+def test_names_and_errors():
+    import support
+
+    with support.Sites(2) as group:
+        group.run(names_and_errors)
+
+
+def test_a_loss_scale_is_refused():
+    strategy = ParameterServerStrategy()
+    strategy.precision_plugin = type("Scaled", (), {"scaler": object(), "_desired_input_dtype": None})()
+    strategy._lightning_module = zoo.Plain()
+    with pytest.raises(ValueError, match="cannot train with a GradScaler"):
+        strategy._check()
