@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from crashes import pytest_sessionfinish, pytest_testnodedown  # noqa: F401 (hooks)
 
 torch.set_num_threads(1)  # as the sites have; threads that wait for each other are what a busy machine lacks
+gc.set_threshold(10_000, 20, 50)  # by default, a tenth of the time goes into looking for garbage
 
 # Files of long tests start first, so that in the end no process waits for another that has just begun one.
 LONG = (
@@ -34,6 +36,11 @@ LONG = (
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # thousands of tests and the libraries' modules stay
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,9 @@
 Tests of networks meet the scheduler of a busy machine. A test that fails in the first run and passes alone is flaky:
 the run passes, and its last lines name the test. Report and fix it, see CONTRIBUTING.md.
 
+Compiled files of the tests and of the package are kept, also where PYTHONDONTWRITEBYTECODE is set: hundreds of
+processes import them.
+
 A test that fails both times fails the run. So do more than three failures, an interruption, an error in pytest or in
 the collection, and a crash of one of its processes: they are not run again.
 """
@@ -12,6 +15,7 @@ the collection, and a crash of one of its processes: they are not run again.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,7 +29,8 @@ _TESTS_FAILED = 1  # the status of pytest for failed tests alone
 def run_pytest(arguments: Sequence[str]) -> int:
     """Run pytest in a process of its own and return its status, as a shell gives that of a signal."""
     command = [sys.executable, "-m", "pytest", "-o", "cache_dir=.pytest_cache", *arguments]
-    status = subprocess.run(command, check=False).returncode
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    status = subprocess.run(command, check=False, env=environment).returncode
     return status if status >= 0 else 128 - status
 
 

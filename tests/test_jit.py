@@ -49,7 +49,7 @@ def names(finished: support.Finished) -> list[str]:
 def test_sites_of_one_machine_compile_each_kernel_once_and_say_so(tmp_path):
     def steps() -> list[support.Finished]:
         commands = support.site_scripts(COUNTED + STEPS, tmp_path)
-        return support.run_programs(commands, env={"NUMBA_CACHE_DIR": str(tmp_path / "cache")})
+        return support.run_programs(commands, env={"NUMBA_CACHE_DIR": str(tmp_path / "cache")}, bare=True)
 
     first = steps()
     counts = Counter(name for each in first for name in names(each))
@@ -88,7 +88,7 @@ def test_a_change_in_another_file_compiles_its_users_again_and_nothing_else(tmp_
         code = f"import sys; sys.dont_write_bytecode = True; sys.path.insert(0, {str(tmp_path)!r})\n{COUNTED}{USER}"
         env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
         # The kernel that cannot be compiled must not keep the others waiting for it.
-        return support.run_programs([["-c", code]] * 2, env=env, timeout=200)
+        return support.run_programs([["-c", code]] * 2, env=env, timeout=200, bare=True)
 
     def compiled(finished: list[support.Finished]) -> list[str]:
         found = sorted(name.split()[0] for each in finished for name in names(each))

@@ -26,7 +26,6 @@ TIMEOUT = 3.0  # seconds
 HANGS = 60.0  # seconds after which a site is said to hang; a busy machine is slow
 SIDE_BY_SIDE = 6
 NODES = [[0, 1], [2, 3]]
-PRELOAD = ("dadplug.reduction", "dadplug.planning.planner")
 
 starting = threading.Lock()
 
@@ -36,7 +35,7 @@ def start(case: Case, rank: int, port: int, folder: Path, spared: bool = False) 
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     whole = rank == min(set(range(case.world_size)) - {case.victim})  # one survivor of each case ends as users' do
     with starting:
-        return forkserver.start([lost_sites.__file__, *arguments], environment, preload=PRELOAD, destructors=whole)
+        return forkserver.start([lost_sites.__file__, *arguments], environment, destructors=whole)
 
 
 def run(case: Case, folder: Path, again: bool = False) -> list[dict]:

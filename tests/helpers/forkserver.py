@@ -1,15 +1,16 @@
-"""A server that starts Python programs by fork, with torch and numba already imported.
+"""A server that starts Python programs by fork, with torch, numba and dadplug already imported.
 
-Importing them takes 2 to 5 seconds of processor time, in every process of every test that starts one. Here it is
+Importing them takes 3 to 6 seconds of processor time, in every process of every test that starts one. Here it is
 done once: `start` asks a server for a copy of itself, which becomes the program, with arguments, environment, folder
 and output of its own, and ends like any interpreter: exit handlers, messages of unhandled errors, finalisation. Only
 the destructors of the libraries' C++ objects are left out, which take half the processor time of a short program; a
 test that is about the end of a program asks for them.
 
-What a program can notice: the libraries in PRELOADED are in `sys.modules` (dadplug is not); environment variables
-that they read when imported have no effect, but for OMP_NUM_THREADS and numba's; `sys.executable`, with which it
-starts further sites, is a stand-in that has the same server start them. A test that is about the import of a library,
-or about such a variable, starts its program with `subprocess`.
+What a program can notice: the libraries in PRELOADED and PACKAGE are in `sys.modules`; environment variables that they
+read when imported have no effect, but for OMP_NUM_THREADS and numba's; `sys.executable`, with which it starts further
+sites, is a stand-in that has the same server start them; and garbage is collected less often. A test about the import
+of dadplug asks for a `bare` program. One that is about the import of another library, or about such a variable, starts
+its program with `subprocess`.
 
 Run as a program, this file is the server: ``forkserver.py ADDRESS [MODULE ...]``. A program whose starter has gone,
 or closes the connection, is killed.
@@ -22,6 +23,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -39,6 +41,25 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ("numpy", "numba", "torch", "torch._dynamo", "torch.distributed")
+PACKAGE = (
+    "dadplug.reduction",
+    "dadplug.lowrank.kernels",
+    "dadplug.lowrank.sparse_kernels",
+    "dadplug.hub.join",
+    "dadplug.hub.server",
+    "dadplug.adapm.kernels",
+    "dadplug.adaptive",
+    "dadplug.local_steps",
+    "dadplug.hogwild",
+    "dadplug.parameter_server.server",
+    "dadplug.racing",
+    "dadplug.data",
+    "dadplug.models",
+    "dadplug.experiment",
+)
+TRAINERS = ("catalyst", "pytorch_lightning")
+_LIBRARIES = ("catalyst.dl", "pytorch_lightning", "torchmetrics", "sklearn.datasets")  # of programs with a trainer
+_RUNNERS = ("dadplug.runners.distributed_runner", "dadplug.runners.pytorch_lightning")
 _START_TIMEOUT = 240.0
 _LONGEST = 1 << 20  # bytes of a request
 
@@ -97,6 +118,7 @@ def start(
     preload: Sequence[str] = (),
     inherit: Sequence[int] = (),
     destructors: bool = False,
+    bare: bool = False,
 ) -> Program:
     """Start a program, as the leader of a session of its own.
 
@@ -104,9 +126,11 @@ def start(
         command: a script, or ``-m`` and a module, or ``-c`` and code; then arguments.
         env: all environment variables; those of this process by default.
         folder: where it runs; here by default.
-        preload: libraries to import in the server, besides PRELOADED, such as "pytorch_lightning".
+        preload: libraries to import in the server, besides PRELOADED and PACKAGE; each of TRAINERS stands for both,
+            and what they need.
         inherit: open file descriptors for the program; it finds their numbers there in INHERITED, comma-separated.
         destructors: whether destructors of C++ objects are called at the end of the process.
+        bare: whether dadplug is left for the program to import.
     """
     argv = [str(part) for part in command]
     request: dict[str, Any] = {"argv": argv, "env": dict(env or os.environ), "cwd": str(folder or Path.cwd())}
@@ -114,7 +138,17 @@ def start(
     output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (they outlive this call)
     with open(os.devnull, "rb") as nothing:
         descriptors = [nothing.fileno(), output.fileno(), errors.fileno(), *inherit]
-        return Program(_ask(_address(tuple(preload)), request, descriptors), output, errors)
+        return Program(_ask(_address(_modules(preload, bare)), request, descriptors), output, errors)
+
+
+def _modules(preload: Sequence[str], bare: bool) -> tuple[str, ...]:
+    """Return what the server of a program imports; one server has all trainers, since each costs seconds to start."""
+    if bare:
+        return tuple(preload)
+    others = [name for name in preload if name not in TRAINERS]
+    if len(others) < len(preload) and all(importlib.util.find_spec(name) for name in TRAINERS):
+        return (*_LIBRARIES, *others, *PACKAGE, *_RUNNERS)
+    return (*preload, *PACKAGE)
 
 
 def _ask(address: str, request: dict[str, Any], descriptors: list[int]) -> socket.socket:
@@ -136,7 +170,7 @@ def _address(preload: tuple[str, ...]) -> str:
         address = str(Path(folder) / "server")
         command = [__file__, address, *preload]
         if preload:
-            server: Any = start(command, destructors=True)  # its programs inherit how it ends
+            server: Any = start(command, destructors=True, bare=True)  # its programs inherit how it ends
         else:
             threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
             server = subprocess.Popen([sys.executable, *command], env=os.environ | threads, stdin=subprocess.DEVNULL)
@@ -306,6 +340,7 @@ def _main() -> dict[str, Any] | None:
     import numba
 
     numba.njit(lambda number: number)(1)  # so that the compiler is there, too
+    gc.set_threshold(10_000, 20, 50)
     gc.collect()
     gc.freeze()
     return _serve(sys.argv[1])

@@ -16,13 +16,13 @@ question:
    warnings and torch's settings are restored after it. Patches and threads stay for the next test: undo them.
 3. `with Sites(n) as group`: sites of its own, about a second of processor time, for tests that kill or stop some.
    `group.outcomes()` says by site what came of a call, whether it returned, raised, died or did not answer.
-4. `run_programs(commands)`: programs of their own, half a second each and more with the imports they make.
-   ``preload=["pytorch_lightning"]`` saves those of Lightning. `site_scripts` writes a program for each site.
+4. `run_programs(commands)`: programs of their own, a tenth of a second each and more with the imports they make.
+   ``preload=["pytorch_lightning"]`` saves those of trainers. `site_scripts` writes a program for each site.
 5. `subprocess`, 2 to 5 seconds: only where the imports of a new interpreter are what is tested.
 
-Sites and programs are started by fork from a process that has imported torch and numba; see `forkserver`. Waits are
-for events, not for seconds: poll, or give the shortest `timeout` that the machine's load allows. All processes share
-one folder of compiled kernels, unless NUMBA_CACHE_DIR names another.
+Sites and programs are started by fork from a process that has imported torch, numba and dadplug; see `forkserver`.
+Waits are for events, not for seconds: poll, or give the shortest `timeout` that the machine's load allows. All
+processes share one folder of compiled kernels, unless NUMBA_CACHE_DIR names another.
 
 `make test` runs the suite in two processes, file by file, so that a fixture of a module is made once:
 ``python -m pytest -n 2 --dist loadfile``. Without ``-n`` it runs in one.
@@ -168,10 +168,16 @@ class Sites:
             outcomes = group.outcomes(timeout=10)     # a list by rank of kind, value, seconds
             assert "site 0" in outcomes[1].value
 
-    With `kits`, a folder for each site, they connect through a hub, which has to run.
+    With `kits`, a folder for each site, they connect through a hub, which has to run. `preload` as in `run_programs`.
     """
 
-    def __init__(self, world_size: int, env: dict[str, str] | None = None, kits: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        env: dict[str, str] | None = None,
+        kits: Sequence[Path] = (),
+        preload: Sequence[str] = (),
+    ) -> None:
         self.world_size = world_size
         port, key = free_port(), bytes(multiprocessing.current_process().authkey)
         self.processes: list[forkserver.Program] = []
@@ -187,7 +193,7 @@ class Sites:
                 names |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             code += f"support.serve_calls({key!r}, {place!r})"
             environment = os.environ | ONE_THREAD | names | (env or {})
-            self.processes.append(forkserver.start(["-c", code], environment, inherit=[theirs.fileno()]))
+            self.processes.append(forkserver.start(["-c", code], environment, None, preload, [theirs.fileno()]))
             theirs.close()
             self._pipes.append(ours)
         self._started = time.monotonic()
@@ -263,9 +269,12 @@ atexit.register(lambda: close_all())
 
 
 def sites(world_size: int) -> Sites:
-    """Return the group of this size, started when first asked for."""
+    """Return the group of this size, started when first asked for.
+
+    Its processes have the trainers that this one has imported, as test modules do.
+    """
     if world_size not in _groups or not _groups[world_size].alive:
-        _groups[world_size] = Sites(world_size)
+        _groups[world_size] = Sites(world_size, preload=[name for name in forkserver.TRAINERS if name in sys.modules])
     return _groups[world_size]
 
 
@@ -291,6 +300,7 @@ def run_programs(
     folder: Path | None = None,
     preload: Sequence[str] = (),
     destructors: bool = False,
+    bare: bool = False,
 ) -> list[Finished]:
     """Run programs side by side and wait for all; those that take too long are killed, and the test fails.
 
@@ -299,12 +309,14 @@ def run_programs(
         timeout: seconds for all of them together.
         env: environment variables besides those of this process.
         folder: where they run.
-        preload: libraries that the programs import, when they take long: "pytorch_lightning", "catalyst".
+        preload: trainers that the programs import, see `forkserver.TRAINERS`, or other libraries that take long.
         destructors: for tests of how a program ends, see `forkserver.start`.
+        bare: for tests of the import of dadplug.
     """
     environment = os.environ | ONE_THREAD | (env or {})
     processes = [
-        forkserver.start(command, environment, folder, preload, destructors=destructors) for command in commands
+        forkserver.start(command, environment, folder, preload, destructors=destructors, bare=bare)
+        for command in commands
     ]
     deadline = time.monotonic() + timeout
     late = []

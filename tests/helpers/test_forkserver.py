@@ -27,7 +27,7 @@ def test_a_program_has_its_own_arguments_environment_folder_and_end(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
     commands = [["-c", ENDS, "well"], [str(script), "fails"]]
-    well, fails = support.run_programs(commands, env={"GREETING": "hello"}, folder=tmp_path)
+    well, fails = support.run_programs(commands, env={"GREETING": "hello"}, folder=tmp_path, bare=True)
     assert well.output == f"at exit ['well'] hello {tmp_path} __main__\n", well.errors
     assert fails.output == f"at exit ['fails'] hello {tmp_path} __main__\n", fails.errors
     assert (well.status, fails.status) == (0, 7)

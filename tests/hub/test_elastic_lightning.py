@@ -34,7 +34,7 @@ class Run:
         (self.folder / name).mkdir(exist_ok=True)
         case = {"kit": str(self.hub.kits / name), "folder": str(self.folder / name), "stop": str(self.stop)}
         arguments = [PROGRAM, json.dumps(case | self.settings | fields)]
-        preload = ["pytorch_lightning", "torchmetrics"]
+        preload = ["pytorch_lightning"]
         self.processes[name] = forkserver.start(arguments, os.environ | support.ONE_THREAD, preload=preload)
 
     def end(self, name: str, status: int = 0) -> None:

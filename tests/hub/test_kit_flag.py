@@ -58,7 +58,7 @@ def test_an_experiment_trains_by_kits(tmp_path):
     flags = ["--epochs", "1", "--N", "400", "--log-dir", str(tmp_path / "logs")]
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
         commands = [["-m", "dadplug.experiment", "--kit", str(hub.kits / name), *flags] for name in NAMES]
-        for each in support.run_programs(commands, timeout=200, folder=ROOT):
+        for each in support.run_programs(commands, timeout=200, folder=ROOT, preload=["catalyst"]):
             assert each.status == 0, each.errors
     for rank in range(2):
         folder = tmp_path / "logs" / "experiment" / f"site_{rank}"
@@ -77,10 +77,9 @@ def test_both_examples_train_by_kits(tmp_path, example, trainer, accuracy):
     if example == "two_site_vit":
         support.need("linformer")
     flags = ["--trainer", trainer, "--epochs", "1", "--log-dir", str(tmp_path)]
-    preload = ["pytorch_lightning"] if trainer == "lightning" else []
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
         commands = [[str(ROOT / "examples" / f"{example}.py"), "--kit", str(hub.kits / name), *flags] for name in NAMES]
-        finished = support.run_programs(commands, timeout=200, preload=preload)
+        finished = support.run_programs(commands, timeout=200, preload=[package])
         for each in finished:
             assert each.status == 0, each.errors
     line = next(line for line in finished[0].output.splitlines() if re.match(r"rankdad +0\.", line))

@@ -12,6 +12,7 @@ import forkserver
 import pytest
 import support
 from data_files import write_mnist
+from forkserver import TRAINERS
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ MNIST = str(ROOT / "examples" / "two_site_mnist.py")
 
 def test_both_sites_start_on_this_machine_and_compare_methods(tmp_path):
     flags = ["--compare", "--epochs", "2", "--log-dir", str(tmp_path / "logs"), "--split", "by-class"]
-    (only,) = support.run_programs([[MNIST, *flags]], timeout=200)
+    (only,) = support.run_programs([[MNIST, *flags]], timeout=200, preload=TRAINERS)
     assert only.status == 0, only.errors
     for mode in ("dsgd", "dad", "rankdad"):
         line = next(line for line in only.output.splitlines() if re.match(rf"{mode} +0\.", line))
@@ -33,9 +34,9 @@ def test_both_sites_start_on_this_machine_and_compare_methods(tmp_path):
     assert len(picture) > 20_000
 
 
-def row_of_rankdad(script: str, flags: list[str], preload: tuple[str, ...] = ()) -> list[str]:
+def row_of_rankdad(script: str, flags: list[str]) -> list[str]:
     """Run an example for an epoch; return the row of rankdad in its table."""
-    (only,) = support.run_programs([[script, "--epochs", "1", *flags]], timeout=200, preload=preload)
+    (only,) = support.run_programs([[script, "--epochs", "1", *flags]], timeout=200, preload=TRAINERS)
     assert only.status == 0, only.errors
     row = next(line for line in only.output.splitlines() if re.match(r"rankdad +0\.", line)).split()
     assert row[-1] == "equal"
@@ -54,8 +55,7 @@ def test_the_other_trainers_train(tmp_path, trainer):
     """As all examples do; the others of this file run in Catalyst."""
     if trainer == "lightning":
         pytest.importorskip("pytorch_lightning")
-    preload = ("pytorch_lightning",) if trainer == "lightning" else ()
-    row = row_of_rankdad(MNIST, ["--trainer", trainer, "--log-dir", str(tmp_path)], preload)
+    row = row_of_rankdad(MNIST, ["--trainer", trainer, "--log-dir", str(tmp_path)])
     assert float(row[1]) > 0.6
 
 
@@ -69,7 +69,7 @@ def test_photos_that_are_not_there_end_the_example_with_advice(tmp_path):
 
 def test_the_plain_example_trains(tmp_path):
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
-    (only,) = support.run_programs([[*launch, str(ROOT / "examples" / "plain_pytorch.py")]])
+    (only,) = support.run_programs([[*launch, str(ROOT / "examples" / "plain_pytorch.py")]], preload=TRAINERS)
     assert only.status == 0, only.errors
     assert float(re.search(r"accuracy (0\.\d+)", only.output).group(1)) > 0.9
 
@@ -78,7 +78,9 @@ def test_one_site_each_on_two_machines_with_mnists_files(tmp_path):
     write_mnist(tmp_path / "mnist", samples=40)
     url = f"tcp://127.0.0.1:{support.free_port()}"
     flags = ["--dist-url", url, "--dataset", "mnist", "--data-dir", str(tmp_path / "mnist"), "--epochs", "1"]
-    first, second = support.run_programs([[MNIST, "--rank", rank, *flags] for rank in "01"], timeout=200)
+    first, second = support.run_programs(
+        [[MNIST, "--rank", rank, *flags] for rank in "01"], timeout=200, preload=TRAINERS
+    )
     assert first.status == second.status == 0, first.errors + second.errors
     assert "rankdad" in first.output
     assert second.output == ""
@@ -91,8 +93,10 @@ def test_wrong_arguments_end_before_any_site_starts():
 
 
 def test_a_hospital_that_is_killed_returns_into_the_run(tmp_path):
-    flags = ["--steps", "60", "--kill-at", "20", "--seconds", "0", "--pause", "0.05", "--out", str(tmp_path)]
-    (only,) = support.run_programs([[str(ROOT / "examples" / "two_hospitals.py"), *flags]], timeout=200)
+    flags = ["--steps", "60", "--kill-at", "20", "--seconds", "0.5", "--pause", "0.05", "--out", str(tmp_path)]
+    (only,) = support.run_programs(
+        [[str(ROOT / "examples" / "two_hospitals.py"), *flags]], timeout=200, preload=TRAINERS
+    )
     assert only.status == 0, only.errors
     for line in ("lyon is killed", "hub: lyon has left: its connection was lost", "lyon is started again"):
         assert line in only.output
@@ -131,7 +135,7 @@ def started(pid: int) -> int:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the sites' processes in /proc")
 def test_a_site_killed_in_mid_epoch_ends_the_example_with_its_name():
     environment = os.environ | support.ONE_THREAD
-    program = forkserver.start([MNIST, "--epochs", "200"], environment, destructors=True)
+    program = forkserver.start([MNIST, "--epochs", "200"], environment, preload=TRAINERS, destructors=True)
     try:
         while "epoch 1/200" not in program.read()[0].replace("  ", " "):
             assert program.poll() is None, program.read()
@@ -211,7 +215,7 @@ def test_the_seeds_example_runs_with_its_imports_changed(tmp_path):
     script.write_text(SEED_SCRIPT)
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
     command = [*launch, str(script), str(tmp_path / "data")]
-    (program,) = support.run_programs([command], folder=tmp_path, timeout=200)
+    (program,) = support.run_programs([command], folder=tmp_path, timeout=200, preload=TRAINERS)
     assert program.status == 0, program.errors
     assert "valid (1/1) accuracy01" in program.output
     assert program.output.count("train (1/1)") == 1

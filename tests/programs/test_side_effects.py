@@ -12,7 +12,7 @@ pytest.importorskip("pytorch_lightning")
 
 # What is compared; the trainers are imported before, so that their own imports are none of the differences.
 SNAPSHOT = """
-import inspect, logging, os, pickle, signal, sys, threading, warnings
+import gc, inspect, logging, os, pickle, signal, sys, threading, warnings
 import numpy, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -157,6 +157,7 @@ catalyst_run(None, first)
 catalyst_run(None, second)
 compare(before, "two runners")
 DistributedRunner()  # and never trains
+gc.collect()
 compare(before, "no run")
 
 class Module(pl.LightningModule):
@@ -208,9 +209,9 @@ def test_an_import_and_training_runs_leave_the_process_as_it_was(tmp_path):
     script = tmp_path / "site.py"
     script.write_text(SNAPSHOT + TRAINERS)
     port = str(support.free_port())
-    finished = support.run_programs(
-        [[str(script), rank, port, str(tmp_path)] for rank in "01"], preload=["catalyst", "pytorch_lightning"]
-    )
+    commands = [[str(script), rank, port, str(tmp_path)] for rank in "01"]
+    trainers = ["catalyst.dl", "pytorch_lightning", "lightning.pytorch"]
+    finished = support.run_programs(commands, preload=trainers, bare=True)
     for each in finished:
         assert each.status == 0, each.errors
         assert each.output.splitlines()[-1] == "done"
@@ -233,5 +234,5 @@ for package in (pytorch_lightning, lightning.pytorch):
 
 def test_what_waits_for_lightning_leaves_once_it_is_there():
     support.need("lightning")
-    (only,) = support.run_programs([["-c", WAITS]])
+    (only,) = support.run_programs([["-c", WAITS]], bare=True)
     assert only.status == 0, only.errors

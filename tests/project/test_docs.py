@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 import running_hub
 import support
@@ -76,7 +77,7 @@ def run(commands: list[list[str]], folder: Path, code: str) -> None:
     for package in ("catalyst", "pytorch_lightning"):
         if package in code:
             pytest.importorskip(package)
-    preload = ["pytorch_lightning"] if "pytorch_lightning" in code else []
+    preload = [name for name in forkserver.TRAINERS if name in code]
     for each in support.run_programs(commands, timeout=200, folder=folder, preload=preload):
         assert each.status == 0, each.errors
 

@@ -193,7 +193,7 @@ assert "SingleDevice" in type(pl.Trainer(strategy="auto", accelerator="cpu", dev
 @pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
 def test_modes_are_names_of_strategies_whichever_is_imported_first(package, order):
     support.need(package.split(".")[0])
-    (only,) = support.run_programs([["-c", NAMES, order.format(package)]])
+    (only,) = support.run_programs([["-c", NAMES, order.format(package)]], bare=True)
     assert only.status == 0, only.errors
     assert only.output.split() == ["dadplug.runners." + package.split(".")[0]] * 6
 
@@ -201,7 +201,7 @@ def test_modes_are_names_of_strategies_whichever_is_imported_first(package, orde
 def test_both_packages_at_once_need_a_choice():
     support.need("lightning")
     code = "import lightning.pytorch, pytorch_lightning, dadplug; dadplug.DADStrategy()"
-    (only,) = support.run_programs([["-c", code]])
+    (only,) = support.run_programs([["-c", code]], bare=True)
     assert "say which one is meant" in only.errors
 
 
@@ -216,7 +216,7 @@ print(type(pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=Fa
 
 def test_the_package_may_be_imported_after_the_strategy():
     support.need("lightning")
-    (only,) = support.run_programs([["-c", LATER]])
+    (only,) = support.run_programs([["-c", LATER]], bare=True)
     assert only.status == 0, only.errors
     assert only.output.split() == ["dadplug.runners.lightning"]
 
