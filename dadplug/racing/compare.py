@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from ..exchange.objects import gather_objects
 from .heat import Point, run_heat
 from .pool import Pool, RunFailed
+from .progress import Progress
 from .result import Comparison
 from .row import Row
 from .task import Build, Task
@@ -55,7 +55,7 @@ def compare(
         evaluation: samples whose loss is compared; a tenth of `dataset`, at most 1,000, if None.
         processes: number of processes of this machine; one a core, at most 4, if None.
         seeds: number of runs of each way in the final.
-        progress: whether to print the runs to standard error.
+        progress: whether to print the runs to standard error, in a terminal with a progress bar.
 
     Returns:
         The result: ``.rows``, ``.best``, ``.table()``, ``.picture(path)``.
@@ -103,11 +103,11 @@ class _Race:
         self._ways = list(ways)
         self._seconds = seconds
         self._seeds = seeds
-        self._shown = shown
+        heats = len(ways) if len(ways) > FINALISTS else 0
+        self._progress = Progress(seconds, heats + min(len(ways), FINALISTS) * seeds, shown=shown)
         self._heats: dict[str, list[list[Point]]] = {name: [] for name in ways}
         self._final: dict[str, list[list[Point]]] = {}
         self._failures: dict[str, str] = {}
-        self._done = 0
         self.final_seconds = 0.0
 
     def run(self, run: Runner) -> list[str]:
@@ -135,17 +135,16 @@ class _Race:
         return [name for name in finalists if name not in self._failures]
 
     def _run(self, run: Runner, name: str, seconds: float, seed: int, into: dict[str, list[list[Point]]]) -> None:
+        label = WAYS[name].label
         try:
-            points = run(name, seconds, seed)
+            with self._progress.run(label, seconds):
+                points = run(name, seconds, seed)
         except RunFailed as error:
             self._failures[name] = str(error)
-            points = []
+            self._progress.report(f"{label}: failed")
         else:
             into[name].append(points)
-        self._done += 1
-        if self._shown:
-            said = f"loss {points[-1].loss:.4f} after {points[-1].seconds:.1f} s" if points else "failed"
-            print(f"run {self._done}: {WAYS[name].label}: {said}", file=sys.stderr, flush=True)
+            self._progress.report(f"{label}: loss {points[-1].loss:.4f} after {points[-1].seconds:.1f} s")
 
     def rows(self, finalists: Sequence[str]) -> list[Row]:
         """Return the rows: finalists by their loss, then the others, then those that failed."""

@@ -23,9 +23,10 @@ def draw(rows: Sequence[Row], title: str, path: str | Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError as error:
         raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
-    figure: Any = Figure(figsize=(10, 4.2), layout="constrained")
+    figure: Any = Figure(figsize=(10, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     by_time, by_bytes = figure.subplots(1, 2, sharey=True)
     for place, row in enumerate(rows):
@@ -39,8 +40,11 @@ def draw(rows: Sequence[Row], title: str, path: str | Path) -> None:
     by_bytes.set(xlabel="megabytes sent by a process")
     if any(row.megabytes_a_step > 0 for row in rows):
         by_bytes.set(xscale="log")
+    by_time.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))  # losses often stay within a decade
+    by_time.yaxis.set_major_formatter("{x:g}")
+    by_time.yaxis.set_minor_formatter(NullFormatter())
     for panel in (by_time, by_bytes):
         panel.grid(alpha=0.3)
-    by_time.legend(frameon=False)
+    figure.legend(*by_time.get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=4)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

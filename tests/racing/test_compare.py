@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
@@ -16,6 +17,7 @@ import dadplug
 from dadplug.racing import Comparison, Row
 from dadplug.racing.heat import Point
 from dadplug.racing.pool import Pool, RunFailed
+from dadplug.racing.progress import Progress
 from dadplug.racing.task import MAX_HELD_OUT, Task
 from dadplug.racing.ways import WAYS, Place, Trainer, Way
 
@@ -162,6 +164,32 @@ def test_wrong_arguments_are_refused_before_anything_runs():
             dadplug.compare(build, samples(), **options)
     with pytest.raises(ValueError, match="at the top level of a module"):
         dadplug.compare(lambda: build(), samples(), ways=["alone"], processes=2)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_a_bar_in_a_terminal_and_lines_in_a_log():
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        progress = Progress(4.0, 2, stream=stream)
+        for label in ("DDP", "dad"):
+            with progress.run(label, 2.0):
+                pass
+            progress.report(f"{label}: loss 0.5")
+    assert log.getvalue() == "run 1 of 2: DDP: loss 0.5\nrun 2 of 2: dad: loss 0.5\n"
+    lines = [line.split("\r\033[K")[-1] for line in terminal.getvalue().rstrip("\n").split("\n")]
+    assert lines == log.getvalue().splitlines()
+    bars = [part for part in terminal.getvalue().split("\r\033[K") if part.startswith("[")]
+    assert bars[0].endswith("run 1 of 2: DDP")
+    assert [bar.count("#") for bar in bars] == sorted(bar.count("#") for bar in bars)
+    silent = Progress(4.0, 2, stream=(stream := Terminal()), shown=False)
+    with silent.run("DDP", 1.0):
+        pass
+    silent.report("DDP")
+    assert not stream.getvalue()
 
 
 # Processes of this machine
