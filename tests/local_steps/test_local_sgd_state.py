@@ -165,17 +165,6 @@ def test_parameters_may_be_frozen_added_and_shared(sites):
     sites(2).run(changes_its_parameters)
 
 
-class Halving:
-    """A stand-in for a GradScaler that skips one of a site's steps."""
-
-    def __init__(self, skipped: int) -> None:
-        self.left = skipped
-
-    def step(self, optimizer):
-        self.left -= 1
-        return None if self.left == 0 else optimizer.step()
-
-
 def optimizes() -> None:
     site = dist.get_rank()
     model = build()
@@ -196,16 +185,6 @@ def optimizes() -> None:
     assert local.first_difference() is None
     local.detach()
     optimizer.step(closure)
-
-    local = LocalSGD(model, adam(model.parameters()), every=2, overlap=False)
-    scaler = Halving(2 + site)
-    for step in range(4):
-        local.optimizer.zero_grad()
-        loss_of(model, *batch(step, site)).backward()
-        local.step(scaler=scaler)
-    assert local.first_difference() is None
-    assert (local.agreements, scaler.left) == (2, site - 2)
-    local.detach()
 
     local = LocalSGD(model, adam(model.parameters()), warm_up=1)
     with pytest.raises(ValueError, match="leave warm_up out"):
