@@ -114,6 +114,50 @@ def test_a_table_of_times_to_accuracy_estimates_what_was_given_up():
     assert "topk: SiteError: gone" in table
 
 
+def takes_steps_as_a_peer():
+    """The peers are what dadplug's local steps are without overlap."""
+    ways = program("local_ways")
+    same = {
+        "mean:every=2": "overlap=false",
+        "diloco:every=2": "outer_lr=0.7+outer_momentum=0.9+overlap=false+wire=bf16",
+    }
+    for peer, options in same.items():
+        models = []
+        for name in (peer, f"localsgd:every=2+{options}"):
+            torch.manual_seed(0)
+            models.append(torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4)))
+            way = ways.Way(models[-1], name, rank=2)
+            torch.manual_seed(1 + torch.distributed.get_rank())
+            for _ in range(4):
+                way.optimizer.zero_grad()
+                way.model(torch.randn(8, 6)).square().mean().backward()
+                way.step()
+            assert way.lap == 16
+            assert (way.megabytes_sent() is None) == name.startswith(peer)
+            way.detach()
+        for one, other in zip(models[0].parameters(), models[1].parameters()):
+            assert torch.allclose(one, other, rtol=1e-2, atol=2e-4), name
+
+
+def test_peers_of_local_steps(sites):
+    sites(2).run(takes_steps_as_a_peer)
+
+
+def test_a_table_of_local_steps_has_the_ratio_to_the_fastest_peer():
+    def rows(method, steps, step):
+        found = [{"best": 0.96, "steps": each, "megabytes": None, "seed": seed} for seed, each in enumerate(steps)]
+        found.append({"rate": "10mbit", "taken": 10, "step": step, "seed": 0})
+        return [row | {"method": method, "split": "iid"} for row in found]
+
+    runs = rows("diloco:every=32", (300, 340), 0.1) + rows("mean:every=64", (200, None), 0.05)
+    runs += [*rows("localsgd:every=32", (310, 330), 0.05), {"method": "ddp", "error": "SiteError: gone"}]
+    table = program("local_steps").table(runs)
+    assert "| diloco, every 32 (peer) | 320 | - | 32.0 s (1.00) |" in table
+    assert "| mean, every 64 (peer) | 200 (1 of 2) | - | - |" in table
+    assert "| localsgd, every 32 | 320 | - | 16.0 s (0.50) |" in table
+    assert "DDP (peer): SiteError: gone" in table
+
+
 def test_a_table_of_berts_steps():
     rows = [
         {"method": "alone", "ms": 3000.0, "bytes": 100, "peak": 1_500_000_000},

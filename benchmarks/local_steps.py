@@ -1,0 +1,272 @@
+"""Seconds until held-out accuracy is reached by local steps, against peers, by rate of the link and split of the data.
+
+    sudo python benchmarks/local_steps.py --data-dir FOLDER            MNIST's files; about an hour
+    sudo python benchmarks/local_steps.py --data-dir FOLDER --quick    one seed, few ways, a low target
+    python benchmarks/local_steps.py --quick                           scikit-learn's digits; without root, unshaped
+
+MNISTNet, Adam, batches of 32 on each of two sites with one thread. The target is reached when the mean of two
+evaluations in succession is: they take place every 20 steps, of local steps after agreements, of site 0's model.
+
+1. On an unshaped link: how many steps a way takes to the target, for each split and seed. Each way computes the same
+   bits at every rate, so that these are the steps there, too.
+2. At each rate: the time of a step, over the steps of one seed in succession, without evaluations in between, up to
+   --limit seconds. The table has the mean number of steps times that.
+
+Each line of results is written to OUT.json as it is measured; --keep measures only what is not there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from drive import check_rates, read, run_sites, title
+from link import may_make_links, reshape
+from local_ways import Way
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import dadplug
+from dadplug.data import DataPair, load_dataset, site_indices
+from dadplug.models import build_for
+
+OURS = "localsgd:every=32+outer_lr=0.7+outer_momentum=0.9+rank=32+wire=bf16"
+METHODS = f"ddp,ddp-powersgd,mean:every=16,mean:every=64,diloco:every=32,diloco:every=64,{OURS}"
+TARGETS = {"mnist": 0.955, "digits": 0.95}
+BATCH = 32
+WARM_UP = 3
+
+
+def batches(data: DataPair, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this site's batches, epoch after epoch, from memory."""
+    share = site_indices(data.train.labels, dist.get_rank(), 2, split, seed)
+    inputs, labels = next(iter(DataLoader(data.train.subset(share), len(share))))
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for rows in torch.randperm(len(labels), generator=generator).split(BATCH):
+            if len(rows) == BATCH:
+                yield inputs[rows], labels[rows]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: DataPair) -> float:
+    """Return the held-out accuracy of site 0's model, at both sites."""
+    right = torch.zeros(1)
+    if dist.get_rank() == 0:
+        model.eval()
+        for inputs, labels in DataLoader(data.test, 250):
+            right += (model(inputs).argmax(1) == labels).sum()
+        model.train()
+    dist.broadcast(right, 0)
+    return float(right) / len(data.test)
+
+
+def take(way: Way, source: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
+    for _ in range(steps):
+        inputs, labels = next(source)
+        way.optimizer.zero_grad()
+        nn.functional.cross_entropy(way.model(inputs), labels).backward()
+        way.step()
+
+
+def find_steps(arguments: argparse.Namespace, model: nn.Module, data: DataPair, split: str, seed: int) -> dict:
+    """Train until the target, or the limit of steps."""
+    way, source, curve = Way(model, arguments.method, arguments.rank), batches(data, split, seed), []
+    while way.lap * len(curve) < arguments.steps:
+        take(way, source, way.lap)
+        curve.append(accuracy(model, data))
+        if statistics.fmean(curve[-2:]) >= arguments.target:
+            break
+    way.detach()
+    reached = statistics.fmean(curve[-2:]) >= arguments.target
+    best = max(statistics.fmean(curve[place : place + 2]) for place in range(len(curve)))
+    return {"steps": way.lap * len(curve) if reached else None, "best": best, "megabytes": way.megabytes_sent()}
+
+
+def time_steps(arguments: argparse.Namespace, model: nn.Module, data: DataPair, run: dict, rate: str) -> dict:
+    """Time the steps of a run at a rate, in whole laps, up to the limit of seconds."""
+    source = batches(data, run["split"], run["seed"])
+    reshape_to(arguments, "none")
+    warm = Way(deepcopy(model), arguments.method, arguments.rank)
+    take(warm, source, WARM_UP)
+    warm.detach()
+    way = Way(model, arguments.method, arguments.rank)
+    reshape_to(arguments, rate)
+    dist.barrier()
+    start, taken, over = time.perf_counter(), 0, torch.zeros(1)
+    while taken < run["steps"] and not over:
+        take(way, source, way.lap)
+        taken += way.lap
+        over.fill_(time.perf_counter() - start > arguments.limit)
+        dist.broadcast(over, 0)
+    seconds = time.perf_counter() - start
+    way.detach()
+    return {"rate": rate, "taken": taken, "step": seconds / taken}
+
+
+def reshape_to(arguments: argparse.Namespace, rate: str) -> None:
+    if not arguments.loopback:
+        dist.barrier()
+        reshape(rate)
+
+
+def run_site(arguments: argparse.Namespace) -> None:
+    """Measure one way; site 0 writes the results."""
+    torch.set_num_threads(1)
+    dadplug.connect()
+    data = load_dataset(arguments.dataset, arguments.data_dir)
+    results = Path(arguments.result)
+
+    def record(line: dict) -> None:
+        if dist.get_rank() == 0:
+            with results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(
+                *(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in line.items())
+            )
+        dist.barrier()  # the other site reads what is there
+
+    for split in arguments.splits.split(","):
+        for seed in range(arguments.seeds):
+            torch.manual_seed(seed)
+            model, sized = build_for(data, "MNISTNet")
+            label = {"method": arguments.method, "split": split, "seed": seed}
+            known = [row for row in read(results) if label.items() <= row.items()]
+            dist.barrier()
+            run = next((row for row in known if "best" in row), None)
+            if run is None:
+                run = label | find_steps(arguments, deepcopy(model), sized, split, seed)
+                record(run)
+            done = {row["rate"] for row in known if "rate" in row}
+            timed = seed == 0 and run["steps"]
+            for rate in [rate for rate in arguments.rates.split(",") if timed and rate and rate not in done]:
+                record(label | time_steps(arguments, deepcopy(model), sized, run, rate))
+
+
+def table(rows: list[dict]) -> str:
+    """Format the results: a line for each way, means over seeds, and the ratio to the fastest peer."""
+    rates = list(dict.fromkeys(row["rate"] for row in rows if "rate" in row))
+    parts = []
+    for split in dict.fromkeys(row["split"] for row in rows if "split" in row):
+        here = [row for row in rows if row.get("split") == split]
+        methods = list(dict.fromkeys(row["method"] for row in here))
+        head = [split, "steps", "MB", *map(title, rates)]
+        lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+        best = {rate: fastest_peer(here, methods, rate) for rate in rates}
+        for method in methods:
+            own = [row for row in here if row["method"] == method]
+            runs = [row for row in own if "best" in row]
+            cells = [time_cell(seconds_of(here, method, rate), best[rate]) for rate in rates]
+            lines.append("| " + " | ".join([label(method), *step_cells(runs), *cells]) + " |")
+        parts.append("\n".join(lines))
+    parts += [f"{label(row['method'])}: {row['error']}" for row in rows if "error" in row]
+    return "\n\n".join(parts)
+
+
+def is_peer(method: str) -> bool:
+    return method.split(":")[0] in ("ddp", "ddp-powersgd", "ddp-fp16", "mean", "diloco")
+
+
+def label(method: str) -> str:
+    return title(method) + (" (peer)" if is_peer(method) else "")
+
+
+def step_cells(runs: list[dict]) -> list[str]:
+    """Format the steps, with the number of seeds that got there, and the megabytes that a site has sent."""
+    reached = [row for row in runs if row["steps"]]
+    if not reached:
+        return [f"not reached: {statistics.fmean(row['best'] for row in runs):.3f}", "-"]
+    part = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)})"
+    sent = [row["megabytes"] for row in reached if row["megabytes"] is not None]
+    return [
+        f"{statistics.fmean(row['steps'] for row in reached):.0f}{part}",
+        f"{statistics.fmean(sent):.0f}" if sent else "-",
+    ]
+
+
+def seconds_of(rows: list[dict], method: str, rate: str) -> float:
+    """Return the mean seconds over seeds; Inf where one has not reached the target."""
+    runs = [row for row in rows if row["method"] == method and "best" in row]
+    timed = [row["step"] for row in rows if row["method"] == method and row.get("rate") == rate]
+    if not timed or any(row["steps"] is None for row in runs):
+        return float("inf")
+    return statistics.fmean(row["steps"] for row in runs) * timed[0]
+
+
+def fastest_peer(rows: list[dict], methods: list[str], rate: str) -> float:
+    return min((seconds_of(rows, method, rate) for method in methods if is_peer(method)), default=float("inf"))
+
+
+def time_cell(seconds: float, best: float) -> str:
+    if seconds == float("inf"):
+        return "-"
+    return f"{seconds:.1f} s" + (f" ({seconds / best:.2f})" if best < float("inf") else "")
+
+
+def measure(arguments: argparse.Namespace, results: Path) -> None:
+    """Measure each way in processes of its own; the results file gets a line a run, or an error."""
+    for method in arguments.methods.split(","):
+        program = ["local_steps.py", *sys.argv[1:], "--method", method, "--result", str(results)]
+        program += ["--loopback"] if arguments.loopback else []
+        if reason := run_sites(program, arguments.loopback, results, arguments.patience):
+            print(f"{method} failed: {reason}", flush=True)
+            with results.open("a") as file:
+                file.write(json.dumps({"method": method, "error": reason}) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default=None, choices=list(TARGETS), help="mnist if there is a --data-dir")
+    parser.add_argument("--data-dir", default=None, help="folder of MNIST's files")
+    parser.add_argument("--target", type=float, help="held-out accuracy from 0 to 1")
+    parser.add_argument("--methods", default=METHODS, help="as benchmarks/local_ways.py names them")
+    parser.add_argument("--splits", default="iid", help="iid, by-class")
+    parser.add_argument("--rates", default="100mbit,10mbit", help="may be empty: steps alone")
+    parser.add_argument("--rank", type=int, default=8, help="of the methods of gradients")
+    parser.add_argument("--steps", type=int, default=1500, help="steps after which a run is given up")
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds in which steps are timed at a rate")
+    parser.add_argument("--patience", type=float, default=900.0, help="seconds without a result that end a way")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one seed, two ways, a low target")
+    parser.add_argument("--keep", action="store_true", help="measure only what OUT.json does not have")
+    parser.add_argument("--out", default="local_steps", help="name of the files, without .md and .json")
+    parser.add_argument("--method", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seeds, arguments.methods, arguments.target = 1, f"diloco:every=32,{OURS}", arguments.target or 0.8
+    arguments.dataset = arguments.dataset or ("mnist" if arguments.data_dir else "digits")
+    arguments.target = arguments.target or TARGETS[arguments.dataset]
+    if arguments.method is not None and "RANK" in os.environ:
+        run_site(arguments)
+        return 0
+    arguments.loopback = not may_make_links()
+    if arguments.loopback:
+        arguments.rates = "none"
+    check_rates(parser, arguments.rates or "none", arguments.loopback)
+    load_dataset(arguments.dataset, arguments.data_dir or "data")  # an error now, and not at each site
+    results = Path(f"{arguments.out}.json")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    if not arguments.keep:
+        results.unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sites end, too
+    measure(arguments, results)
+    rows = read(results)
+    Path(f"{arguments.out}.md").write_text(table(rows) + "\n")
+    print(table(rows))
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

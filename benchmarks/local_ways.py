@@ -1,0 +1,121 @@
+"""Ways of training for benchmarks/local_steps.py: dadplug's, and peers written as their users would.
+
+ddp, ddp-powersgd, rankdad:wire=bf16              as benchmarks/attach.py has them
+localsgd:every=32+rank=32+wire=bf16               dadplug's local steps, with options of LocalSGD
+mean:every=64                                     a peer: local SGD, the mean of parameters every 64 steps, fp32
+diloco:every=32                                   a peer: DiLoCo, deltas in bf16, outer Nesterov momentum (0.7, 0.9)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from attach import Attached, parse
+from torch import Tensor, nn
+
+import dadplug
+
+SYNCHRONOUS_LAP = 20  # steps between two evaluations of ways that agree in every step
+SHORTEST_LAP = 16
+
+
+class Way:
+    """A model in training by a way.
+
+    Args:
+        model: the model.
+        name: the way's name.
+        rank: rank of the methods of gradients that have one.
+
+    Attributes:
+        model: what to call in training.
+        lap: steps between two evaluations: after agreements.
+    """
+
+    def __init__(self, model: nn.Module, name: str, rank: int) -> None:
+        self.optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        method, options = parse(name)
+        self._every = options.get("every", SYNCHRONOUS_LAP)
+        self.lap = self._every * -(-SHORTEST_LAP // self._every)
+        self._steps = 0
+        self._local = self._peer = self._attached = None
+        self.model = model
+        if method == "localsgd":
+            self._local = dadplug.LocalSGD(model, self.optimizer, **options)
+        elif method in PEERS:
+            self._peer = PEERS[method](model)
+        else:
+            self._attached = Attached(model, name, rank)
+            self.model = self._attached.model
+
+    def step(self) -> None:
+        """Take a step after backward."""
+        self._steps += 1
+        if self._local is not None:
+            self._local.step()
+            return
+        if self._attached is not None:
+            self._attached.synchronize()
+        self.optimizer.step()
+        if self._peer is not None and self._steps % self._every == 0:
+            self._peer.agree()
+
+    def megabytes_sent(self) -> float | None:
+        """Megabytes of payload that this site has sent; None where the way does not count them."""
+        counted = self._local or (self._attached and self._attached.reduction)
+        return None if counted is None else counted.traffic.bytes_in_steps / 1e6
+
+    def detach(self) -> None:
+        """Remove the way from the model."""
+        if self._local is not None:
+            self._local.detach()
+        if self._attached is not None:
+            self._attached.detach()
+
+
+class MeanOfParameters:
+    """Local SGD: all parameters and running statistics are replaced by their mean, in fp32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        average([parameter.data for parameter in self._model.parameters()], torch.float32)
+        average(statistics_of(self._model), torch.float32)
+
+
+class DiLoCo:
+    """DiLoCo as published: SGD with Nesterov momentum on the mean delta, which travels in bf16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._agreed = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+        self._outer = torch.optim.SGD(self._agreed, lr=0.7, momentum=0.9, nesterov=True)
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        deltas = [agreed - own for agreed, own in zip(self._agreed, self._model.parameters(), strict=True)]
+        average(deltas, torch.bfloat16)
+        for agreed, delta in zip(self._agreed, deltas, strict=True):
+            agreed.grad = delta
+        self._outer.step()
+        for agreed, own in zip(self._agreed, self._model.parameters(), strict=True):
+            own.copy_(agreed)
+        average(statistics_of(self._model), torch.float32)
+
+
+PEERS = {"mean": MeanOfParameters, "diloco": DiLoCo}
+
+
+def statistics_of(model: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def average(tensors: list[Tensor], dtype: torch.dtype) -> None:
+    """Replace tensors by their mean over sites, in one all-reduce of a number format."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
+    dist.all_reduce(flat)
+    parts = (flat.float() / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
