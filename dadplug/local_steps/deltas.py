@@ -20,7 +20,8 @@ from ..exchange.wire import WireFormat, wire_format
 from ..lowrank import Carry, compress_matrix, sum_of_products
 
 _ROW = 512  # elements of a whole tensor that share a scale on the int8 wire
-_ITERATIONS = 2  # power iterations a compression: rare enough to be thorough
+_ITERATIONS = 2  # power iterations of the first compression
+_WARM_ITERATIONS = 1  # of those that begin with the basis of the last one
 
 
 class _Slot(NamedTuple):
@@ -118,8 +119,9 @@ class DeltaFormat:
         rank, (out, width) = slot.rank or 0, slot.matrix
         carry = self._carries.get(name)
         start = None if carry is None or carry.shape[1] != width else Carry(carry.to(delta))
+        iterations = _ITERATIONS if start is None else _WARM_ITERATIONS
         compressed = compress_matrix(
-            delta.view(out, width), rank, iterations=_ITERATIONS, warm_start=start, seed=zlib.crc32(name.encode())
+            delta.view(out, width), rank, iterations=iterations, warm_start=start, seed=zlib.crc32(name.encode())
         )
         kept = compressed.effective_rank
         if kept:
