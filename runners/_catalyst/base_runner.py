@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +31,28 @@ from .metrics import merge_metrics
 from .patches import OLDER_NAMES
 from .shared_checkpoint import shared_checkpoint
 
+_AS_IN_SUPERVISED = {"help": "as in `SupervisedRunner`"}
+_SPLIT = {
+    "help": "True: all sites' loaders hold the same data set, which is split over the sites; False: each site has data "
+    'of its own; ``"auto"``: split those loaders that hold the same data set on all sites'
+}
+_GROUP = {"help": "process group of the sites; the default group if None"}
+
 
 @dataclass(frozen=True)
 class RunnerArguments:
     """Arguments that every runner has beside model, criterion, optimizer and its own options.
 
-    Args:
-        input_key: as in `SupervisedRunner`.
-        output_key: as in `SupervisedRunner`.
-        target_key: as in `SupervisedRunner`.
-        loss_key: as in `SupervisedRunner`.
-        split_data: True: all sites' loaders hold the same data set, which is split over the sites; False: each site
-            has data of its own; ``"auto"``: split those loaders that hold the same data set on all sites.
-        process_group: process group of the sites; the default group if None.
-
     Raises:
-        ValueError: if `split_data` is none of these.
+        ValueError: if `split_data` is neither True, False nor ``"auto"``.
     """
 
-    input_key: Any = "features"
-    output_key: Any = "logits"
-    target_key: str = "targets"
-    loss_key: str = "loss"
-    split_data: bool | str = "auto"
-    process_group: dist.ProcessGroup | None = None
+    input_key: Any = field(default="features", metadata=_AS_IN_SUPERVISED)
+    output_key: Any = field(default="logits", metadata=_AS_IN_SUPERVISED)
+    target_key: str = field(default="targets", metadata=_AS_IN_SUPERVISED)
+    loss_key: str = field(default="loss", metadata=_AS_IN_SUPERVISED)
+    split_data: bool | str = field(default="auto", metadata=_SPLIT)
+    process_group: dist.ProcessGroup | None = field(default=None, metadata=_GROUP)
 
     def __post_init__(self) -> None:
         if self.split_data not in SPLIT_DATA:

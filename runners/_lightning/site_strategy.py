@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,27 +26,22 @@ from .uneven_loader import UnevenLoader, compare_lengths
 _SIGTERM = "_broadcast_sigterm_tensor"  # of Lightning's loop over batches, since 2.6
 
 
+_AS_IN_DDP = {"help": "as in ``DDPStrategy``"}
+_ENVIRONMENT = {"help": "as in ``DDPStrategy``; by default the existing connection of the sites, if there is one"}
+_START = {"help": 'start of the processes: ``"popen"``, ``"spawn"``, ``"fork"`` (notebooks) or ``"forkserver"``'}
+
+
 @dataclass(frozen=True)
 class StrategyArguments:
-    """Arguments of Lightning's ``DDPStrategy``, which every strategy has beside its own options.
+    """Arguments of Lightning's ``DDPStrategy``, which every strategy has beside its own options."""
 
-    Args:
-        accelerator: as in ``DDPStrategy``.
-        parallel_devices: as in ``DDPStrategy``.
-        cluster_environment: as in ``DDPStrategy``; by default the existing connection of the sites, if there is one.
-        checkpoint_io: as in ``DDPStrategy``.
-        precision_plugin: as in ``DDPStrategy``.
-        process_group_backend: as in ``DDPStrategy``.
-        start_method: start of the processes: ``"popen"``, ``"spawn"``, ``"fork"`` (notebooks) or ``"forkserver"``.
-    """
-
-    accelerator: Any = None
-    parallel_devices: Any = None
-    cluster_environment: Any = None
-    checkpoint_io: Any = None
-    precision_plugin: Any = None
-    process_group_backend: str | None = None
-    start_method: str = "popen"
+    accelerator: Any = field(default=None, metadata=_AS_IN_DDP)
+    parallel_devices: Any = field(default=None, metadata=_AS_IN_DDP)
+    cluster_environment: Any = field(default=None, metadata=_ENVIRONMENT)
+    checkpoint_io: Any = field(default=None, metadata=_AS_IN_DDP)
+    precision_plugin: Any = field(default=None, metadata=_AS_IN_DDP)
+    process_group_backend: str | None = field(default=None, metadata=_AS_IN_DDP)
+    start_method: str = field(default="popen", metadata=_START)
 
 
 class Exchange(Protocol):
