@@ -40,6 +40,7 @@ def draw(rows: Sequence[Row], title: str, path: str | Path) -> None:
     by_bytes.set(xlabel="megabytes sent by a process")
     if any(row.megabytes_a_step > 0 for row in rows):
         by_bytes.set(xscale="log")
+        by_bytes.xaxis.set_major_formatter("{x:g}")
     by_time.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))  # losses often stay within a decade
     by_time.yaxis.set_major_formatter("{x:g}")
     by_time.yaxis.set_minor_formatter(NullFormatter())

@@ -108,7 +108,7 @@ class Comparison:
             ImportError: if matplotlib is not installed.
         """
         where = "sites" if self.connected else "processes"
-        draw([row for row in self.rows if row.runs], f"{self.processes} {where}: {self.verdict}", path)
+        draw([row for row in self.rows if row.runs], f"{self.verdict} ({self.processes} {where})", path)
 
     def __str__(self) -> str:
         return self.table()
