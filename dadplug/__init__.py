@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from . import lowrank as lowrank
     from . import parameter_server as parameter_server
     from .adaptive import Accumulator, ElasticDataLoader, ElasticSampler, remaining_epochs_until
+    from .adaptive.adascale import AdaScale
     from .errors import MismatchError, NonFiniteError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
     from .hub.join import connect
@@ -48,6 +49,7 @@ _LAZY = {
     "Accumulator": "adaptive",
     "AdaPMRunner": "runners",
     "AdaPMStrategy": "runners",
+    "AdaScale": "adaptive.adascale",
     "DADStrategy": "runners",
     "DistributedRunner": "runners",
     "ElasticDataLoader": "adaptive",
@@ -85,6 +87,7 @@ __all__ = [
     "Accumulator",
     "AdaPMRunner",
     "AdaPMStrategy",
+    "AdaScale",
     "DADStrategy",
     "DistributedRunner",
     "ElasticDataLoader",

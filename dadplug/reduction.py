@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange.wire import wire_format
 from .methods import loss_scale
 from .model_sync import replicas
 from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.guards import refuse_unsynchronised
-from .model_sync.join_state import Stateful
+from .model_sync.join_state import JoinState, Stateful
 from .model_sync.samples import SampleCounter
 from .options import Options
 from .planning.planned_model import PlannedModel
+from .planning.planner import Planner
 from .reducer.attached import AttachedGradients
+from .reducer.step_header import StepHeader
 from .signature import takes_keywords_of
 from .units.base import Unit
 from .units.factor import FactorUnit
@@ -89,18 +93,25 @@ class GradientReduction(PlannedModel):
         self._syncing = True
         self._agreed_samples = 0
         self.share: float | None = None
+        self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
         self._attached: AttachedGradients | None = None
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
-        self._remembers = self._method.errors.enabled or wire_format(self.options.wire).quantised
-        if self._remembers:
-            loss_scale.watch()
-            self._unwatch = weakref.finalize(self, loss_scale.unwatch)
+        self._remembers = False  # the loss scales of gradients
+        if self._method.errors.enabled or wire_format(self.options.wire).quantised:
+            self._watch_loss_scales()
         self._further = dict(state or {})
         if self._joined is not None:
             self._adopt(self._joined)
         self._transport.donate = lambda: self._join_state(self._step, self._planner.plan_state())
         self.traffic.start()
+
+    def _watch_loss_scales(self) -> None:
+        """Observe the loss scale of each gradient from now on."""
+        if not self._remembers:
+            self._remembers = True
+            loss_scale.watch()
+            self._unwatch = weakref.finalize(self, loss_scale.unwatch)
 
     def _arrived(self, unit: Unit) -> None:
         """Record that a backward pass has delivered a unit's gradient; send the gradient if it is complete."""
@@ -123,6 +134,8 @@ class GradientReduction(PlannedModel):
         if cleared and all(cleared):
             self._counter.discard()
             self._pending = False
+            if self._noise is not None:
+                self._noise.discard()
 
     def _samples(self) -> int:
         """Return the samples that this site's gradients stand for so far in the step."""
@@ -162,7 +175,7 @@ class GradientReduction(PlannedModel):
         if not planner.is_complete:
             planner.complete_plan(self._step)
         try:
-            headers = planner.exchange(self._step, stop, self._attached)
+            headers = planner.exchange(self._step, stop, self._attached, self._noise.wish if self._noise else 0)
             self.stopped = any(header.stop for header in headers)
             self._agreed_samples = sum(header.samples for header in headers)
             self.share = headers[self.site_rank].samples / self._agreed_samples if self._agreed_samples else 0.0
@@ -170,10 +183,44 @@ class GradientReduction(PlannedModel):
                 self._attached.apply_share(self.share)
             elif self._attached is not None:
                 self._attached.fill_with_inf()
+            self._measure_noise(headers)
         finally:
             self._epoch_samples += self._counter.count
             self._end_step()
         planner.follow_sizes([header.samples for header in headers])
+        if self._noise is not None:
+            self._noise.prepare(self.model, planner.units, self._counter, self._step)
+
+    def _measure_noise(self, headers: Sequence[StepHeader]) -> None:
+        """Update the estimates of the gradient's noise, if some site has asked for them."""
+        if self._noise is None and not any(header.noise_every for header in headers):
+            return
+        noise = self._make_noise()
+        samples = self._counter.of_step(self._pending, by_samples=True, alone=True)
+        with self.traffic.apart(), suppress(DroppedError):  # this site gets the estimates of another one
+            planner, scales = self._planner, self._method.loss_scales
+            noise.measure(self._step, headers, samples, planner.units, self._transport, scales)
+
+    def _make_noise(self) -> GradientNoise:
+        if self._noise is None:
+            self._noise = GradientNoise(self.options.weighting == "samples")
+            self._watch_loss_scales()
+        return self._noise
+
+    @property
+    def noise(self) -> GradientNoise:
+        """Noise of the gradient: variance, squared norm, noise scale, and the gain of AdaScale.
+
+        Reading it at one site or more turns the estimates on at all of them, from the next step on.
+        """
+        noise = self._make_noise()
+        noise.turn_on()
+        return noise
+
+    @property
+    def gain(self) -> float:
+        """AdaScale's gain of the last step's batch against `noise.base_batch`; 1.0 before the first estimate."""
+        return self.noise.gain()
 
     def attach(self, gradients: AttachedGradients) -> None:
         """Weight, check and drop gradients that this reduction does not send with those that it sends.
@@ -188,6 +235,7 @@ class GradientReduction(PlannedModel):
         return self._attached is not None and self._attached.arrived and not self._attached.cleared
 
     def _end_step(self) -> None:
+        self._end_probe()
         self._planner.end_step()
         self._counter.reset()
         self._method.loss_scales.end_step()
@@ -294,6 +342,35 @@ class GradientReduction(PlannedModel):
         """Whether gradients have arrived that are not agreed on yet, and have not been cleared."""
         self._drop_cleared()
         return self._pending
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        own = super().state_dict()
+        return own if self._noise is None else own | {"noise": self._noise.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state.get("noise") is not None:
+            self._make_noise().load_state_dict(state["noise"])
+
+    def _join_state(self, step: int, plan: Any) -> JoinState:
+        state = super()._join_state(step, plan)
+        return state if self._noise is None else replace(state, noise=self._noise.state_dict())
+
+    def _adopt(self, joined: JoinState) -> None:
+        if joined.noise is not None:
+            self._make_noise().load_state_dict(joined.noise)
+        super()._adopt(joined)
+
+    def _make_planner(self) -> Planner:
+        planner = super()._make_planner()
+        planner.on_release = self._end_probe
+        return planner
+
+    def _end_probe(self) -> None:
+        if self._noise is not None:
+            self._noise.end_probe()
 
     def abort(self, reason: str) -> None:
         super().abort(reason)

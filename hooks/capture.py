@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -37,6 +37,8 @@ class CapturedLayer:
         module: captured layer.
         family: family of the layer.
         fed_by_data: whether a captured input required no gradient, as the model's raw input.
+        wrap_recorder: called in each captured forward with the layer, its input and the function that receives the
+            factors in backward; returns the function that receives them instead, and passes them on. None for none.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class CapturedLayer:
         self.weight_gradients = weight_gradients
         self.tracer = tracer if family.known_form(module) == LINEAR else None
         self.fed_by_data = False
+        self.wrap_recorder: Callable[[CapturedLayer, Tensor, Recorder], Recorder] | None = None
         self.weight: nn.Parameter = getattr(module, family.weight)
         self._bias: nn.Parameter | None = getattr(module, family.bias, None)
         self._pending: list[tuple[int, Factor]] = []
@@ -167,10 +170,12 @@ class _CapturedForward(ForwardOverride):
         inputs = args[0] if args else kwargs[self._input]
         layer.fed_by_data |= not inputs.requires_grad
         if layer.tracer is None:
-            return self._call(layer.record, *args, **kwargs)
-        return layer.tracer.call(layer, inputs, lambda record: self._call(record, *args, **kwargs))
+            return self._call(inputs, layer.record, *args, **kwargs)
+        return layer.tracer.call(layer, inputs, lambda record: self._call(inputs, record, *args, **kwargs))
 
-    def _call(self, record: Recorder, *args: Any, **kwargs: Any) -> Tensor:
+    def _call(self, inputs: Tensor, record: Recorder, *args: Any, **kwargs: Any) -> Tensor:
+        if self._layer.wrap_recorder is not None:
+            record = self._layer.wrap_recorder(self._layer, inputs, record)
         return self._layer.family.forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
 
 

@@ -113,13 +113,29 @@ class ConvolutionForm(Form):
         return gradient.add_(self.gradient(deltas, activations))
 
     def bias_gradient(self, deltas: Tensor) -> Tensor:
+        return self._by_channel(deltas).sum((0, 2))
+
+    def bias_rows(self, deltas: Tensor) -> Tensor:
+        return self._by_channel(deltas).sum(2)
+
+    def _by_channel(self, deltas: Tensor) -> Tensor:
         by_channel: Tensor = deltas.unflatten(1, (self.output_size[0], math.prod(self.output_size[1:])))
-        return by_channel.sum((0, 2))
+        return by_channel
+
+    def by_row(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
+        outer, windows = self._seen(deltas, activations)
+        groups = self.geometry.groups
+        windows = windows.unflatten(2, (groups, -1)).flatten(3)
+        return outer.unflatten(2, (groups, -1)).transpose(1, 2), windows.transpose(1, 2)
 
     def unfold(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
+        return self._by_group(*self._seen(deltas, activations))
+
+    def _seen(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers at each position, (rows, positions, channels), and what the kernel sees there."""
         inputs, outputs = activations.unflatten(1, self.input_size), deltas.unflatten(1, self.output_size)
         seen, seeing = (outputs, inputs) if self.geometry.transposed else (inputs, outputs)
-        return self._by_group(seeing.flatten(2).transpose(1, 2), self._windows(seen, seeing.shape[2:]))
+        return seeing.flatten(2).transpose(1, 2), self._windows(seen, seeing.shape[2:])
 
     def _windows(self, seen: Tensor, positions: torch.Size) -> Tensor:
         """Return the inputs of the kernel at each position, of shape (batch, positions, channels, kernel)."""

@@ -72,6 +72,27 @@ class Form:
         """
         return deltas.sum(0)
 
+    def bias_rows(self, deltas: Tensor) -> Tensor:
+        """Return what each row adds to the bias's gradient, of shape (rows, out).
+
+        Args:
+            deltas: D of shape (rows, out).
+        """
+        return deltas
+
+    def by_row(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return for each row the matrices whose products are its part of the gradient, block by block.
+
+        Args:
+            deltas: D of shape (rows, out).
+            activations: A of shape (rows, in).
+
+        Returns:
+            D of shape (rows, blocks, positions, ·) and A of shape (rows, blocks, positions, ·): the blocks of the
+            gradient are ``D^T A``. None if rows are not parts of samples.
+        """
+        return deltas[:, None, None], activations[:, None, None]
+
     def unfold(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
         """Return matrices D and A such that ``D^T A`` is the gradient as a matrix of height ``weight.shape[0]``.
 

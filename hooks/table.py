@@ -51,6 +51,9 @@ class TableForm(Form):
         numbers = torch.cat([gradient._indices()[0], activations[:, 0].long()])
         return self.gradient(torch.cat([gradient._values(), deltas]), numbers[:, None])
 
+    def by_row(self, deltas: Tensor, activations: Tensor) -> None:
+        return None  # lookups of one row of the table by several samples have been added up
+
     def unfold(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
         return F.one_hot(activations[:, 0].long(), self.table_rows).to(deltas.dtype), deltas
 

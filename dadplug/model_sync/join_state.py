@@ -31,6 +31,7 @@ class JoinState:
         step: number of the step.
         plan: state of the plan.
         further: state of the objects that the program has named, such as the optimizer, by name.
+        noise: state of the estimates of the gradient's noise; None where there are none.
     """
 
     description: dict[str, str]
@@ -38,3 +39,4 @@ class JoinState:
     step: int
     plan: Any
     further: dict[str, Any]
+    noise: dict[str, Any] | None = None

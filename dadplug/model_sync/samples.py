@@ -32,6 +32,8 @@ class SampleCounter:
 
     Attributes:
         current: samples of the forward pass that is running; 0 outside of one, and where they are not known.
+        forwards: number of outermost forward passes so far.
+        backward_pass: number of the last backward pass that has been counted; -1 before.
         owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
     """
 
@@ -39,11 +41,12 @@ class SampleCounter:
         self._on_forward = on_forward
         self._on_backward = on_backward
         self.current = 0
+        self.forwards = 0
+        self.backward_pass = -1
         self.owned: set[int] = set()
         self._of_model = self._of_parts = 0
         self._reached = self._unknown = False  # whether backward has run, and through passes of unknown size
         self._generation = 0  # times that counting has begun anew
-        self._backward_pass = -1  # the last one that was counted
         self._part: tuple[int, nn.Module] | None = None  # the part that counts in the last backward pass through any
         self._depth = 0
         self._known = True  # whether `current` is known
@@ -141,6 +144,7 @@ class SampleCounter:
         """
         self._depth += 1
         if self._depth == 1:
+            self.forwards += 1
             only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
             inputs = list(args if only_tensors else tensors_of((args, kwargs)))
             if torch.is_grad_enabled():
@@ -174,8 +178,8 @@ class SampleCounter:
 
         def count(_: Tensor) -> None:
             now = torch._C._current_graph_task_id()
-            if now != self._backward_pass:
-                self._backward_pass = now
+            if now != self.backward_pass:
+                self.backward_pass = now
                 self._on_backward()
             if stated.counted_in != self._generation:
                 stated.counted_in = self._generation

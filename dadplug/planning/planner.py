@@ -52,6 +52,7 @@ class Planner:
 
     Attributes:
         units: the units of the present plan; read only.
+        on_release: called before the capture of a plan is removed from the model.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Planner:
         self._link: LinkCosts | None = None
         self._added: set[str] = set()  # parameters that have been added since the last plan was complete
         self._merged: MergedReport | None = None  # of the last complete plan
+        self.on_release: Callable[[], None] = lambda: None
         self.units: list[Unit]
         self._begin_plan()
 
@@ -176,9 +178,8 @@ class Planner:
                 self._link = measure_link(self._transport)
         check_allowed(self._options)
         own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, self._samples(), self._link)
-        merged = merge_reports(
-            [*self._transport.gather_present(own).values()], self.units, self._method, self._transport.world_size
-        )
+        reports = [*self._transport.gather_present(own).values()]
+        merged = merge_reports(reports, self.units, self._method, self._transport.world_size)
         self._conclude(merged)
 
     def _conclude(self, merged: MergedReport) -> None:
@@ -205,13 +206,14 @@ class Planner:
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         self._transport.traffic.dense_bytes = sum(dense_bytes(parameter, self._transport) for parameter in trained)
 
-    def exchange(self, step: int, stop: bool, attached: AttachedGradients | None) -> list[StepHeader]:
+    def exchange(self, step: int, stop: bool, attached: AttachedGradients | None, noise: int) -> list[StepHeader]:
         """Send what is left of a step, wait for the other sites, and write ``.grad``.
 
         Args:
             step: number of the step.
             stop: whether to ask all sites to stop after this step.
             attached: gradients that are checked with those that are sent.
+            noise: the `noise_every` of the step's header.
 
         Returns:
             The headers of all sites, by rank.
@@ -220,7 +222,7 @@ class Planner:
             NonFiniteError: if some site's gradient holds NaN or Inf; no ``.grad`` has been written then.
         """
         assert self._reducer is not None
-        headers = self._reducer.finish(step, stop, attached)
+        headers = self._reducer.finish(step, stop, attached, noise_every=noise)
         if not self._complete:
             self._reducer = None  # no site has had any data yet
         for unit in self.units:
@@ -303,6 +305,7 @@ class Planner:
         Args:
             discard: drop gradients that have arrived instead.
         """
+        self.on_release()
         for unit in self.units:
             if isinstance(unit, FactorUnit):
                 unit.drop_cleared()

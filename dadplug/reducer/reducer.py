@@ -104,7 +104,12 @@ class Reducer:
         self._launched += 1
 
     def finish(
-        self, step: int, stop: bool, attached: AttachedGradients | None = None, admits: bool = True
+        self,
+        step: int,
+        stop: bool,
+        attached: AttachedGradients | None = None,
+        admits: bool = True,
+        noise_every: int = 0,
     ) -> list[StepHeader]:
         """Send what is left, wait for the other sites, and write ``.grad``.
 
@@ -113,6 +118,7 @@ class Reducer:
             stop: whether to ask all sites to stop after this step.
             attached: gradients that the reducer does not send, and that are checked with those that it sends.
             admits: whether sites that come may join in this step.
+            noise_every: as in `StepHeader`.
 
         Returns:
             The headers of all sites, by rank.
@@ -123,6 +129,7 @@ class Reducer:
         context = self._context
         self._send_rest()
         header = self._header(step, stop or self._asks_to_stop, attached)
+        header.noise_every = noise_every
         self._headers.send(header)
         context.transport.close_round(admits, idle=not header.samples)
         for handler in self._handlers:  # the first are decoded while the last are still on their way

@@ -1,0 +1,245 @@
+"""Norms of the gradients of single samples, from a layer's factors: pure functions.
+
+With D and A the rows of one sample, its gradient is ``D^T A``, and the square of its norm is the sum of the elements of
+``(D D^T) * (A A^T)``. Of the two, the one with fewer multiplications is formed. Rows of several calls of a layer
+belong to one sample together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..hooks import LINEAR, Form
+
+_MOST_ELEMENTS = 1 << 22  # of what is unfolded or formed at a time
+
+
+class RowLayout(NamedTuple):
+    """Layout of a layer's rows: an array of shape (outer, samples, inner), flattened.
+
+    Attributes:
+        outer: rows of a sample that are far apart, as where the first dimension of the input is a sequence's.
+        samples: number of samples.
+        inner: rows of a sample that follow each other.
+    """
+
+    outer: int
+    samples: int
+    inner: int
+
+
+class Call(NamedTuple):
+    """Factors of one call of a layer.
+
+    Attributes:
+        activations: A of shape (rows, in).
+        deltas: D of shape (rows, out).
+        form: function from the two to the gradient.
+        layout: layout of the rows; None where it is not known.
+        forward: number of the model's forward pass that the call is part of.
+    """
+
+    activations: Tensor
+    deltas: Tensor
+    form: Form
+    layout: RowLayout | None
+    forward: int
+
+
+class SquaredNorms(NamedTuple):
+    """Squared norms of a layer's gradient in one backward pass.
+
+    Attributes:
+        samples: number of samples; 0 where rows cannot be attributed to samples.
+        weight: sum over samples of the squared norms of the weight's gradients; None where they are not known.
+        bias: the same of the bias.
+    """
+
+    samples: int
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def layout_of(lead: Sequence[int], samples: int) -> RowLayout | None:
+    """Find out how the rows of an input divide into samples.
+
+    The first dimension that has the size of the batch is taken for it. If there is none, and the first one is a
+    multiple of it, the rows of a sample are taken to follow each other.
+
+    Args:
+        lead: all dimensions of the input but the last one.
+        samples: number of samples of the forward pass; 0 where it is not known.
+    """
+    if samples < 1:
+        return None
+    for dim, size in enumerate(lead):
+        if size == samples:
+            return RowLayout(math.prod(lead[:dim]), samples, math.prod(lead[dim + 1 :]))
+    if lead and lead[0] and lead[0] % samples == 0:
+        return RowLayout(1, samples, math.prod(lead) // samples)
+    if samples == 1:
+        return RowLayout(1, 1, math.prod(lead))
+    return None
+
+
+def squared_norms(calls: Sequence[Call], dtype: torch.dtype) -> SquaredNorms:
+    """Compute the squared norms of the gradients of all samples of a backward pass.
+
+    Args:
+        calls: the calls of the layers that share a weight.
+        dtype: type to compute in.
+
+    Returns:
+        The sums over samples. A sample's gradient is that of all calls in one forward pass; forward passes have other
+        samples each.
+    """
+    unknown = SquaredNorms(0, None, None)
+    passes: dict[int, list[Call]] = {}
+    for call in calls:
+        passes.setdefault(call.forward, []).append(call)
+    samples, weights, biases = 0, [], []
+    for together in passes.values():
+        counts = {_samples(call) for call in together}
+        if len(counts) != 1 or 0 in counts:
+            return unknown
+        count = counts.pop()
+        samples += count
+        rows = [_by_sample(call, dtype) for call in together]
+        weight = _of_weight(rows, [call.form for call in together], count)
+        if weight is None:
+            return unknown
+        weights.append(weight)
+        biases.append(_of_bias(rows, [call.form for call in together]))
+    return SquaredNorms(samples, torch.stack(weights).sum(), torch.stack(biases).sum())
+
+
+def _samples(call: Call) -> int:
+    """Return the number of samples that a call's rows are of; 0 where it is not known."""
+    layout = call.layout
+    return 0 if layout is None or math.prod(layout) != call.deltas.shape[0] else layout.samples
+
+
+def _by_sample(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return D and A of shape (samples, rows of one, ·)."""
+    assert call.layout is not None
+    both = []
+    for rows in (call.deltas, call.activations):
+        rows = rows.to(dtype) if rows.is_floating_point() else rows
+        both.append(rows.unflatten(0, tuple(call.layout)).transpose(0, 1).flatten(1, 2))
+    return both[0], both[1]
+
+
+def _of_bias(rows: Sequence[tuple[Tensor, Tensor]], forms: Sequence[Form]) -> Tensor:
+    calls: list[Tensor] = []
+    for (deltas, _), form in zip(rows, forms, strict=True):
+        calls.append(form.bias_rows(deltas.flatten(0, 1)).unflatten(0, deltas.shape[:2]).sum(1))
+    return torch.stack(calls).sum(0).square().sum(dtype=torch.float64)
+
+
+def _of_weight(rows: Sequence[tuple[Tensor, Tensor]], forms: Sequence[Form], samples: int) -> Tensor | None:
+    """Return the sum of the squared norms of the samples' weight gradients; None if they cannot be told apart."""
+    if all(form == LINEAR or form.transposed for form in forms):
+        deltas, activations = _stacked(rows)
+        if deltas.shape[1] == 1:
+            return _dot(deltas.square().sum(2), activations.square().sum(2))
+    total, start, step = None, 0, 1  # the first sample shows how much memory one takes
+    while start < samples:
+        parts = [
+            _unfolded(deltas[start : start + step], activations[start : start + step], form)
+            for (deltas, activations), form in zip(rows, forms, strict=True)
+        ]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        deltas, activations = (torch.cat([part[side] for part in known], 2) for side in (0, 1))
+        square = _of_blocks(deltas, activations)
+        total = square if total is None else total + square
+        start += step
+        of_one = (
+            deltas.numel() + activations.numel() + deltas.shape[1] * deltas.shape[3] * activations.shape[3]
+        ) // step
+        step = max(1, _MOST_ELEMENTS // of_one) if of_one else samples
+    return total
+
+
+def _unfolded(deltas: Tensor, activations: Tensor, form: Form) -> tuple[Tensor, Tensor] | None:
+    """Return D and A of shape (samples, blocks, rows, ·)."""
+    pair = form.by_row(deltas.flatten(0, 1), activations.flatten(0, 1))
+    if pair is None:
+        return None
+    left, right = (each.unflatten(0, deltas.shape[:2]).transpose(1, 2).flatten(2, 3) for each in pair)
+    return left, right
+
+
+def _stacked(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(rows) == 1:
+        return rows[0]
+    return torch.cat([each[0] for each in rows], 1), torch.cat([each[1] for each in rows], 1)
+
+
+def _of_blocks(deltas: Tensor, activations: Tensor) -> Tensor:
+    """Return the sum of ``||D^T A||^2`` over samples and blocks.
+
+    Args:
+        deltas: D of shape (samples, blocks, rows, out).
+        activations: A of shape (samples, blocks, rows, in).
+    """
+    out, width, count = deltas.shape[3], activations.shape[3], deltas.shape[2]
+    if count * (out + width) <= out * width:
+        return _dot(deltas @ deltas.mT, activations @ activations.mT)
+    return (deltas.mT @ activations).square().sum(dtype=torch.float64)
+
+
+def gradient_square(calls: Sequence[Call], dtype: torch.dtype) -> Tensor:
+    """Compute the squared norm of the weight's gradient that the calls make together.
+
+    Args:
+        calls: the calls.
+        dtype: type to compute in.
+    """
+    if all(call.form == LINEAR or call.form.transposed for call in calls):
+        deltas = torch.cat([call.deltas for call in calls]).to(dtype)
+        activations = torch.cat([call.activations for call in calls]).to(dtype)
+        return _of_blocks(deltas[None, None], activations[None, None])
+    if all(call.form.table_rows for call in calls):
+        deltas, numbers = torch.cat([call.deltas for call in calls]), torch.cat([call.activations for call in calls])
+        if len(calls) > 1:
+            deltas, _ = calls[0].form.merge(deltas, numbers)
+        return deltas.to(dtype).square().sum(dtype=torch.float64)
+    return formed_gradient(calls, dtype).square().sum(dtype=torch.float64)
+
+
+def formed_gradient(calls: Sequence[Call], dtype: torch.dtype) -> Tensor:
+    """Form the weight's gradient that the calls make together.
+
+    Args:
+        calls: the calls.
+        dtype: type to compute in.
+    """
+    gradient = None
+    for call in calls:
+        inputs = call.activations.to(dtype) if call.activations.is_floating_point() else call.activations
+        part = call.form.gradient(call.deltas.to(dtype), inputs)
+        gradient = part if gradient is None else gradient + part
+    assert gradient is not None
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def bias_square(calls: Sequence[Call], dtype: torch.dtype) -> Tensor:
+    """Compute the squared norm of the bias's gradient that the calls make together.
+
+    Args:
+        calls: the calls.
+        dtype: type to compute in.
+    """
+    sums = [call.form.bias_gradient(call.deltas.to(dtype)) for call in calls]
+    return torch.stack(sums).sum(0).square().sum(dtype=torch.float64)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return torch.mul(left, right).sum(dtype=torch.float64)
