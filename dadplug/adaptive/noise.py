@@ -120,10 +120,11 @@ class GradientNoise:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the time of the next estimate, the same at all sites."""
+        """Return the averages, the time of the next estimate, and what this site has asked for."""
         return {
             "base_batch": self.base_batch,
             "batch": self.batch,
+            "asked": self._every,
             "every": self._agreed_every,
             "next": self._next,
             "averages": {name: list(average) for name, average in self._averages.items()},
@@ -132,9 +133,13 @@ class GradientNoise:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: the state.
+        """
         self.base_batch, self.batch = state["base_batch"], state["batch"]
-        self._agreed_every, self._next = state["every"], state["next"]
+        self._every, self._agreed_every, self._next = state["asked"], state["every"], state["next"]
         self._averages = {name: _Average(*values) for name, values in state["averages"].items()}
         self._seen = set(state["seen"])
         names, samples = state["pair"] or ([], 0.0)
@@ -230,8 +235,10 @@ class GradientNoise:
         if not shares.keys() <= every.keys():
             return  # a site has left in the meantime
         sites = [(shares[rank], every[rank]) for rank in sorted(shares)]
-        estimates = estimate_step(sites, own.names, own.compressed)
         self._follow_batch(sum(site.samples for _, site in sites))
+        if not all(site.parts for _, site in sites):
+            return  # a site has begun its plan anew, and measured nothing
+        estimates = estimate_step(sites, own.names, own.compressed)
         self._averages = {name: each for name, each in self._averages.items() if name in estimates}
         self._seen = set(estimates)
         self._add(step, estimates)

@@ -67,9 +67,11 @@ class SiteNorms:
         places = [gradients.names.index(name) for name in gradients.compressed]
         sketched = self.sketched / scales[places][:, None] if len(self.sketched) else self.sketched
         squared = scales.square()
-        agreed = torch.stack([_square_or_nan(value) for value in gradients.values]).cpu() / squared
+        agreed = torch.full((len(gradients.names),), torch.nan, dtype=torch.float64)
+        known = {place: value for place, value in enumerate(gradients.values) if value is not None}
+        _fill(agreed, {place: square_of(value) for place, value in known.items()})
         norms, squares = self.norms / squared, self.squares / squared
-        return replace(self, norms=norms, squares=squares, sketched=sketched, agreed=agreed)
+        return replace(self, norms=norms, squares=squares, sketched=sketched, agreed=agreed / squared)
 
 
 class Gradients(NamedTuple):
@@ -348,11 +350,10 @@ def _type(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _square_or_nan(gradient: Tensor | None) -> Tensor:
-    return torch.tensor(torch.nan, dtype=torch.float64) if gradient is None else square_of(gradient)
-
-
 def _fill(row: Tensor, values: dict[int, Tensor]) -> None:
-    """Put scalars on any device into a row, with one copy."""
-    if values:
-        row[list(values)] = torch.stack([value.double() for value in values.values()]).cpu()
+    """Put scalars into a row, with one copy from each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, value in values.items():
+        by_device.setdefault(value.device, []).append(place)
+    for places in by_device.values():
+        row[places] = torch.stack([values[place].double() for place in places]).cpu()

@@ -12,6 +12,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import dadplug
+from dadplug.adaptive.noise import GradientNoise
+from dadplug.adaptive.sample_norms import layout_of
 
 
 class Transformer(nn.Module):
@@ -94,6 +96,14 @@ def expected(gradients, shares):
     return variance, float(gradients.mean(0).square().sum()) - variance / count
 
 
+def expected_between(gradients, shares):
+    """Return variance and squared norm by the differences between the means of shares of a batch."""
+    count, norm = len(gradients), float(gradients.mean(0).square().sum())
+    norms = sum(float(gradients[share].mean(0).square().sum()) * len(gradients[share]) / count for share in shares)
+    variance = count / (len(shares) - 1) * (norms - norm)
+    return variance, norm - variance / count
+
+
 def step(model, reduction, inputs, targets, parts=1):
     model.zero_grad()
     pieces = list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True))
@@ -155,6 +165,10 @@ def matches_at_sites(name: str, modes: list[str]) -> list[tuple[float, ...]]:
                 assert is_near(found, variance, squared_norm), (mode, parameter)
             else:  # the squared norm comes from sketches
                 assert math.isclose(found.variance, variance, rel_tol=1e-9), (mode, parameter)
+        for parameter in gradients:
+            if mode in ("dad", "dsgd", "edad") and not has_factors(parameter):
+                means = expected_between(gradients[parameter], shares)
+                assert is_near(reduction.noise.layers[parameter], *means), (mode, parameter)
         assert set(reduction.noise.layers) == set(gradients)
         assert reduction.noise.batch == 19
         results.append((reduction.noise.variance, reduction.noise.squared_norm, reduction.noise.scale))
@@ -169,3 +183,118 @@ def test_sites_with_unequal_batches_have_the_same_estimates_to_the_bit(sites, na
     first, *others = sites(3).run(matches_at_sites, name, ["dad", "dsgd", "edad", "rankdad", "powersgd"])
     assert all(other == first for other in others)
     assert not any(math.isnan(number) for numbers in first for number in numbers)
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+def test_estimates_have_no_bias(name, mode, monkeypatch):
+    model = build(name)
+    if name == "cnn":
+        model.insert(1, nn.GroupNorm(2, 4).double())
+    inputs, targets = batch(name, 64, 5)
+    gradients = sample_gradients(model, inputs, targets)
+    truth = {
+        parameter: (float(each.var(0, correction=0).sum()), float(each.mean(0).square().sum()))
+        for parameter, each in gradients.items()
+    }
+    found: list[dict] = []
+    add = GradientNoise._add
+    monkeypatch.setattr(GradientNoise, "_add", lambda self, at, each: (found.append(each), add(self, at, each)))
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+    reduction.noise.every = 1
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(201):
+        chosen = torch.randint(64, (11,), generator=generator)
+        step(model, reduction, inputs[chosen], targets[chosen], parts=3)
+    reduction.detach()
+    assert len(found) == 200
+    for place in (0, 1):
+        for parameter in truth:
+            check([each[parameter][place] for each in found], truth[parameter][place], 4.5)
+        totals = [math.fsum(each[place] for each in one.values()) for one in found]
+        check(totals, sum(each[place] for each in truth.values()), 3.0)
+
+
+def check(values, truth, errors):
+    values = torch.tensor(values, dtype=torch.float64)
+    assert abs(float(values.mean()) - truth) <= errors * float(values.std()) / math.sqrt(len(values))
+
+
+def test_one_site_without_factors_compares_successive_steps():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 2)).double()
+    inputs, targets = batch("mlp", 64, 5)
+    targets = targets % 2
+    truth = sample_gradients(model, inputs, targets)["0.weight"]
+    reduction = dadplug.GradientReduction(model, mode="dad")
+    reduction.noise.every = 2
+    generator = torch.Generator().manual_seed(1)
+    for each in range(1200):
+        chosen = torch.randint(64, (5 + each % 3,), generator=generator)
+        step(model, reduction, inputs[chosen], targets[chosen])
+        assert math.isnan(reduction.noise.variance) == (each < 2)
+    found = reduction.noise.layers["0.weight"]
+    reduction.detach()
+    assert found.variance == pytest.approx(float(truth.var(0).sum()), rel=0.2)
+    assert found.squared_norm == pytest.approx(float(truth.mean(0).square().sum()), rel=0.5, abs=0.02 * found.variance)
+
+
+def test_cleared_gradients_do_not_count_and_loss_scales_are_taken_out():
+    model = build("mlp")
+    inputs, targets = batch("mlp", 7, 1)
+    gradients = sample_gradients(model, inputs, targets)
+    for mode in ("dad", "dsgd"):
+        reduction = dadplug.GradientReduction(model, mode=mode)
+        reduction.noise.every = 1
+        step(model, reduction, *batch("mlp", 5, 0))
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs[:3]), targets[:3]).backward()
+        model.zero_grad()
+        with reduction.loss_scale(1024.0):
+            (1024.0 * nn.functional.cross_entropy(model(inputs), targets)).backward()
+        reduction.synchronize()
+        for parameter, each in gradients.items():
+            assert is_near(reduction.noise.layers[parameter], *expected(each, [slice(0, 7)])), (mode, parameter)
+        reduction.detach()
+
+
+def test_state_goes_on_where_it_was_saved():
+    model = build("mlp")
+    for mode in ("dad", "dsgd"):
+        reduction = dadplug.GradientReduction(model, mode=mode)
+        reduction.noise.every = 2
+        reduction.noise.base_batch = 3
+        for seed in range(4):
+            step(model, reduction, *batch("mlp", 7, seed))
+        state, expected_next = reduction.state_dict(), []
+        for seed in range(4, 8):
+            step(model, reduction, *batch("mlp", 7, seed))
+            expected_next.append((reduction.noise.variance, reduction.gain))
+        reduction.detach()
+        assert len(set(expected_next)) > 1
+        reduction = dadplug.GradientReduction(model, mode=mode)
+        reduction.load_state_dict(state)
+        found = []
+        for seed in range(4, 8):
+            step(model, reduction, *batch("mlp", 7, seed))
+            found.append((reduction.noise.variance, reduction.gain))
+        reduction.detach()
+        assert found == expected_next
+
+
+def test_rows_divide_into_samples_by_the_size_of_the_batch():
+    assert layout_of((7, 5), 7) == (1, 7, 5)
+    assert layout_of((5, 7), 7) == (5, 7, 1)
+    assert layout_of((5, 7, 3), 7) == (5, 7, 3)
+    assert layout_of((14, 3), 7) == (1, 7, 6)
+    assert layout_of((5, 3), 7) is None
+    assert layout_of((5, 3), 0) is None
+    assert layout_of((5, 3), 1) == (1, 1, 15)
+
+
+def test_every_has_to_be_a_number_of_steps():
+    reduction = dadplug.GradientReduction(build("mlp"), mode="dad")
+    for wrong in (0, 1.5, "2"):
+        with pytest.raises(ValueError, match=r"noise\.every must be a whole number"):
+            reduction.noise.every = wrong
+    reduction.detach()
