@@ -17,7 +17,7 @@ from .noise_formulas import NO_ESTIMATE, NoiseEstimate, gain
 from .noise_probe import Gradients, NoiseProbe, SiteNorms, gradients_of
 from .noise_sums import Pair, effective_samples, estimate_pair, estimate_step, pair_norms
 
-_EVERY = 16  # keeps the time of estimates below 3 % of that of the steps
+_EVERY = 32  # keeps the time of estimates below 3 % of that of the steps
 _MEMORY = 300.0  # steps over which estimates are averaged, about
 
 
@@ -90,7 +90,7 @@ class GradientNoise:
 
     @property
     def every(self) -> int:
-        """Number of steps from one estimate to the next; 16 by default. Of several sites' numbers the smallest counts.
+        """Number of steps from one estimate to the next; 32 by default. Of several sites' numbers the smallest counts.
 
         Raises:
             ValueError: if it is set to something else than a whole number of at least 1.
