@@ -42,7 +42,7 @@ $(VENV)/types: $(READY) $(shell find dadplug hooks runners callbacks -name '*.py
 	rm -rf $(VENV)/installed build/lib
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(VENV)/installed .
 	rm -rf build/lib build/bdist*
-	cd $(VENV)/installed && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../setup.cfg -p dadplug
+	cd $(VENV)/installed && MYPYPATH=. ../../$(BIN)/mypy --cache-dir ../mypy --config-file ../../setup.cfg -p dadplug
 	touch $@
 
 # Catalyst's metadata is refused by pip 24.1 and newer.

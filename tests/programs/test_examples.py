@@ -22,7 +22,8 @@ MNIST = str(ROOT / "examples" / "two_site_mnist.py")
 
 
 def test_both_sites_start_on_this_machine_and_compare_methods(tmp_path):
-    flags = ["--compare", "--epochs", "2", "--log-dir", str(tmp_path / "logs"), "--split", "by-class"]
+    flags = ["--compare", "--epochs", "2", "--batch-size", "64", "--split", "by-class"]
+    flags += ["--log-dir", str(tmp_path / "logs")]
     (only,) = support.run_programs([[MNIST, *flags]], timeout=200, preload=TRAINERS)
     assert only.status == 0, only.errors
     for mode in ("dsgd", "dad", "rankdad"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import forkserver
@@ -309,9 +307,9 @@ def test_the_version_is_that_of_the_changelog_and_of_the_citation():
 
 def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("sphinx")
-    command = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
-    build = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert build.returncode == 0, build.stderr
+    command = ["-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    (build,) = support.run_programs([command], timeout=280, preload=forkserver.TRAINERS)
+    assert build.status == 0, build.errors
     for page in ("index.html", "reference/reduction.html", "reference/adapm.html"):
         assert (tmp_path / page).exists()
     text = (tmp_path / "reference" / "reduction.html").read_text()
