@@ -13,7 +13,7 @@ OLDEST_PYTHON ?= $(shell for each in python3.10 "$$(pyenv root 2>/dev/null)"/ver
 	python3; do "$$each" -c "" 2>/dev/null && echo "$$each" && break; done)
 NEWEST := .venv-newest
 CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange hooks hub lowrank methods model_sync \
-	planning reducer runners test_jit.py test_reduction.py test_reduction_state.py test_registry.py test_signature.py)
+	planning reducer runners serving test_jit.py test_reduction.py test_reduction_state.py test_registry.py test_signature.py)
 
 # Two processes, file by file. pytest-xdist may wait without end after it has replaced one that crashed.
 XDIST := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -50,7 +50,7 @@ $(READY): $(PACKAGING)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "pip<24.1" "setuptools>=64,<81" wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
-		--editable ".[adapm,catalyst,lightning,hub,examples,test,docs]"
+		--editable ".[adapm,catalyst,lightning,hub,serve,onnx,examples,test,docs]"
 	touch $@
 
 $(OLDEST)/ready: PYTHON = $(OLDEST_PYTHON)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from . import hogwild as hogwild
     from . import lowrank as lowrank
     from . import parameter_server as parameter_server
+    from . import serving as serving
     from .adaptive import Accumulator, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .adaptive.adascale import AdaScale
     from .errors import MismatchError, NonFiniteError, ProcessFailedError, SiteError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         ParameterServerRunner,
         ParameterServerStrategy,
     )
+    from .runners.serving import serve
 
 _LAZY = {
     "Accumulator": "adaptive",
@@ -69,6 +71,7 @@ _LAZY = {
     "compare": "racing",
     "connect": "hub.join",
     "remaining_epochs_until": "adaptive",
+    "serve": "runners.serving",
 }
 _MODULES = (
     "adapm",
@@ -81,6 +84,7 @@ _MODULES = (
     "models",
     "parameter_server",
     "runners",
+    "serving",
 )
 
 __all__ = [
@@ -110,6 +114,8 @@ __all__ = [
     "hogwild",
     "lowrank",
     "remaining_epochs_until",
+    "serve",
+    "serving",
 ]
 
 

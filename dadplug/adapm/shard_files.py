@@ -255,6 +255,34 @@ def read_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, d
         ValueError: if it is damaged or does not fit.
     """
     shard = parse(_content(folder, name, index["files"][name]), f"file {name} of checkpoint {folder}")
+    return _checked_shard(shard, folder, name, index)
+
+
+def map_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Map a shard into memory instead of reading it, and check it against the index.
+
+    The whole file is read once for its digest, in pieces. Its tensors must not be written to.
+
+    Returns:
+        As `read_shard`.
+
+    Raises:
+        ValueError: if it is damaged or does not fit.
+    """
+    path, digest = folder / name, hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    if digest.hexdigest() != index["files"][name]:
+        raise ValueError(f"file {name} of checkpoint {folder} is damaged: it is not what was written")
+    try:
+        shard = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"file {name} of checkpoint {folder} is damaged: {error}") from error
+    return _checked_shard(shard, folder, name, index)
+
+
+def _checked_shard(shard: Any, folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     tables = shard["tables"] if isinstance(shard, dict) else None
     if not isinstance(tables, dict) or set(tables) != set(index["tables"]):
         raise ValueError(f"file {name} of checkpoint {folder} is damaged: its tables are not those of the index")

@@ -24,6 +24,7 @@ COMMANDS = {
     "check": ("check", "check the kit of this site, and the way to the hub"),
     "hub": ("hub", "run the hub, which all sites dial, until it gets SIGTERM"),
     "compare": ("compare", "train a model in several ways, and say which is fastest"),
+    "serve": ("serve", "serve models over HTTP until SIGTERM"),
     "revoke": ("revoke", "revoke the certificates of the hub or one site"),
 }
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback

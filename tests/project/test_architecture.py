@@ -40,6 +40,7 @@ LAYERS = (
     "hogwild",
     "parameter_server",
     "racing",
+    "serving",
     "cli",
     "runners",
     "callbacks",

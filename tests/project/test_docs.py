@@ -183,6 +183,11 @@ ALSO = (
     "dadplug.local_steps.LocalOptions",
     "dadplug.parameter_server.ServerOptions",
     "dadplug.options.Options",
+    "dadplug.serving.Exp4",
+    "dadplug.serving.Model",
+    "dadplug.serving.Prediction",
+    "dadplug.serving.Predictor",
+    "dadplug.serving.ServingOptions",
     "dadplug.planning.plan.Plan",
     "dadplug.planning.plan.PlanRow",
     "dadplug.exchange.Traffic",
@@ -200,7 +205,7 @@ RETURNED = {"CapturedLayer", "Compressed", "DealtLoader", "Progress", "Sample", 
 def public_names() -> list[str]:
     """Return the public names with the module that offers each; modules among them are left out."""
     names = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
-    modules = ("dadplug.adapm", "dadplug.hogwild", "dadplug.lowrank")
+    modules = ("dadplug.adapm", "dadplug.hogwild", "dadplug.lowrank", "dadplug.serving")
     return [name for name in dict.fromkeys([*names, *ALSO]) if name not in modules]
 
 

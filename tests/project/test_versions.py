@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-UNTESTED = {"ruff", "mypy", "transformers", "peft"}  # tools, and models of others for which the core tests do not ask
+# Tools, and what the core tests do without: models of others, the server's parts.
+UNTESTED = {"ruff", "mypy", "transformers", "peft", "litserve", "onnxruntime"}
 
 
 def normal(name: str) -> str:

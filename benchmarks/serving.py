@@ -1,0 +1,360 @@
+"""Requests a second and latencies of `dadplug.serve` and of LitServe, in alternating segments on one machine.
+
+    python benchmarks/serving.py             # all parts; about four minutes
+    python benchmarks/serving.py throughput  # one of throughput, slow, zipf
+
+The load generator runs on the same cores, so that only ratios mean something. Servers that are not measured are stopped
+(SIGSTOP) meanwhile. `throughput` compares with LitServe unbatched and with a grid of its fixed settings; the caches are
+off. `slow` lets the model become four times slower under load. `zipf` compares with and without a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+
+SLO = 0.05
+GRID = [(size, wait) for size in (8, 16, 32) for wait in (0.002, 0.01)]
+CLIENTS = (1, 8, 16, 32, 48)
+WIDTH = 64
+
+
+class Served(nn.Module):
+    """Network of some milliseconds, most of which a batch shares; four times slower while a file exists."""
+
+    def __init__(self, slow: str = "") -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU())
+        self.last = nn.Linear(2048, 10)
+        self.slow = slow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        repeats = 4 if self.slow and Path(self.slow).exists() else 1
+        for _ in range(repeats):
+            result = self.last(self.layers(x))
+        return result
+
+
+# Servers, each a process that this program starts with `serve KIND PORT ...`
+
+
+def serve_dadplug(port: int, folder: Path, cache: int) -> None:
+    """Serve by dadplug."""
+    import dadplug
+    from dadplug.serving import Model
+
+    model = Model(folder / "weights.pt", builder=f"{__file__}:Served", arguments={"slow": str(folder / "slow")})
+    dadplug.serve({"m": model}, slo=SLO, cache_bytes=cache, input_shape=(WIDTH,), reload=False).run(port=port)
+
+
+def serve_litserve(port: int, folder: Path, size: int, wait: float) -> None:
+    """Serve by LitServe with a fixed setting."""
+    import litserve
+
+    api = LitApi(str(folder), max_batch_size=size, batch_timeout=wait)
+    server = litserve.LitServer(api, accelerator="cpu", timeout=False)
+    server.run(port=port, host="127.0.0.1", generate_client_file=False, log_level="error", access_log=False)
+
+
+try:
+    import litserve as _litserve
+
+    _Base: Any = _litserve.LitAPI
+except ImportError:
+    _Base = object
+
+
+class LitApi(_Base):
+    """The same model for LitServe."""
+
+    def __init__(self, folder: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.folder = folder
+
+    def setup(self, device: Any) -> None:
+        """Load the model."""
+        torch.set_num_threads(1)
+        self.model = Served(str(Path(self.folder) / "slow")).eval()
+        self.model.load_state_dict(torch.load(Path(self.folder) / "weights.pt", weights_only=True))
+
+    def decode_request(self, request: Any) -> Any:
+        """Return the input as a tensor."""
+        return torch.tensor(request["input"], dtype=torch.float32)
+
+    def batch(self, inputs: Any) -> Any:
+        """Stack inputs."""
+        return torch.stack(inputs)
+
+    def predict(self, x: Any) -> Any:
+        """Return logits."""
+        with torch.inference_mode():
+            return self.model(x if x.dim() == 2 else x[None])
+
+    def unbatch(self, output: Any) -> Any:
+        """Split outputs."""
+        return list(output)
+
+    def encode_response(self, output: Any) -> Any:
+        """Return the output as lists."""
+        return {"output": output.reshape(-1).tolist()}
+
+
+class Server:
+    """A server's processes, stopped except in its segments."""
+
+    def __init__(self, name: str, arguments: Sequence[Any]) -> None:
+        self.name, self.port = name, free_port()
+        kind, *rest = map(str, arguments)
+        command = [sys.executable, __file__, "serve", kind, str(self.port), *rest]
+        self._process = psutil.Process(subprocess.Popen(command, stderr=subprocess.DEVNULL).pid)
+
+    def tree(self) -> list[psutil.Process]:
+        """Return its processes."""
+        return [self._process, *self._process.children(recursive=True)]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its processes."""
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def wait(self, body: bytes) -> None:
+        """Wait until it answers."""
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                if asyncio.run(load(self.port, [body], 1, 0.05)).answered:
+                    return
+            time.sleep(0.2)
+        raise TimeoutError(f"{self.name} does not answer")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Server]:
+        """Return a context in which it runs."""
+        self.signal(signal.SIGCONT)
+        try:
+            yield self
+        finally:
+            self.signal(signal.SIGSTOP)
+
+    def processor_time(self) -> float:
+        """Return the processor seconds that its processes have used."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.tree())
+
+    def end(self) -> None:
+        """Kill its processes."""
+        for process in reversed(self.tree()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+# Load
+
+
+class Load(NamedTuple):
+    """Result of a segment: seconds, and the latencies of requests with status 200 and of others."""
+
+    seconds: float
+    latencies: list[float]
+    failed: int
+
+    @property
+    def answered(self) -> int:
+        """Number of answers with status 200."""
+        return len(self.latencies)
+
+    @property
+    def rate(self) -> float:
+        """Answers a second."""
+        return self.answered / self.seconds
+
+    def quantile(self, share: float) -> float:
+        """Return a quantile of the latencies in milliseconds."""
+        return 1000 * float(np.quantile(self.latencies, share)) if self.latencies else float("nan")
+
+
+async def load(port: int, bodies: Sequence[bytes], clients: int, seconds: float) -> Load:
+    """Send requests by some clients, each of which waits for its answer before the next."""
+    latencies: list[float] = []
+    failed = 0
+    end = time.perf_counter() + seconds
+    order = iter(range(10**9))
+
+    async def client() -> None:
+        nonlocal failed
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while time.perf_counter() < end:
+            body = bodies[next(order) % len(bodies)]
+            started = time.perf_counter()
+            writer.write(body)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+            await reader.readexactly(length)
+            if b" 200 " in head[:20]:
+                latencies.append(time.perf_counter() - started)
+            else:
+                failed += 1
+        writer.close()
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return Load(time.perf_counter() - begun, latencies, failed)
+
+
+def request_of(x: np.ndarray[Any, Any]) -> bytes:
+    """Return a whole HTTP request with an input as JSON."""
+    body = json.dumps({"input": [round(float(each), 4) for each in x]}).encode()
+    head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def requests_of(count: int) -> list[bytes]:
+    """Return requests with different inputs."""
+    rng = np.random.default_rng(0)
+    return [request_of(rng.standard_normal(WIDTH)) for _ in range(count)]
+
+
+# Parts
+
+
+def throughput(folder: Path, options: argparse.Namespace) -> None:
+    """Print rates and latencies by number of clients, the best rate within the goal, and idle processor time."""
+    bodies = requests_of(500)
+    servers = [Server("dadplug", ("dadplug", folder, 0)), Server("litserve, unbatched", ("litserve", folder, 1, 0.0))]
+    servers += [Server(f"litserve, {n}, {t} s", ("litserve", folder, n, t)) for n, t in GRID[: options.grid]]
+    found: dict[tuple[str, int], list[Load]] = {}
+    try:
+        for server in servers:
+            server.wait(bodies[0])
+            server.signal(signal.SIGSTOP)
+        for _ in range(options.rounds):
+            for clients in CLIENTS:
+                for server in servers:
+                    with server.running():
+                        asyncio.run(load(server.port, bodies, clients, options.seconds / 3))  # warm up
+                        measured = asyncio.run(load(server.port, bodies, clients, options.seconds))
+                        found.setdefault((server.name, clients), []).append(measured)
+        with servers[0].running() as server:
+            before = server.processor_time()
+            time.sleep(5.0)
+            print(f"dadplug, idle: {(server.processor_time() - before) / 5:.1%} of a core")
+    finally:
+        for server in servers:
+            server.end()
+    print(f"{'server':24}{'clients':>8}{'1/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'failed':>8}")
+    best: dict[str, float] = {}
+    for (name, clients), loads in found.items():
+        rate, p50, p99 = (
+            float(np.median(each))
+            for each in zip(*((x.rate, x.quantile(0.5), x.quantile(0.99)) for x in loads), strict=True)
+        )
+        print(f"{name:24}{clients:8}{rate:9.0f}{p50:9.2f}{p99:9.2f}{sum(x.failed for x in loads):8}")
+        if p99 <= 1000 * SLO:
+            best[name] = max(best.get(name, 0.0), rate)
+    print(f"\nbest rate with p99 <= {1000 * SLO:g} ms:")
+    for name, rate in best.items():
+        print(f"{name:24}{rate:9.0f}   dadplug has {best.get('dadplug', 0.0) / rate:.2f} times as many")
+
+
+def slow(folder: Path, options: argparse.Namespace) -> None:
+    """Print the share of requests above the goal before and after the model becomes four times slower."""
+    bodies, server = requests_of(500), Server("dadplug", ("dadplug", folder, 0))
+    try:
+        server.wait(bodies[0])
+        for label, seconds, change in (
+            ("warm up", 3.0, False),
+            ("before", 5.0, False),
+            ("the first 5 s", 5.0, True),
+            ("then", 8.0, False),
+        ):
+            if change:
+                (folder / "slow").touch()
+            measured = asyncio.run(load(server.port, bodies, options.clients, seconds))
+            above = sum(each > SLO for each in measured.latencies) + measured.failed
+            share = above / max(1, measured.answered + measured.failed)
+            print(
+                f"{label:16}{measured.rate:8.0f}/s  p99 {measured.quantile(0.99):6.1f} ms  above the goal {share:.2%}"
+            )
+    finally:
+        (folder / "slow").unlink(missing_ok=True)
+        server.end()
+
+
+def zipf(folder: Path, options: argparse.Namespace) -> None:
+    """Print the rates with a cache of a tenth of the keys and without a cache."""
+    keys, rng = 2000, np.random.default_rng(1)
+    every = requests_of(keys)
+    drawn = rng.zipf(1.1, 200_000) - 1
+    bodies = [every[each] for each in drawn[drawn < keys]]
+    entry = 400 + 40  # bytes of an output of 10 numbers in the cache
+    servers = [Server(name, ("dadplug", folder, size)) for name, size in (("cache", keys // 10 * entry), ("none", 0))]
+    rates: dict[str, list[float]] = {}
+    try:
+        for server in servers:
+            server.wait(bodies[0])
+            server.signal(signal.SIGSTOP)
+        for _ in range(options.rounds + 1):
+            for server in servers:
+                with server.running():
+                    measured = asyncio.run(load(server.port, bodies, options.clients, options.seconds))
+                    rates.setdefault(server.name, []).append(measured.rate)
+    finally:
+        for server in servers:
+            server.end()
+    cache, none = (float(np.median(each[1:])) for each in rates.values())
+    print(f"Zipf requests: {cache:.0f}/s with a cache of a tenth of the keys, {none:.0f}/s without: {cache / none:.2f}")
+
+
+PARTS = {"throughput": throughput, "slow": slow, "zipf": zipf}
+
+
+def main() -> None:
+    """Measure, or serve for a measurement."""
+    if sys.argv[1:2] == ["serve"]:
+        kind, port, folder, *rest = sys.argv[2:]
+        if kind == "dadplug":
+            serve_dadplug(int(port), Path(folder), int(rest[0]))
+        else:
+            serve_litserve(int(port), Path(folder), int(rest[0]), float(rest[1]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a segment (default: %(default)g)")
+    parser.add_argument("--rounds", type=int, default=2, help="segments of each kind (default: %(default)d)")
+    parser.add_argument("--grid", type=int, default=len(GRID), help="settings of LitServe (default: all)")
+    parser.add_argument("--clients", type=int, default=16, help="clients of slow and zipf (default: %(default)d)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.manual_seed(0)
+        torch.save(Served().state_dict(), folder / "weights.pt")
+        for part in options.parts or PARTS:
+            PARTS[part](folder, options)
+
+
+if __name__ == "__main__":
+    main()

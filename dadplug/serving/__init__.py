@@ -1,0 +1,28 @@
+"""Serving of trained models: batches, cache, selection by feedback, models in processes of their own. No network.
+
+The HTTP server on LitServe is `dadplug.serve`.
+"""
+
+from .call import Prediction
+from .errors import FeedbackError, InputError, LoadError, ModelError, ServingError, UnavailableError
+from .model import Model
+from .options import ServingOptions
+from .policies import Exp3, Exp4, Fixed, Policy
+from .predictor import Predictor
+
+__all__ = [
+    "Exp3",
+    "Exp4",
+    "FeedbackError",
+    "Fixed",
+    "InputError",
+    "LoadError",
+    "Model",
+    "ModelError",
+    "Policy",
+    "Prediction",
+    "Predictor",
+    "ServingError",
+    "ServingOptions",
+    "UnavailableError",
+]

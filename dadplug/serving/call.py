@@ -1,0 +1,102 @@
+"""One prediction in progress: the models that were asked, and what has come back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import ModelError, ServingError, UnavailableError
+from .policies import Choice
+from .ticket import Result
+
+
+class Prediction(NamedTuple):
+    """Answer to a request.
+
+    Attributes:
+        id: id for feedback.
+        output: the model's output, or the weighted mean of several; read-only.
+        label: the class; None for regression.
+        model: name of the model that the answer is from; of several, the one with the largest weight for it.
+        confidence: share of the models' weights that supports the answer, from 0 to 1; 1 for one model.
+        models: names of the models that have answered.
+    """
+
+    id: str
+    output: np.ndarray[Any, Any]
+    label: int | None
+    model: str
+    confidence: float
+    models: tuple[str, ...]
+
+
+class Call:
+    """A prediction in progress. Its end is reported once, from any thread.
+
+    Args:
+        context: its context.
+        choice: the models that are asked.
+        arrived: time of its arrival.
+        straggling: time from which the first answers suffice.
+        deadline: time at which it fails.
+        finish: makes the prediction from the call; called once.
+        done: called once with the prediction or the error.
+    """
+
+    def __init__(
+        self,
+        context: str,
+        choice: Choice,
+        arrived: float,
+        straggling: float,
+        deadline: float,
+        finish: Callable[[Call], Prediction],
+        done: Callable[[Prediction | ServingError], object],
+    ) -> None:
+        self.context, self.choice, self.arrived = context, choice, arrived
+        self.straggling, self.deadline = straggling, deadline
+        self.outputs: dict[str, np.ndarray[Any, Any]] = {}
+        self.errors: dict[str, Exception] = {}
+        self._finish, self._done = finish, done
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def receive(self, result: Result) -> None:
+        """Take the result of a model; the last one ends the call."""
+        with self._lock:
+            if self._ended:
+                return
+            if result.output is not None:
+                self.outputs[result.model] = result.output
+            else:
+                assert result.error is not None
+                self.errors[result.model] = result.error
+            if len(self.outputs) + len(self.errors) < len(self.choice.models):
+                return
+            self._ended = True
+        self._end()
+
+    def expire(self, now: float) -> None:
+        """End the call if its time is over: with the answers so far, or with an error."""
+        with self._lock:
+            if self._ended or now < (self.straggling if self.outputs else self.deadline):
+                return
+            self._ended = True
+            late = UnavailableError("no model has answered before the deadline")
+            for name in self.choice.models:
+                if name not in self.outputs:
+                    self.errors.setdefault(name, late)
+        self._end()
+
+    def _end(self) -> None:
+        answer: Prediction | ServingError
+        try:
+            answer = self._finish(self)
+        except ServingError as error:
+            answer = error
+        except Exception as error:  # an answer is reported in any case: somebody waits for it
+            answer = ModelError(f"the outputs cannot be combined: {type(error).__name__}: {error}")
+        self._done(answer)

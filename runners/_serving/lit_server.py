@@ -1,0 +1,193 @@
+"""Server of a predictor on LitServe, which runs the HTTP server's process, its middleware, keys, TLS and shutdown.
+
+Requests do not pass through LitServe's own queue and workers: the predictor, with its batches, lives in the HTTP
+server's process, and each model in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from multiprocessing.connection import wait
+from typing import Any
+
+from dadplug.serving import LoadError, Predictor
+
+from .face import Face, Receive, Scope, Send
+
+_log = logging.getLogger("dadplug.serving")
+
+
+class _Front:
+    """Middleware that answers the face's paths, and passes others on to LitServe."""
+
+    def __init__(self, app: Any, server: Any) -> None:
+        self._app, self._server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        face = self._server.face
+        chosen = face if scope["type"] == "http" and face is not None and scope["path"] in face.paths else self._app
+        await chosen(scope, receive, send)
+
+
+_Base: Any = object  # `litserve.LitServer` in the class that `build` makes: LitServe is imported only there
+
+
+class _Parts(_Base):
+    """Parts of the server that differ from LitServe's.
+
+    Args:
+        api: API that LitServe asks for.
+        models: as for `Predictor`.
+        options: likewise.
+        max_body: largest size of a request's body in bytes.
+        read_seconds: time limit for receiving a body.
+
+    Attributes:
+        face: what answers requests, in the HTTP server's process while it runs.
+        errors: connection that receives the message of an error at the start of that process.
+    """
+
+    def __init__(
+        self, api: Any, models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, read_seconds: float
+    ) -> None:
+        super().__init__(api, accelerator="cpu", timeout=False, disable_openapi_url=True)
+        self._models, self._options = models, options
+        self._max_body, self._read_seconds = max_body, read_seconds
+        self.face: Face | None = None
+        self.errors, self._report = multiprocessing.Pipe(duplex=False)
+        self.app.add_middleware(_Front, server=self)
+
+    def launch_inference_worker(self, lit_api: Any) -> list[Any]:
+        """Start no worker of LitServe: models have processes of their own."""
+        from litserve.utils import WorkerSetupStatus
+
+        self.workers_setup_status["predict_0"] = WorkerSetupStatus.READY
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _interrupts(os.getpid()))
+        threading.Thread(target=self._end_with_the_http_server, daemon=True).start()
+        return []
+
+    def _end_with_the_http_server(self) -> None:
+        while True:
+            for process in multiprocessing.active_children():
+                if process.name.startswith("LitServer-"):
+                    process.join()
+                    with contextlib.suppress(OSError, EOFError):  # the manager may have ended
+                        self._shutdown_event.set()
+                    return
+            time.sleep(0.05)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Any) -> AsyncIterator[None]:
+        """Run the predictor while the HTTP server runs."""
+        async with super().lifespan(app):
+            _end_with_the_parent()
+            _use_one_thread()
+            try:
+                predictor = await asyncio.to_thread(Predictor, self._models, **self._options)
+            except Exception as error:
+                self._report.send(f"{error}")
+                raise
+            key = os.environ.get("LIT_SERVER_API_KEY") or None
+            self.face = Face(predictor, self._max_body, self._read_seconds, key)
+            try:
+                yield
+            finally:
+                self.face = None
+                await asyncio.to_thread(predictor.close)
+
+
+def build(models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, read_seconds: float) -> Any:
+    """Return a `litserve.LitServer` for a predictor, which starts when the server does.
+
+    Args:
+        models: as for `Predictor`.
+        options: likewise.
+        max_body: largest size of a request's body in bytes.
+        read_seconds: time limit for receiving a body.
+
+    Raises:
+        ImportError: if LitServe is not installed.
+    """
+    try:
+        import litserve
+    except ImportError as error:
+        raise ImportError(
+            "dadplug.serve needs LitServe, which is not installed: pip install 'dadplug[serve]'"
+        ) from error
+
+    class Nothing(litserve.LitAPI):
+        """API that LitServe asks for; the face answers in its place."""
+
+        def setup(self, device: Any) -> None: ...
+
+        def predict(self, x: Any) -> Any: ...
+
+    class Server(_Parts, litserve.LitServer): ...
+
+    return Server(Nothing(), models, options, max_body, read_seconds)
+
+
+def run(server: Any, host: str, port: int, log_level: str) -> None:
+    """Run a server until it is stopped by Ctrl-C or SIGTERM.
+
+    Raises:
+        LoadError: if a model cannot be loaded.
+    """
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        server.run(
+            host=host,
+            port=port,
+            num_api_servers=1,
+            log_level=log_level,
+            generate_client_file=False,
+            timeout_keep_alive=30,
+            access_log=False,
+        )
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, former)
+    if server.errors.poll():
+        raise LoadError(server.errors.recv())
+
+
+def _interrupts(pid: int) -> Callable[..., None]:
+    """Return a handler that shuts a process down as Ctrl-C does, and leaves those forked from it their own way."""
+
+    def handle(number: int, frame: Any) -> None:
+        if os.getpid() == pid:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    return handle
+
+
+def _use_one_thread() -> None:
+    """Keep torch from using threads: those of the process that this one was forked from are gone."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+
+
+def _end_with_the_parent() -> None:
+    """End this process when the one that has started it ends, also if that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

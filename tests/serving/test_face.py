@@ -1,0 +1,284 @@
+"""Requests over ASGI, without a network: answers, errors, sizes, pace, the page and its data."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+from dadplug.runners._serving import bodies
+from dadplug.runners._serving.face import Face
+from dadplug.runners._serving.page import PAGE
+from patient import patient_predictor
+
+JSON = ((b"content-type", b"application/json"),)
+
+
+def identity(batch):
+    return batch
+
+
+def face_of(models=None, max_body=10_000, read_seconds=60.0, api_key=None, **options):
+    return Face(patient_predictor(models or {"m": identity}, **options), max_body, read_seconds, api_key)
+
+
+@pytest.fixture
+def opened():
+    faces = []
+
+    def open_face(*given, **options):
+        faces.append(face_of(*given, **options))
+        return faces[-1]
+
+    yield open_face
+    for face in faces:
+        face._predictor.close()
+
+
+async def send(face, method, path, body=b"", headers=JSON, parts=None, query=b""):
+    """Send one request, and return status, content and headers."""
+    sent = []
+    parts = [body] if parts is None else list(parts)
+
+    async def receive():
+        if not parts:
+            await asyncio.sleep(3600)  # a client that stays silent
+        part = parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(parts) or part is STALL}
+
+    async def collect(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": list(headers), "query_string": query}
+    await face(scope, receive, collect)
+    start, end = sent
+    kind = dict(start["headers"])[b"content-type"].decode()
+    content = json.loads(end["body"]) if kind == bodies.JSON else end["body"].decode()
+    return start["status"], content, dict(start["headers"])
+
+
+STALL = b"{"
+
+
+def post(path, request, **given):
+    return ("POST", path, json.dumps(request).encode()), given
+
+
+def run(face, *requests):
+    """Send requests one after the other."""
+
+    async def every():
+        return [await send(face, *each[0], **each[1]) for each in requests]
+
+    return asyncio.run(every())
+
+
+def test_a_prediction_and_its_feedback(opened):
+    models = {"a": lambda batch: -batch, "b": identity}
+    face = opened(models, policy="exp4", context="site")
+    ((status, answer, _),) = run(face, post("/predict", {"input": [1.0, 2.0, 0.5], "site": "x"}))
+    assert status == 200
+    assert set(answer) == {"id", "output", "label", "model", "confidence", "models"}
+    assert (answer["models"], answer["confidence"]) == (["a", "b"], 0.5)
+    found = run(
+        face,
+        post("/feedback", {"id": answer["id"], "y": 1}),
+        post("/feedback", {"id": answer["id"], "y": 1}),
+        post("/feedback", {"id": "unknown", "y": 1}),
+        post("/feedback", {"id": "unknown"}),
+        post("/predict", {"input": [1.0, 2.0, 0.5], "site": "x"}),
+        post("/predict", {"input": [1.0, 2.0, 0.5]}),
+    )
+    assert [status for status, _, _ in found] == [200, 409, 404, 422, 200, 422]
+    assert (found[4][1]["label"], found[4][1]["model"]) == (1, "b")
+    assert found[4][1]["confidence"] > 0.5
+    assert "needs 'site'" in found[5][1]["error"]
+
+
+def test_numpy_files_are_inputs(opened):
+    face = opened(context="site", input_shape=(2, 2))
+    npy = ((b"content-type", b"application/x-npy"),)
+    x = np.array([[1.0, 2.0], [3.0, 4.0]])
+    for given in (x, np.asfortranarray(x), x.astype(">f4")):
+        ((status, answer, _),) = run(
+            face, (("POST", "/predict", bodies.dump_npy(given)), {"headers": npy, "query": b"site=a%20b"})
+        )
+        assert (status, answer["output"]) == (200, x.tolist())
+    ok = bodies.dump_npy(x)
+    wrong = (b"", b"\x93NUMPY", ok[:-1], ok + b"x", ok.replace(b"(2, 2)", b"(9, 9)"), b"x" * 100)
+    objects = ok.replace(b"'<f8'", b"'|O8'")
+    for body in (*wrong, objects, ok.replace(b"{'descr'", b"{[[[[[[[")):
+        ((status, answer, _),) = run(face, (("POST", "/predict", body), {"headers": npy, "query": b"site=a"}))
+        assert (status, "numpy.save" in answer["error"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"\x00\xff\xfe", 400),
+        (b"[1, 2]", 400),
+        (b"[" * 5000, 400),
+        (b'{"input": [1, 2', 400),
+        (b'{"inputs": [1, 2, 3]}', 422),
+        (b'{"input": [1, 2, 3], "extra": 1}', 422),
+        (b'{"input": [1, 2]}', 422),
+        (b'{"input": [1, NaN, 3]}', 422),
+        (b'{"input": [1, Infinity, 3]}', 422),
+        (b'{"input": [1, 1e999, 3]}', 422),
+        (b'{"input": [1, 1e39, 3]}', 422),
+        (b'{"input": [1, null, 3]}', 422),
+        (b'{"input": "123"}', 422),
+        (b'{"input": {"a": 1}}', 422),
+        (b'{"input": [[1], [2, 3]]}', 422),
+        (b'{"input": [1' + b"0" * 5000 + b", 2, 3]}", 400),
+    ],
+)
+def test_garbage_fails_alone(opened, body, status):
+    face = opened(input_shape=(3,), dtype="float32")
+    found = run(face, (("POST", "/predict", body), {}), post("/predict", {"input": [1, 2, 3]}))
+    assert [each[0] for each in found] == [status, 200]
+    assert found[0][1]["error"]
+
+
+def test_methods_types_and_sizes(opened):
+    face = opened(max_body=100)
+    large = json.dumps({"input": [0.5] * 100}).encode()
+    found = run(
+        face,
+        (("GET", "/predict"), {}),
+        (("POST", "/predict", b'{"input": [1, 2]}'), {"headers": ((b"content-type", b"text/plain"),)}),
+        (("POST", "/predict", large), {}),
+        (("POST", "/predict", large), {"headers": (*JSON, (b"content-length", b"1000000"))}),
+        (("POST", "/predict"), {"parts": [large[:60], large[60:120], large[120:]]}),
+        post("/predict", {"input": [1, 2]}),
+    )
+    assert [status for status, _, _ in found] == [405, 415, 413, 413, 413, 200]
+    assert found[2][2][b"connection"] == b"close"
+
+
+def test_a_key_is_needed_where_one_is_set(opened):
+    face = opened(api_key="secret")
+    request = post("/predict", {"input": [1, 2]})
+    found = run(face, request, (request[0], {"headers": (*JSON, (b"x-api-key", b"secret"))}), (("GET", "/status"), {}))
+    assert [status for status, _, _ in found] == [401, 200, 401]
+
+
+def test_slow_clients_do_not_hold_up_others(opened):
+    face = opened(read_seconds=2.0)
+
+    async def both():
+        slow = [asyncio.create_task(send(face, "POST", "/predict", parts=[STALL])) for _ in range(20)]
+        await asyncio.sleep(0)
+        quick = await send(face, *post("/predict", {"input": [1, 2]})[0])
+        waiting = sum(not each.done() for each in slow)
+        return quick[0], waiting, {(await each)[0] for each in slow}
+
+    assert asyncio.run(both()) == (200, 20, {408})
+
+
+def test_concurrent_requests_are_batched_and_each_gets_its_own_answer(opened):
+    started, go, sizes = threading.Event(), threading.Event(), []
+
+    def model(batch):
+        sizes.append(len(batch))
+        started.set()
+        assert go.wait(60)
+        return batch * 2
+
+    face = opened({"m": model})
+    face._predictor._models["m"].limit.value = 50
+
+    async def every():
+        requests = [asyncio.create_task(send(face, *post("/predict", {"input": [i, 1.5]})[0])) for i in range(40)]
+        await asyncio.to_thread(started.wait, 60)
+        while len(face._open) < 40:
+            await asyncio.sleep(0.001)
+        go.set()
+        return [(await each)[1]["output"] for each in requests]
+
+    assert asyncio.run(every()) == [[2 * i, 3.0] for i in range(40)]
+    assert sum(sizes) == 40
+    assert len(sizes) <= 10
+
+
+def test_a_request_past_its_deadline_gets_503(opened):
+    go = threading.Event()
+
+    def model(batch):
+        assert go.wait(60)
+        return batch
+
+    face = opened({"m": model}, slo=0.01, deadline=0.05)
+    ((status, answer, _),) = run(face, post("/predict", {"input": [1, 2]}))
+    go.set()
+    assert (status, "deadline" in answer["error"]) == (503, True)
+    assert face._open == {}
+
+
+def test_the_state_of_the_server(opened):
+    face = opened({"a": identity, "b": identity}, policy="exp4", context="site")
+    ((_, answer, _),) = run(face, post("/predict", {"input": [1.0, 2.0], "site": "<x>"}))
+    found = run(
+        face,
+        post("/feedback", {"id": answer["id"], "y": 1}),
+        (("GET", "/metrics"), {}),
+        (("GET", "/health"), {}),
+        (("GET", "/status.json"), {}),
+        (("GET", "/status"), {}),
+    )
+    assert [status for status, _, _ in found] == [200] * 5
+    assert 'dadplug_requests_total{status="200"} 1\n' in found[1][1]
+    assert found[2][1] == {"ready": {"a": True, "b": True}}
+    history = found[3][1]["history"]
+    assert sum(each["requests"] for each in history) == 1
+    assert history[-1]["weights"] == {"<x>": {"a": 0.5, "b": 0.5}}
+    assert found[4][1] == PAGE
+    assert b"default-src 'none'" in found[4][2][b"content-security-policy"]
+    assert "http" not in PAGE.replace("http-equiv", "")  # no external resources
+
+
+STATE = {
+    "slo": 0.05,
+    "models": {"<a>": {"ready": True, "version": 1, "restarts": 0, "waiting": 0, "batch_limit": 3, "pid": 5}},
+    "history": [
+        {
+            "time": 100 + i,
+            "requests": 10 * i,
+            "failures": 0,
+            "above_goal": 1,
+            "p50": 0.01,
+            "p99": 0.02,
+            "batches": {"<a>": 4 + i},
+            "hits": i,
+            "lookups": 10,
+            "weights": {"w<1>": {"<a>": 0.25 * i}},
+        }
+        for i in range(3)
+    ],
+}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's script")
+def test_the_page_draws_its_data(tmp_path):
+    script = PAGE.split("<script>")[1].split("</script>")[0]
+    state = json.dumps(STATE)
+    script += f"\nconst state = {state};\nconsole.log(JSON.stringify([charts(state), page(state), table(state)]));"
+    (tmp_path / "page.js").write_text(script)
+    node = subprocess.run(["node", str(tmp_path / "page.js")], capture_output=True, text=True, timeout=120)
+    assert node.returncode == 0, node.stderr
+    charts, page, table = json.loads(node.stdout)
+    assert charts["Latency in ms"]["p99"] == [[101, 20], [102, 20]]  # the first second had no answers
+    assert charts["Latency in ms"]["goal"] == [[100, 50], [101, 50], [102, 50]]
+    assert charts["Batch size"] == {"<a>": [[100, 4], [101, 5], [102, 6]]}
+    assert charts["Share of cache hits"]["hits"][-1] == [102, 0.2]
+    assert charts["Weights in w<1>"] == {"<a>": [[100, 0], [101, 0.25], [102, 0.5]]}
+    assert page.count("<svg") == 5
+    assert "<polyline" in page
+    assert "NaN" not in page
+    assert "<a>" not in page + table  # names are escaped
+    assert "&#60;a&#62;" in table

@@ -1,0 +1,254 @@
+"""Models from files, each in a process of its own: kinds of files, failures, restarts, reloads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from patient import patient_predictor
+from torch import nn
+
+from dadplug.models import MNISTNet
+from dadplug.serving import InputError, LoadError, Model, ServingError, UnavailableError
+from dadplug.serving.loading import load
+
+BUILDERS = '''
+import os, time
+import torch
+from torch import nn
+
+def net(width=5):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+
+class Module(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.net = net(width)
+    def forward(self, x):
+        return self.net(x)
+
+class Odd(nn.Module):
+    """Hangs or ends when it is asked to."""
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        if (x == 666).any():
+            os._exit(9)
+        if (x == 777).any():
+            time.sleep(3600)
+        return x * self.scale + torch.tensor([0.0, 0.0, 0.0, float(os.getpid())], dtype=x.dtype)
+'''
+SECONDS = 60.0
+
+
+@pytest.fixture
+def builders(tmp_path) -> Path:
+    path = tmp_path / "builders.py"
+    path.write_text(BUILDERS)
+    return path
+
+
+def net(width=5):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def wait_until(condition):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_all_kinds_of_files_answer_as_the_model_does(builders, tmp_path):
+    module, x = net(7).eval(), torch.randn(4)
+    weights = module.state_dict()
+    torch.save(weights, tmp_path / "state.pt")
+    lightning = {"state_dict": {f"net.{key}": value for key, value in weights.items()}, "epoch": 3}
+    torch.save(lightning | {"hyper_parameters": {"width": 7, "_class": "x"}, "loops": {}}, tmp_path / "lightning.ckpt")
+    torch.save({"model_state_dict": weights, "optimizer_state_dict": {}, "epoch": 1}, tmp_path / "catalyst.pth")
+    batch = torch.export.Dim("batch")
+    torch.export.save(
+        torch.export.export(module, (torch.randn(2, 4),), dynamic_shapes=({0: batch},)), tmp_path / "a.pt2"
+    )
+    models = {
+        "state": Model(tmp_path / "state.pt", builder=f"{builders}:net", arguments={"width": 7}),
+        "lightning": Model(tmp_path / "lightning.ckpt", builder=f"{builders}:Module"),
+        "part": Model(tmp_path / "lightning.ckpt", builder=f"{builders}:net"),
+        "catalyst": Model(tmp_path / "catalyst.pth", builder=f"{builders}:net", arguments={"width": 7}),
+        "exported": str(tmp_path / "a.pt2"),
+    }
+    with patient_predictor(models, policy="exp4") as predictor:
+        assert predictor.schema == ((4,), "float32")  # of the exported file
+        answers = []
+        for name, model in predictor._models.items():
+            model.request(x.numpy(), b"", 0.0, time.monotonic() + SECONDS, answers.append)
+            assert model.status()["pid"] not in (None, os.getpid()), name
+        wait_until(lambda: len(answers) == len(models))
+        expected = module(x[None])[0].detach().numpy()
+        for answer in answers:
+            np.testing.assert_allclose(answer.output, expected, rtol=1e-5, err_msg=f"{answer}")
+        assert len({model["pid"] for model in predictor.status()["models"].values()}) == len(models)
+        p = predictor.predict(x)
+        assert (p.confidence, set(p.models)) == (pytest.approx(1.0), set(models))
+        pids = [model["pid"] for model in predictor.status()["models"].values()]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def test_onnx_files(tmp_path):
+    pytest.importorskip("onnxruntime")
+    # y = x W of an opset 13 graph, as bytes: the onnx package is not needed
+    path = tmp_path / "model.onnx"
+    path.write_bytes(matmul_graph(np.arange(6, dtype=np.float32).reshape(2, 3)))
+    with patient_predictor({"m": path}) as predictor:
+        assert predictor.schema == ((2,), "float32")
+        np.testing.assert_allclose(predictor.predict([1.0, 2.0]).output, [6.0, 9.0, 12.0])
+        with pytest.raises(InputError, match=r"expects \(2\)"):
+            predictor.predict([1.0])
+
+
+def field(number: int, content: bytes | int | str) -> bytes:
+    """Return a field of a protocol buffer; all numbers and lengths are below 128."""
+    if isinstance(content, int):
+        return bytes([number << 3, content])
+    content = content.encode() if isinstance(content, str) else content
+    assert len(content) < 128
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+def matmul_graph(weight: np.ndarray) -> bytes:
+    def value(name, *sizes):
+        shape = b"".join(field(1, field(2, s) if isinstance(s, str) else field(1, s)) for s in sizes)
+        return field(1, name) + field(2, field(1, field(1, 1) + field(2, shape)))
+
+    initialiser = b"".join(field(1, size) for size in weight.shape) + field(2, 1) + field(8, "w")
+    initialiser += field(9, weight.tobytes())
+    node = field(1, "x") + field(1, "w") + field(2, "y") + field(4, "MatMul")
+    graph = field(1, node) + field(2, "g") + field(5, initialiser)
+    graph += field(11, value("x", "n", 2)) + field(12, value("y", "n", 3))
+    head, body = field(1, 8), field(8, field(1, "") + field(2, 13))
+    return head + bytes([7 << 3 | 2, len(graph) & 127 | 128, len(graph) >> 7]) + graph + body
+
+
+def description(path, **given):
+    return Model(path, **given).description() | {"threads": 1}
+
+
+def test_models_of_dadplug_need_no_builder(tmp_path):
+    torch.manual_seed(0)
+    module = MNISTNet().eval()
+    torch.save({"state_dict": {f"model.{k}": v for k, v in module.state_dict().items()}}, tmp_path / "best.ckpt")
+    loaded = load(description(tmp_path / "best.ckpt"))
+    x = torch.randn(2, 784)
+    torch.testing.assert_close(loaded.run(x.numpy()), module(x))
+    assert loaded.schema == (None, "float32")
+
+
+def test_what_cannot_be_loaded_is_named(builders, tmp_path):
+    torch.save(net().state_dict(), tmp_path / "state.pt")
+    torch.save(net(), tmp_path / "pickled.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"epoch": 1}, tmp_path / "none.pt")
+    (tmp_path / "text.ckpt").write_text("hello")
+    (tmp_path / "text.pt2").write_text("hello")
+    (tmp_path / "folder").mkdir()
+    for name, given, message in (
+        ("state.pt", {}, "weights and no code"),
+        ("state.pt", {"builder": f"{builders}:nothing"}, "has no nothing"),
+        ("state.pt", {"builder": f"{builders}:Odd"}, "do not fit the builder's model"),
+        ("state.pt", {"builder": "nowhere_to_be_found:net"}, "No module named"),
+        ("state.pt", {"builder": "builtins:dict"}, "returns dict"),
+        ("pickled.pt", {}, "objects besides tensors"),
+        ("list.pt", {}, "holds list"),
+        ("none.pt", {}, "no state dict"),
+        ("text.ckpt", {}, "damaged"),
+        ("text.pt2", {}, "no file of torch.export.save"),
+        ("folder", {}, "no sharded checkpoint"),
+    ):
+        with pytest.raises(LoadError, match=message):
+            load(description(tmp_path / name, **given))
+    for wrong in ("net", ":net", lambda: net()):
+        with pytest.raises(LoadError, match=r"does not read like|cannot be imported"):
+            description(tmp_path / "state.pt", builder=wrong)
+    with pytest.raises(LoadError, match="weights and no code"):  # in the process, reported at the start
+        patient_predictor({"m": tmp_path / "state.pt"})
+
+
+def odd(builders, path, scale=1.0):
+    torch.save({"scale": torch.tensor([scale])}, path)
+    return Model(path, builder=f"{builders}:Odd", input_shape=(4,))
+
+
+def ask(predictor, x):
+    """Return the answer once there is one; failures in the meantime have status 503."""
+    end = time.monotonic() + SECONDS
+    while True:
+        try:
+            return predictor.predict(x, timeout=SECONDS)
+        except UnavailableError:
+            assert time.monotonic() < end
+
+
+def test_a_process_that_ends_or_hangs_is_restarted_and_others_go_on(builders, tmp_path, caplog):
+    models = {"odd": odd(builders, tmp_path / "odd.pt"), "fine": lambda batch: batch}
+    with (
+        caplog.at_level(logging.WARNING, "dadplug.serving"),
+        patient_predictor(models, hang_seconds=1.0, cache_bytes=0) as predictor,
+    ):
+        first = int(predictor.predict([0.0, 0, 0, 0], timeout=SECONDS).output[3])
+        assert first == predictor.status()["models"]["odd"]["pid"]
+        os.kill(first, signal.SIGKILL)
+        wrong = []
+        for number in range(50):
+            try:
+                p = predictor.predict([float(number), 1, 2, 0], timeout=SECONDS)
+                wrong += [] if list(p.output[:3]) == [number, 1, 2] else [p]
+            except ServingError as error:
+                wrong += [] if error.status == 503 else [error]
+        assert wrong == []
+        second = int(ask(predictor, [0.0, 0, 0, 0]).output[3])
+        assert second != first
+        for trouble in (666.0, 777.0):
+            answers = []
+            predictor._models["fine"].request(np.ones(4), b"", 0.0, time.monotonic() + SECONDS, answers.append)
+            with pytest.raises(UnavailableError, match="model 'odd' failed"):
+                predictor.predict([trouble, 0, 0, 0], timeout=SECONDS)
+            assert list(ask(predictor, [5.0, 0, 0, 0]).output[:3]) == [5, 0, 0]
+            assert answers[0].output is not None
+        assert predictor.status()["models"]["odd"]["restarts"] == 3
+        assert predictor.status()["models"]["fine"]["restarts"] == 0
+    assert [r for r in caplog.messages if "model 'odd' failed and is restarted" in r and "no answer for 1 s" in r]
+    assert not [r for r in caplog.messages if "fine" in r]
+
+
+def test_a_changed_file_is_loaded_and_its_former_answers_are_void(builders, tmp_path, caplog):
+    path = tmp_path / "odd.pt"
+    with (
+        caplog.at_level(logging.ERROR, "dadplug.serving"),
+        patient_predictor({"m": odd(builders, path)}, reload=True) as predictor,
+    ):
+        watcher = predictor._watcher
+        watcher.close()  # the test looks by itself
+        x = [1.0, 2, 3, 0]
+        old = predictor.predict(x)
+        assert list(old.output[:3]) == [1, 2, 3]
+        watcher.look()
+        assert predictor.predict(x).output is old.output  # from the cache
+        odd(builders, tmp_path / "new.pt", scale=10.0)
+        os.replace(tmp_path / "new.pt", path)
+        watcher.look()
+        assert predictor.predict(x).output is old.output  # the file may be in the middle of a write
+        watcher.look()
+        wait_until(lambda: predictor.status()["models"]["m"]["version"] == 2)
+        assert list(predictor.predict(x).output[:3]) == [10, 20, 30]
+        path.write_text("garbage")
+        watcher.look()
+        watcher.look()
+        assert list(predictor.predict([2.0, 2, 3, 0]).output[:3]) == [20, 20, 30]
+    assert [message for message in caplog.messages if "its former version goes on" in message]

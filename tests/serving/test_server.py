@@ -1,0 +1,108 @@
+"""The server on LitServe, its client and its command, with real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support
+import torch
+from dadplug.runners.serving import PredictionClient
+
+from dadplug.serving import FeedbackError, InputError, UnavailableError
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120.0
+BUILDER = "import torch\n\n\ndef net():\n    return torch.nn.Linear(3, 2)\n"
+
+
+def wait_for(condition, process=None):
+    end = time.monotonic() + SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not happen in time"
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return found
+
+
+def state_of(client):
+    try:
+        return client.status()
+    except OSError:
+        return None
+
+
+def test_a_checkpoint_is_served_by_the_command_until_sigterm(tmp_path):
+    pytest.importorskip("litserve")
+    module = torch.nn.Linear(3, 2)
+    torch.save({"state_dict": module.state_dict()}, tmp_path / "best.ckpt")
+    (tmp_path / "net.py").write_text(BUILDER)
+    port = support.free_port()
+    command = [sys.executable, "-m", "dadplug", "serve", "best.ckpt", f"other={tmp_path / 'best.ckpt'}"]
+    command += ["--builder", "net.py:net", "--slo", "500ms", "--deadline", "60s", "--policy", "exp4"]
+    command += ["--context", "site", "--port", str(port), "--input-shape", "3", "--state", "weights.json"]
+    server = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    client = PredictionClient(f"http://127.0.0.1:{port}", context="site", timeout=SECONDS)
+    try:
+        state = wait_for(lambda: state_of(client), server)
+        pids = [model["pid"] for model in state["models"].values()]
+        assert set(state["models"]) == {"best", "other"}
+        x = np.array([1.0, 2.0, 3.0], np.float32)
+        p = client.predict(x, context="ward")
+        np.testing.assert_allclose(p.output, module(torch.from_numpy(x)).detach().numpy(), rtol=1e-5)
+        client.feedback(p.id, p.label)
+        with pytest.raises(FeedbackError, match="has had its feedback"):
+            client.feedback(p.id, p.label)
+        with pytest.raises(InputError, match=r"expects \(3\)"):
+            client.predict([1.0], context="ward")
+        with socket.create_connection(("127.0.0.1", port)) as garbage:
+            garbage.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
+            with socket.create_connection(("127.0.0.1", port)) as silent:
+                silent.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+                assert client.predict(x, context="ward").label == p.label
+        os.kill(pids[0], signal.SIGKILL)
+        for _ in range(20):
+            with contextlib.suppress(UnavailableError):
+                assert client.predict(x + 1, context="ward").models
+        wait_for(lambda: all(model["ready"] for model in client.status()["models"].values()))
+        pids += [model["pid"] for model in client.status()["models"].values()]
+    finally:
+        client.close()
+        server.send_signal(signal.SIGTERM)
+        out, errors = server.communicate(timeout=SECONDS)
+    assert server.returncode == 0, errors
+    assert f"serving best, other on http://127.0.0.1:{port}/predict" in out.decode()
+    assert "ward" in (tmp_path / "weights.json").read_text()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def test_the_extra_is_named_if_litserve_is_missing(monkeypatch):
+    import dadplug
+
+    monkeypatch.setitem(sys.modules, "litserve", None)
+    with pytest.raises(ImportError, match=r"pip install 'dadplug\[serve\]'"):
+        dadplug.serve({"m": lambda batch: batch})
+    with pytest.raises(ValueError, match="slo has to be positive"):
+        dadplug.serve({"m": lambda batch: batch}, slo=-1)
+
+
+def test_a_client_needs_an_address():
+    for wrong in ("127.0.0.1:8000", "ftp://a", "http://"):
+        with pytest.raises(ValueError, match="no address of http"):
+            PredictionClient(wrong)
+    with pytest.raises(OSError, match="refused"):
+        PredictionClient(f"http://127.0.0.1:{support.free_port()}").predict([1.0])
