@@ -19,7 +19,7 @@ from contextlib import suppress
 from ..errors import MismatchError, RefusedError, SealingError, SiteError
 from . import tls
 from .actions import FRESH, Position
-from .dialing import dial_hub
+from .dialing import dial_hub, tell
 from .forked import close_in_children
 from .frames import VERSION, FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
 from .kits import Kit
@@ -102,8 +102,6 @@ class HubConnection(ABC):
         """Begin a new stream with a hub that does not know the present one; raise RefusedError if that cannot be."""
         raise RefusedError(f"{self.hub} has been restarted, or has given this site up: {self.outage}")
 
-    # Start and end
-
     def start(self, timeout: float) -> None:
         """Dial until the hub answers.
 
@@ -114,7 +112,7 @@ class HubConnection(ABC):
             RefusedError: if the hub refuses this site.
             SiteError: if it cannot be reached in time.
         """
-        deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+        deadline, pause, printed = time.monotonic() + timeout, _FIRST_PAUSE, False
         while True:
             try:
                 self._dial(min(_DIAL_SECONDS, max(0.1, deadline - time.monotonic())))
@@ -122,6 +120,7 @@ class HubConnection(ABC):
             except (OSError, FrameError) as error:
                 if time.monotonic() + pause > deadline:
                     raise SiteError(f"{self.hub} cannot be reached for {timeout:g} s: {error}") from error
+                printed = printed or tell(self.hub, error)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         self._thread = threading.Thread(target=self._run, name=f"dadplug-hub-{self._channel}", daemon=True)
@@ -193,13 +192,13 @@ class HubConnection(ABC):
 
     # Frames
 
-    def post(self, head: Head, content: memoryview | bytes) -> None:
+    def post(self, head: Head, content: memoryview | bytes, soon: bool = False) -> None:
         """Send a message, cut into frames; return at once. The content is copied.
 
         Args:
-            head: head of the frames, without offset and length; an empty content is sent as one frame of a kind
-                without a body.
-            content: the message, of bytes.
+            head: head of the frames, without offset and length.
+            content: the message, of bytes; if empty, it is sent as one frame of a kind without a body.
+            soon: whether it may wait for the next message or ping, with which it is sent.
 
         Raises:
             SiteError: if the connection has been given up.
@@ -207,7 +206,8 @@ class HubConnection(ABC):
         with self.lock:
             self.check()
             self._frames.append_message(head, content)
-            self._flush_or_disconnect()
+            if not soon:
+                self._flush_or_disconnect()
             behind = self._frames.blocked
         if behind and not self._waiting:
             self._wake()

@@ -25,7 +25,7 @@ class KeptFrames:
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
         self._frames: dict[int, list[bytes]] = {}
-        self._nbytes: Counter[int] = Counter()
+        self._nbytes = 0
         self._first = 0  # step from which on all frames are kept
 
     def append(self, head: Head, frame: bytes) -> None:
@@ -33,15 +33,15 @@ class KeptFrames:
         if head.kind not in _KEPT or head.step < self._first:
             return
         self._frames.setdefault(head.step, []).append(frame)
-        self._nbytes[head.step] += len(frame)
-        if sum(self._nbytes.values()) > self._limit:
+        self._nbytes += len(frame)
+        if self._nbytes > self._limit:
             self._first = head.step + 1
             self.forget_before(self._first)
 
     def forget_before(self, step: int) -> None:
         """Forget the frames of all steps before one."""
         for each in [each for each in self._frames if each < step]:
-            del self._frames[each], self._nbytes[each]
+            self._nbytes -= sum(map(len, self._frames.pop(each)))
 
     def complete(self, step: int) -> bool:
         """Return whether all frames from a step on are kept."""

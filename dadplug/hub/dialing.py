@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 from ..errors import RefusedError
 from . import tls
@@ -13,12 +14,16 @@ from .receiver import FrameReceiver
 from .secure_socket import SecureSocket
 
 
+class TryAgainError(ConnectionError):
+    """The hub refuses this site at present, and may accept it later."""
+
+
 def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -> tuple[SecureSocket, Welcome]:
     """Dial the hub once.
 
     Args:
         kit: kit of this site.
-        hello: first message of this site.
+        hello: first message of this site; the version of dadplug is filled in.
         address: host and port of the hub.
         seconds: time for each part.
 
@@ -30,6 +35,7 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
         OSError: if the hub cannot be reached, or may accept this site later.
         FrameError: if the hub sends something that is no answer.
     """
+    hello = hello._replace(release=sys.modules[__name__.partition(".")[0]].__version__)
     connection = tls.dial(kit, seconds, address)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -37,7 +43,7 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
         answer = _read_answer(connection, len(kit.roster.sites))
         if isinstance(answer, Refuse):
             if answer.retry:
-                raise ConnectionError(f"it refuses this site at present: {answer.reason}")
+                raise TryAgainError(f"it refuses this site at present: {answer.reason}")
             raise RefusedError(f"the hub at {address[0]}:{address[1]} refuses {kit.name}: {answer.reason}")
         if not isinstance(answer, Welcome):
             raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
@@ -45,6 +51,18 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
         connection.close()
         raise
     return connection, answer
+
+
+def tell(hub: str, error: Exception) -> bool:
+    """Print why a site has to dial again, where the hub has told it so; return whether it has.
+
+    Args:
+        hub: name of the hub.
+        error: error of `dial_hub`.
+    """
+    if isinstance(error, TryAgainError):
+        print(f"dadplug: {hub}: {error}", file=sys.stderr, flush=True)
+    return isinstance(error, TryAgainError)
 
 
 def _read_answer(connection: SecureSocket, world_size: int) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..exchange.requirements import Requirements
-from .actions import IDLE, Action, Close, Round, Rules
+from .actions import IDLE, Action, Close, Drop, Join, Round, Rules
 from .frames import FrameError, Head
 from .membership import Membership
 from .missed_steps import LIMIT, MissedSteps
@@ -26,12 +26,15 @@ class ElasticRun:
         rules: the rules that hold.
         round: frames of the open round; kept only while the run is elastic.
         missed: training steps that late sites have missed.
+        joined: announcements of the sites that have joined in the open round, by slot. A site that joins after them in
+            the same round has to be told.
     """
 
     def __init__(self, rules: Rules, missed: MissedSteps) -> None:
         self.rules = self._first = rules
         self.round = OpenRound()
         self.missed = missed
+        self.joined: dict[int, Join] = {}
         self._kind = Round.COLLECTIVE  # of the open round, once a site has ended it
         self._required: Requirements | None = None
 
@@ -55,7 +58,9 @@ class ElasticRun:
         Raises:
             FrameError: if other sites have required something else, or it cannot be met.
         """
-        if self._required not in (None, requirements):
+        if self._required is None:
+            self.joined.clear()  # at the start
+        elif self._required != requirements:
             raise FrameError(f"it requires {requirements}, and another site {self._required}")
         timeout = requirements.timeout_ms / 1e3
         try:
@@ -115,10 +120,15 @@ class ElasticRun:
         self.missed.take(action, self._kind, self.round.nbytes)
         if isinstance(action, Close):
             self.begin_round()
+        elif isinstance(action, Join):
+            self.joined[action.slot] = action
+        elif isinstance(action, Drop):
+            self.joined.pop(action.slot, None)
 
     def begin_round(self) -> None:
         """Begin a round."""
         self.round.clear()
+        self.joined.clear()
         self._kind = Round.COLLECTIVE
 
     def reset(self) -> None:

@@ -1,8 +1,8 @@
-"""Wire format between sites and the hub: frames of a fixed head and at most 64 kB.
+"""Wire format between sites and the hub: frames of a fixed head and at most 128 kB.
 
 **Pieces.** A message of any size is cut into frames, so that the hub passes its first bytes on before it has the last
 ones, holds at most one frame of each connection, and can mix the messages of several sites on one connection: a slow
-sender holds up nobody. The head takes 32 bytes, 0.05% of a full frame.
+sender holds up nobody. The head takes 32 bytes, 0.02% of a full frame, which fills eight records of TLS.
 
 **Sizes.** A head is checked as soon as it is complete, before anything is allocated for the body. Pieces of a message
 come in order and without gaps, and within the size that the receiver expects: sites know the sizes of gathers and sums
@@ -42,11 +42,11 @@ from ..exchange.requirements import Requirements
 from .actions import Accept, Close, Drop, Join, Pause, Position, Redo, Refuse, Replay, Resume, SendState, Skip, Start
 from .restart_messages import Continue, Repeat, Report
 
-PIECE_BYTES = 1 << 16  # of a frame's body, at most
-VERSION = 2
+VERSION = 3
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
+PIECE_BYTES = (1 << 17) - HEAD_BYTES  # of a frame's body, at most
 _MAGIC = 0xDAD9
 _LONGEST_TEXT = 2000  # characters
 
@@ -68,6 +68,7 @@ class Kind(IntEnum):
     PING = 8
 
 
+_KINDS = (Kind.CONTROL, *Kind)  # by their numbers, from 1
 _EMPTY = (Kind.END, Kind.PING)  # kinds without a body
 
 
@@ -98,7 +99,16 @@ class Head(NamedTuple):
         Raises:
             struct.error: if a number is out of range.
         """
-        return _HEAD.pack(_MAGIC, self.kind, 0, self.slot, self.tag, self.exchange, self.step, self.offset, self.length)
+        return self.pack_piece(self.offset, self.length)
+
+    def pack_piece(self, offset: int, length: int) -> bytes:
+        """Return the head of a piece of the same message as bytes.
+
+        Args:
+            offset: bytes of the message before the piece.
+            length: bytes of the piece.
+        """
+        return _HEAD.pack(_MAGIC, self.kind, 0, self.slot, self.tag, self.exchange, self.step, offset, length)
 
     @classmethod
     def unpack(cls, content: bytes | bytearray | memoryview) -> Head:
@@ -112,7 +122,7 @@ class Head(NamedTuple):
             raise FrameError("these bytes are not the beginning of a frame: the other end does not speak the protocol")
         if not Kind.CONTROL <= kind <= Kind.PING:
             raise FrameError(f"unknown kind of frame: {kind}")
-        head = cls(Kind(kind), slot, step, exchange, offset, length, tag)
+        head = cls(_KINDS[kind], slot, step, exchange, offset, length, tag)
         if length > PIECE_BYTES:
             raise FrameError(f"a frame of {length} bytes: there may be {PIECE_BYTES} at most")
         if bool(length) == (head.kind in _EMPTY):
@@ -146,7 +156,7 @@ def frames(head: Head, content: memoryview) -> Iterator[tuple[bytes, memoryview]
     """
     for offset in range(0, len(content), PIECE_BYTES):
         body = content[offset : offset + PIECE_BYTES]
-        yield head._replace(offset=offset, length=len(body)).pack(), body
+        yield head.pack_piece(offset, len(body)), body
 
 
 class FrameReader:
@@ -266,6 +276,7 @@ class Hello(NamedTuple):
         channel: "training", "parameters" for the parameter manager's connection, "store" for small values by key, or
             "check", see `dadplug.hub.check_channel`.
         received: number of frames of the hub that it has received before its connection was lost; 0 at first.
+        release: version of dadplug at the site.
     """
 
     version: int
@@ -273,6 +284,7 @@ class Hello(NamedTuple):
     position: Position
     channel: str
     received: int = 0
+    release: str = ""
 
 
 class Welcome(NamedTuple):
@@ -318,17 +330,7 @@ _MESSAGES: tuple[Any, ...] = (
     *(Hello, Welcome, Joined, Leave, Requirements, Report, Repeat, Continue),
 )
 _HINTS: dict[type, dict[str, str]] = {}
-_SLOTS = {
-    "slot",
-    "donor",
-    "joiner",
-    "holders",
-    "participants",
-    "contributors",
-    "waiting_for",
-    "joined",
-    "gone",
-}  # fields
+_SLOTS = {"slot", "donor", "joiner", "holders", "participants", "contributors"} | {"waiting_for", "joined", "gone"}
 for _class in (Position, *_MESSAGES):
     codec.register(_class)
     _HINTS[_class] = {

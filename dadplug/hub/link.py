@@ -352,8 +352,8 @@ class HubLink(ContinuedLink):
     # Steps, and the end
 
     def end_step(self) -> None:
-        """Tell the hub that this site's part of the open step is over."""
-        self.post(Head(Kind.END, self.rank, self.step), b"")
+        """Tell the hub that this site's part of the open step is over; no site waits for that."""
+        self.post(Head(Kind.END, self.rank, self.step), b"", soon=True)
         self.step += 1
 
     def _announce(self, reason: str, keep: bool) -> None:

@@ -11,7 +11,7 @@ from .secure_socket import SecureSocket
 from .stream import SendQueue, Stream
 
 _PING_BYTES = 1 << 22  # received bytes after which the other end gets an acknowledgement
-_MOST_EXPECTED = 1 << 16  # bytes that may arrive before they are decrypted
+_MOST_EXPECTED = 1 << 17  # bytes that may arrive before they are decrypted
 
 
 class NumberedFrames:
@@ -114,7 +114,7 @@ class NumberedFrames:
         if self.seal is not None:
             return self.seal(head, memoryview(content))
         if len(content) <= PIECE_BYTES:
-            return (b"".join((head._replace(length=len(content)).pack(), content)),)
+            return (b"".join((head.pack_piece(0, len(content)), content)),)
         return (b"".join(parts) for parts in frames(head, memoryview(content)))
 
     def ping(self) -> None:
@@ -129,7 +129,7 @@ class NumberedFrames:
         Raises:
             OSError: if the connection is lost.
         """
-        if self._stream is not None:
+        if self._stream is not None and (self.blocked or self._queue.unsent_bytes or self._stream.notes):
             self.blocked = not self._stream.flush(self._queue)
 
     def expect(self, nbytes: int) -> None:

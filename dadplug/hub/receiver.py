@@ -16,6 +16,7 @@ class FrameReceiver:
         room: returns room for the body of a frame by its head, and raises an error to refuse the frame.
 
     Attributes:
+        head_bytes: the last head, as it has arrived.
         body: body of the last frame; what `room` has returned for it.
         nbytes: bytes received so far.
     """
@@ -23,9 +24,9 @@ class FrameReceiver:
     def __init__(self, connection: SecureSocket, room: Callable[[Head], memoryview]) -> None:
         self._connection = connection
         self._room = room
-        self._head_bytes = memoryview(bytearray(HEAD_BYTES))
+        self.head_bytes = memoryview(bytearray(HEAD_BYTES))
         self._head: Head | None = None
-        self._target = self._head_bytes
+        self._target = self.head_bytes
         self._filled = 0
         self.body = memoryview(b"")
         self.nbytes = 0
@@ -72,5 +73,5 @@ class FrameReceiver:
                 self.body = target[:0]
             else:
                 head, self._head = self._head, None
-                self.body, self._target = target, self._head_bytes
+                self.body, self._target = target, self.head_bytes
             return head

@@ -68,6 +68,7 @@ class Relay(SessionTable):
         self._sums = Sums(len(self.names))
         self._ahead: list[deque[int]] = [deque() for _ in self.names]  # ENDs of later steps than the open one
         self._recovery = Recovery(self)
+        self._crowded = False  # whether some frames may not be read
 
     # Connections.
 
@@ -98,7 +99,7 @@ class Relay(SessionTable):
             return session, self._welcome(True, session.received)
         if session is not None:
             if session.stream is not None:
-                return None, self._refuse_second(session, self.run.rules.site_timeout, now)
+                return None, self._refuse_second(session, hello.instance, self.run.rules.site_timeout, now)
             self.drop(session, "another process has dialled in as this site", now)
         gone = self._gone.get(key)
         if gone is not None and gone[0] == hello.instance:
@@ -112,6 +113,8 @@ class Relay(SessionTable):
         session.waits = hello.channel == "training" and (
             self._ending or self._recovery.active or (self.run.elastic and self.membership.started)
         )
+        if not self._ending and (reason := self._other_release(session)):
+            return None, Refuse(name, reason, False)
         actions: list[Action] = []
         if hello.channel == "training" and not session.waits:
             actions = self.membership.dial(name, hello.instance, hello.position, now)
@@ -190,6 +193,8 @@ class Relay(SessionTable):
 
     def readable(self, session: Session) -> bool:
         """Return whether frames of a site may be read: there is room in all queues that they go to."""
+        if not self._crowded:
+            return True
         if session.channel in ("store", "check"):
             return not session.full
         if session.channel == "training" and self._sums.is_ahead(session.slot):
@@ -199,6 +204,14 @@ class Relay(SessionTable):
             for (channel, _), other in self.sessions.items()
             if channel == session.channel and other is not session
         )
+
+    def update_full(self) -> None:
+        """Compute which queues are full; to be called after frames have been taken or sent."""
+        crowded = self._sums.full
+        for session in self.sessions.values():  # those without a connection, too
+            session.update_full()
+            crowded |= session.full
+        self._crowded = crowded
 
     # Frames.
 
@@ -317,7 +330,9 @@ class Relay(SessionTable):
         for action in actions:
             self.run.take(action)
             if isinstance(action, Accept):
-                self.sessions["training", action.slot].send(pack_control(action, 0))
+                earlier = self.run.joined.values() if action.needs_state else ()
+                for message in (action, *earlier):
+                    self.sessions["training", action.slot].send(pack_control(message, 0))
                 continue
             if isinstance(action, Replay):  # no others are kept
                 for frame in self.run.round.frames():

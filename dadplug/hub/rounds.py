@@ -137,6 +137,7 @@ class Rounds:
             self.joins = self.elastic = True
             if message.position is not None:  # this site is admitted
                 self._position, self.closed = message.position, message.position.step
+                self.joined.clear()
                 link.step = self.closed + 1
         elif isinstance(message, Start) and (self.joins or self.dropped):
             link.fail(SiteError("the run that this site was to join has ended"))

@@ -13,7 +13,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-_READ_BYTES = 1 << 17  # received by one system call, at most
+_READ_BYTES = 144 << 10  # received by one system call, at most: more than a full frame
+_RECORD_CONTENT = 1 << 14  # bytes of a full record's content
 _RECORD_BYTES = 22  # of a TLS 1.3 record beside its content: head, type of content, and tag
 
 
@@ -45,6 +46,7 @@ class SecureSocket:
         self._drained = False  # whether the last read has taken all that had arrived
         self._ended = False  # whether the other end has closed the connection
         self._held = 0  # bytes of records that are incomplete; only right where nothing can be decrypted
+        self._divided = False  # whether the last read may have left a part of a decrypted record
         self._mark = 1  # low-water mark of the socket
 
     def __enter__(self) -> SecureSocket:
@@ -132,21 +134,30 @@ class SecureSocket:
         Raises:
             OSError: if the connection is lost.
         """
-        encrypted, incoming = self._tls, self._incoming
         while True:
-            pending = encrypted.pending()
-            if pending or incoming.pending:
-                try:
-                    count: int = encrypted.read(len(buffer), buffer)  # type: ignore[assignment]
-                except ssl.SSLWantReadError:  # a record is incomplete
-                    pass
-                else:
-                    self._held -= count if pending else count + _RECORD_BYTES
-                    return count
+            if count := self._decrypt(buffer):
+                return count
             if self._ended:
                 return 0
             if not self._receive():
                 return None
+
+    def _decrypt(self, buffer: memoryview) -> int:
+        """Decrypt what has arrived, as far as there is room; return the number of bytes."""
+        encrypted, incoming, size = self._tls, self._incoming, len(buffer)
+        filled, pending = 0, self._divided and encrypted.pending()
+        while filled < size and (pending or incoming.pending):
+            try:
+                count: int = encrypted.read(size - filled, buffer[filled:])  # type: ignore[assignment]
+            except ssl.SSLWantReadError:  # a record is incomplete
+                break
+            if not count:  # a closing alert
+                self._ended = True
+                break
+            self._held -= count if pending else count + _RECORD_BYTES
+            filled, pending = filled + count, 0  # a read ends with its record, if it has room for it
+            self._divided = filled == size
+        return filled
 
     def recv(self, size: int) -> bytes:
         """Receive bytes, up to a number; none if the other end has closed the connection.
@@ -191,7 +202,8 @@ class SecureSocket:
         if sys.platform != "linux":
             return
         # What OpenSSL holds of an incomplete record does not arrive again.
-        mark = max(1, nbytes + _RECORD_BYTES - self._held) if nbytes > 1 else 1
+        records = -(-nbytes // _RECORD_CONTENT)
+        mark = max(1, nbytes + records * _RECORD_BYTES - self._held) if nbytes > 1 else 1
         if mark != self._mark:
             self._mark = mark
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)

@@ -30,7 +30,7 @@ from .reception import Reception
 from .relay import GRACE, Relay
 from .session import Session
 
-_TICK = 0.1  # seconds
+_TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost, for which others may wait
 _REPORT_SECONDS = 0.5
 _LEAVE_SECONDS = 2.0  # for the last frames of a session
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -119,7 +119,8 @@ class Hub:
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
         ready = any(self._reads(session) for session in self._again)
-        events = self._selector.select(0 if ready else _TICK)
+        tick = _SHORT_TICK if self.relay.awaits else _TICK
+        events = self._selector.select(0 if ready else tick)
         now = time.monotonic()
         pending: list[PendingConnection] = []
         accepts = False
@@ -142,7 +143,7 @@ class Hub:
         self._send(now)
         self.reception.serve(pending, accepts, now)
         if now >= self._next_tick:
-            self._next_tick = now + _TICK
+            self._next_tick = now + tick
             self._tick(now)
         self._update_masks()
 
@@ -186,8 +187,7 @@ class Hub:
                     continue
             if session in self._leaving and not session.waiting:
                 self._close_after_last(session, now)
-        for session in self.relay.sessions.values():  # those without a connection, too
-            session.update_full()
+        self.relay.update_full()
 
     def _lose(self, session: Session, reason: str, now: float) -> None:
         """Take note that a connection is lost; the site may dial again."""

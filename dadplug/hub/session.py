@@ -20,7 +20,7 @@ _ALLOWED = {  # kinds of frames that a site may send, by channel
     "check": (Kind.PAYLOAD, Kind.CONTROL, Kind.PING),
 }
 _TO_SLOT = (Kind.STATE, Kind.MESSAGE)  # kinds whose slot names the receiver
-_TURN_BYTES = 1 << 17  # received in a turn
+_TURN_BYTES = 1 << 18  # received in a turn
 
 
 class Received(NamedTuple):
@@ -58,6 +58,8 @@ class Session:
         ready: whether it can join, since it has made its model.
         recovers: whether it took part in a run when it dialled.
         serial: serial number of its certificate.
+        release: version of dadplug at the site.
+        rival: another process that has dialled in as the same site last: its random number, and the time.
         queue: frames to the site.
         received: number of frames of the site.
         stream: the connection; None while it is lost.
@@ -75,7 +77,8 @@ class Session:
     def __init__(self, slot: int, name: str, hello: Hello, serial: int, world_size: int, now: float) -> None:
         self.slot, self.name, self.serial = slot, name, serial
         self.channel, self.instance = hello.channel, hello.instance
-        self.position = hello.position
+        self.position, self.release = hello.position, hello.release
+        self.rival = 0, now
         self.waits = self.ready = False
         self.recovers = hello.channel == "training" and hello.position.life > 0
         self.queue = SendQueue()
@@ -152,7 +155,9 @@ class Session:
                 self.queue.acknowledge(head.step)
             else:
                 self.received += 1
-                frames.append(Received(head, receiver.body, self._packed if head.length else head.pack()))
+                frames.append(
+                    Received(head, receiver.body, self._packed if head.length else bytes(receiver.head_bytes))
+                )
         if nbytes := receiver.nbytes - before:
             self._count(nbytes, now)
         if not more:
@@ -222,7 +227,7 @@ class Session:
         """Return room for the body of a frame that is arriving."""
         self._check(head)
         self._packed = bytearray(HEAD_BYTES + head.length)
-        self._packed[:HEAD_BYTES] = head.pack()
+        self._packed[:HEAD_BYTES] = self._receiver.head_bytes
         return memoryview(self._packed)[HEAD_BYTES:]
 
     def _check(self, head: Head) -> None:

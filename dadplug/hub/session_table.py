@@ -10,9 +10,9 @@ from .check_channel import CheckHandler
 from .early_messages import EarlyMessages
 from .frames import pack_control
 from .journal import Journal
-from .session import PING_SECONDS, Session
+from .session import Session
 
-_ALIVE_SECONDS = 3 * PING_SECONDS
+_ALIVE_SECONDS = 0.5  # after a second process has dialled in; what the first one has sent before may arrive until then
 
 
 class SessionTable:
@@ -47,26 +47,49 @@ class SessionTable:
         for session in list(self.sessions.values()):
             self._end(session, reason)
 
+    @property
+    def awaits(self) -> bool:
+        """Whether a connection is lost whose site may dial again."""
+        return any(each.stream is None for each in self.sessions.values())
+
     def _training(self) -> list[Session]:
         """Return the sessions of the sites of this run."""
         return [each for (channel, _), each in self.sessions.items() if channel == "training" and not each.waits]
+
+    def _other_release(self, session: Session) -> str:
+        """Return why a site cannot join the sites of this run; empty if it can, or takes part in it anyway.
+
+        Sites that start together compare their versions themselves.
+        """
+        others = [each for each in self._training() if each.release != session.release]
+        if not others or not session.waits or session.recovers:
+            return ""
+        return (
+            f"this site has dadplug {session.release}, and {others[0].name}, which trains already, "
+            f"{others[0].release}: all sites need the same version"
+        )
 
     def _announce(self, message: Any) -> None:
         frame = pack_control(message, 0)
         for session in self._training():
             session.send(frame)
 
-    def _refuse_second(self, session: Session, timeout: float, now: float) -> Refuse:
-        """Return the refusal of a second process of a site; for good if the first one is certainly alive.
+    def _refuse_second(self, session: Session, instance: int, timeout: float, now: float) -> Refuse:
+        """Return the refusal of a second process of a site; for good once the first one has shown that it is alive.
 
         Args:
             session: the session of the first process.
-            timeout: seconds of silence after which it counts as lost.
+            instance: random number of the second process, which dials again until it is accepted, or refused for good.
+            timeout: seconds of silence after which the first process counts as lost.
             now: the time, in seconds.
         """
-        alive = now < session.heard + _ALIVE_SECONDS
-        advice = "" if alive else f"; should it be dead, try again in {timeout:g} s"
-        return Refuse(session.name, f"another process is connected as site {session.name!r}{advice}", not alive)
+        if session.rival[0] != instance:
+            session.rival = instance, now
+        reason = f"another process is connected as site {session.name!r}"
+        if session.heard > session.rival[1] + _ALIVE_SECONDS:
+            return Refuse(session.name, reason, False)
+        left = max(0.0, session.heard + timeout - now)
+        return Refuse(session.name, f"{reason}; if it is dead, this one takes its place in {left:.1f} s", True)
 
     def _end(self, session: Session, reason: str, step: int = 0, may_return: bool = False) -> None:
         """End a session.

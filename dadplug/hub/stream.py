@@ -19,7 +19,7 @@ _CHUNK = 1 << 17  # bytes that are encrypted before they are sent, or read at a 
 
 
 class SendQueue:
-    """PackedFrames to be sent, and those sent but not acknowledged.
+    """Frames to be sent, and those sent but not acknowledged.
 
     Attributes:
         acknowledged: number of frames that the other end has acknowledged.
@@ -44,10 +44,14 @@ class SendQueue:
         """The frame to be sent next."""
         return self._kept[self._sent] if self._sent < len(self._kept) else None
 
-    def advance(self) -> None:
-        """Count the next frame as sent."""
-        self.unsent_bytes -= len(self._kept[self._sent])
+    def take(self) -> PackedFrame | None:
+        """Return the frame to be sent next, and count it as sent; None if there is none."""
+        if self._sent == len(self._kept):
+            return None
+        frame = self._kept[self._sent]
+        self.unsent_bytes -= len(frame)
         self._sent += 1
+        return frame
 
     def acknowledge(self, count: int) -> None:
         """Forget the frames that the other end has received.
@@ -108,12 +112,9 @@ class Stream:
         while connection.flush():
             nbytes = 0
             while nbytes < _CHUNK:
-                frame: PackedFrame | None = notes.popleft() if notes else None
+                frame = notes.popleft() if notes else queue.take()
                 if frame is None:
-                    frame = queue.following
-                    if frame is None:
-                        break
-                    queue.advance()
+                    break
                 connection.write(frame)
                 nbytes += len(frame)
             if not nbytes:

@@ -82,9 +82,14 @@ class Sums:
         total = add([each for _, each in found], dtype)
         return first._replace(kind=Kind.SUM, slot=0, tag=attempt & 0xFFFF).pack() + total
 
+    @property
+    def full(self) -> bool:
+        """Whether sites that are ahead are not to be read."""
+        return sum(self.nbytes) > self._limit
+
     def is_ahead(self, slot: int) -> bool:
         """Return whether a site is not to be read, since too much of it waits for others."""
-        return sum(self.nbytes) > self._limit and self.nbytes[slot] > min(self.nbytes)
+        return self.full and self.nbytes[slot] > min(self.nbytes)
 
     def clear(self) -> None:
         """Forget all pieces."""

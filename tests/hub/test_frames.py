@@ -131,7 +131,7 @@ def test_a_damaged_head_gives_frames_or_an_error(head, place, mask):
     ("head", "message"),
     [
         (b"\0" * 32, "not the beginning of a frame"),
-        (Head(Kind.PAYLOAD, 0, length=PIECE_BYTES + 1).pack(), "a frame of 65537 bytes: there may be 65536"),
+        (Head(Kind.PAYLOAD, 0, length=PIECE_BYTES + 1).pack(), "a frame of 131041 bytes: there may be 131040"),
         (Head(Kind.PAYLOAD, 0, length=(1 << 32) - 1).pack(), "a frame of 4294967295 bytes"),
         (Head(Kind.PAYLOAD, 0).pack(), "a PAYLOAD frame of 0 bytes"),
         (Head(Kind.END, 0, length=1).pack(), "an? END frame of 1 bytes"),
@@ -243,5 +243,5 @@ def test_control_messages_out_of_range_are_refused(message, reason):
 
 
 def test_a_control_message_fits_into_a_frame():
-    with pytest.raises(ValueError, match="there may be 65536 at most"):
+    with pytest.raises(ValueError, match="there may be 131040 at most"):
         pack_control(Leave("x" * PIECE_BYTES), 0)

@@ -10,7 +10,7 @@ from running_hub import TestSite, running_hub, together, until
 
 from dadplug.errors import KitError
 from dadplug.hub.actions import Accept, Close, Drop, Join, Pause, Refuse, Start
-from dadplug.hub.frames import Kind, Welcome
+from dadplug.hub.frames import PIECE_BYTES, Kind, Welcome
 from dadplug.hub.kits import Kit
 from dadplug.hub.server import Hub
 
@@ -52,16 +52,16 @@ def test_payloads_are_passed_on_to_all_other_sites(tmp_path):
 
 def test_the_first_bytes_of_a_message_arrive_before_its_last_ones_are_sent(hub):
     a, b = together(hub)
-    content = os.urandom(3 * 65_536)
+    content = os.urandom(3 * PIECE_BYTES)
     a.send(Kind.PAYLOAD, content, wait=False)
     kept = [a.queue._kept.pop() for _ in range(2)]
     a.queue.unsent_bytes -= sum(map(len, kept))
     until(lambda: a.pump() or not a.queue.unsent_bytes)
-    assert b.take(Kind.PAYLOAD).body == content[:65_536]
+    assert b.take(Kind.PAYLOAD).body == content[:PIECE_BYTES]
     for frame in reversed(kept):
         a.queue.append(frame)
     until(lambda: a.pump() or not a.queue.unsent_bytes)
-    assert b.message(2 * 65_536) == content[65_536:]
+    assert b.message(2 * PIECE_BYTES) == content[PIECE_BYTES:]
 
 
 def test_a_step_closes_once_all_sites_have_ended_it(hub):
@@ -164,11 +164,21 @@ def test_a_name_used_twice_is_refused_with_the_reason_on_both_ends(hub):
     a, _ = together(hub)
     second = TestSite(hub.kit("a"), hub.address)
     assert isinstance(second.answer, Refuse)
+    assert second.answer.reason.startswith("another process is connected as site 'a'; if it is dead, this one takes")
+    assert second.answer.retry
+    until(lambda: a.ping() or second.dial() or not second.answer.retry)  # the first process shows that it is alive
     assert second.answer.reason == "another process is connected as site 'a'"
-    assert not second.answer.retry
     hub.await_line("a: another process is connected as site 'a'")
     a.pump()
     assert hub.hub.relay.sessions["training", 0].stream is not None
+
+
+def test_a_new_process_takes_the_place_of_one_whose_connection_is_lost_at_once(hub):
+    a, b = together(hub)
+    a.cut()
+    hub.await_line("connection to a (training) lost")
+    assert isinstance(TestSite(hub.kit("a"), hub.address).answer, Welcome)
+    assert b.action(Drop) == Drop(0, 1, "another process has dialled in as this site")
 
 
 def test_all_sites_are_told_when_the_hub_ends(tmp_path):

@@ -45,7 +45,7 @@ def test_a_site_that_does_not_read_holds_up_those_that_send_to_it(small_queues, 
         a.pump()
         time.sleep(0.002)
         largest = max(largest, queue.unsent_bytes)
-    assert FULL < largest < FULL + 4 * PIECE
+    assert FULL < largest < FULL + 8 * PIECE
     assert a.queue.unsent_bytes > 0
     for _ in range(2):
         got = b""
@@ -66,7 +66,7 @@ def test_the_memory_for_a_site_whose_connection_is_lost_is_bounded(small_queues,
     for _ in range(100):
         a.pump()
         time.sleep(0.002)
-    assert queue.nbytes < FULL + 4 * PIECE
+    assert queue.nbytes < FULL + 8 * PIECE
     b.dial()
     got = b""
     while len(got) < len(content):
@@ -99,7 +99,7 @@ def test_the_memory_for_sites_that_do_not_acknowledge_is_bounded(monkeypatch, hu
         a.pump()
         b.pump()
         time.sleep(0.001)
-    assert queue.nbytes < FULL + 4 * PIECE
+    assert queue.nbytes < FULL + 8 * PIECE
     until(lambda: a.pump() or b.ping() or sum(len(each.body) for each in b.taken) >= 50 * PIECE)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dadplug.exchange import codec
 from dadplug.hub import store as hub_store
-from dadplug.hub.frames import FrameError
+from dadplug.hub.frames import PIECE_BYTES, FrameError
 from dadplug.hub.store import Reply, Request, Store
 
 numbers = itertools.count(1)
@@ -113,10 +113,10 @@ def test_a_store_holds_so_many_bytes_and_no_more():
 
 def test_a_value_and_a_reply_fit_into_a_frame():
     store = Store()
-    large = b"x" * (1 << 15)
-    assert "takes 32768 at most" in answer(store, "set", "k", values=(large + b"x",)).error
+    large = b"x" * (PIECE_BYTES // 2)
+    assert "takes 65520 at most" in answer(store, "set", "k", values=(large + b"x",)).error
     answer(store, "set", "k", values=(large,))
-    assert "takes 32768 at most" in answer(store, "append", "k", values=(b"x",)).error
+    assert "takes 65520 at most" in answer(store, "append", "k", values=(b"x",)).error
     assert "too large for one reply" in answer(store, "get", "k", "k").error
     assert answer(store, "get", "k").values == (large,)
 
