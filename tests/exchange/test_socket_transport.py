@@ -201,7 +201,7 @@ except dadplug.SiteError as error:
     os._exit(0)
 """
     finished = support.run_programs(support.site_scripts(code, tmp_path, 2), timeout=200)
-    assert finished[0].output.startswith("site 1 (")
+    assert "site 1 (" in finished[0].output  # gloo of older releases prints lines of its own before
     assert "is gone" in finished[0].output  # otherwise it has not answered for 40 s
 
 

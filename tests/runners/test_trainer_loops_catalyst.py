@@ -102,6 +102,11 @@ def adversaries() -> nn.ModuleDict:
     return nn.ModuleDict({"maker": maker, "judge": judge}).double()
 
 
+def sgd(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer; without momentum where a step has no gradient: accelerate clears to zeros or to None."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if name == "skipped" else 0.9)
+
+
 def program(name: str, mode: str) -> list[torch.Tensor]:
     """Train a program at this site."""
     options = {"split_data": False, "timeout": 30} | MODES[mode]
@@ -112,7 +117,7 @@ def program(name: str, mode: str) -> list[torch.Tensor]:
         runner = Adversaries(mode=mode, **options)
     else:
         model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(name, model)
     if name in ("accumulation", "clipping"):
         clip = {"grad_clip_fn": nn.utils.clip_grad_norm_, "grad_clip_params": {"max_norm": 0.05}}
         callbacks = [
@@ -154,7 +159,7 @@ def reference(name: str) -> list[torch.Tensor]:
             adversarial_batch(parts, optimizers, inputs, torch.sin(inputs[:, :CLASSES]), True, torch.Tensor.backward)
         return list(parts.parameters())
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(name, model)
     own = batches((1,) if name == "skipped" else ())
     size = 3 if name in ("accumulation", "clipping") else 1
     for _ in range(2):
