@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from . import lowrank as lowrank
     from . import parameter_server as parameter_server
     from . import serving as serving
-    from .adaptive import Accumulator, ElasticDataLoader, ElasticSampler, remaining_epochs_until
+    from .adaptive import Accumulator, AdaptiveDataLoader, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .adaptive.adascale import AdaScale
     from .errors import MismatchError, NonFiniteError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Accumulator": "adaptive",
+    "AdaptiveDataLoader": "adaptive",
     "AdaPMRunner": "runners",
     "AdaPMStrategy": "runners",
     "AdaScale": "adaptive.adascale",
@@ -89,6 +90,7 @@ _MODULES = (
 
 __all__ = [
     "Accumulator",
+    "AdaptiveDataLoader",
     "AdaPMRunner",
     "AdaPMStrategy",
     "AdaScale",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .adaptive.gradient_sources import register_source, remove_source
 from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange.wire import wire_format
@@ -105,6 +106,7 @@ class GradientReduction(PlannedModel):
             self._adopt(self._joined)
         self._transport.donate = lambda: self._join_state(self._step, self._planner.plan_state())
         self.traffic.start()
+        register_source(self)
 
     def _watch_loss_scales(self) -> None:
         """Observe the loss scale of each gradient from now on."""
@@ -386,6 +388,7 @@ class GradientReduction(PlannedModel):
         Args:
             discard: whether to drop gradients that have not been synchronized instead.
         """
+        remove_source(self)
         self._drop_cleared()
         self._planner.release(discard=discard)
         self._pending = False

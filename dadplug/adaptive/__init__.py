@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .accumulator import Accumulator
+from .adaptive_loader import AdaptiveDataLoader
 from .epochs import Epochs, remaining_epochs_until
 from .loader import ElasticDataLoader
 from .progress import reset_progress
@@ -10,6 +11,7 @@ from .sampler import ElasticSampler
 
 __all__ = [
     "Accumulator",
+    "AdaptiveDataLoader",
     "ElasticDataLoader",
     "ElasticSampler",
     "Epochs",

@@ -93,8 +93,12 @@ class ElasticDataLoader(DataLoader[Any]):
         if batches.schedule is None:
             alone = self._source or not (dist.is_available() and dist.is_initialized())
             rank, count = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-            return self._schedule(0, (self.local_batch_size,) * count).steps(rank)
-        return self._schedule(0, batches.schedule.sizes).steps(batches.member)
+            return batches.count(self._schedule(0, self._sizes_before(count)), rank)
+        return batches.count(self._schedule(0, batches.schedule.sizes), batches.member)
+
+    def _sizes_before(self, count: int) -> tuple[int, ...]:
+        """Return the batch sizes of the sites that are assumed before the first pass."""
+        return (self.local_batch_size,) * count
 
     def __iter__(self) -> Any:
         current = progress()
@@ -104,7 +108,7 @@ class ElasticDataLoader(DataLoader[Any]):
             current.leave(running)
             return iter(())
         self._divide(current, running, number)
-        return self._give(current, running, super().__iter__())
+        return self._give(current, running, number, super().__iter__())
 
     def _number(self, running: Pass) -> int:
         """Return the number of a pass in its epoch, the same in a program that was restarted."""
@@ -115,8 +119,18 @@ class ElasticDataLoader(DataLoader[Any]):
         self._passes_outside += 1
         return 0
 
+    @property
+    def _length(self) -> int:
+        """Number of samples of a pass."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def _order(self, running: Pass, number: int) -> Tensor:
+        """Return the indices of all samples in the order of a pass."""
+        shuffle, seed, _ = self._order_options
+        return order_of(self._length, shuffle, seed, running.epoch, number)
+
     def _schedule(self, used: int, sizes: tuple[int, ...]) -> Schedule:
-        return Schedule(len(self.dataset), used, sizes, self._order_options[2])  # type: ignore[arg-type]
+        return Schedule(self._length, used, sizes, self._order_options[2])
 
     def _divide(self, current: Progress, running: Pass, number: int) -> None:
         """Agree with the other sites on the division of the rest of the data.
@@ -125,15 +139,14 @@ class ElasticDataLoader(DataLoader[Any]):
             MismatchError: if sites that share a data set differ in it, or are not in the same pass.
             ValueError: if the data set has another length than when the checkpoint was written.
         """
-        shuffle, seed, drop_last = self._order_options
-        length = len(self.dataset)  # type: ignore[arg-type]
+        drop_last, length = self._order_options[2], self._length
         used, length_before = running.used.get(self._source, [0, length])
         if length_before != length:
             raise ValueError(
                 f"the data set had {length_before} samples when the checkpoint was written, and has {length} now"
             )
         running.used[self._source] = [used, length]
-        order = order_of(length, shuffle, seed, running.epoch, number)
+        order = self._order(running, number)
         same = (running.epoch, number, used, length, drop_last, order[:8].tolist())
         every = current.transport.gather_objects((self._source, self.local_batch_size, same))
         members: dict[str, list[int]] = {}
@@ -155,9 +168,9 @@ class ElasticDataLoader(DataLoader[Any]):
             schedules += [(schedule, member) for member in range(len(ranks))]
             if source == self._source:
                 self._batches.prepare(order, schedule, ranks.index(current.transport.rank))
-        running.common_steps = fewest_steps(schedules)
+        running.common_steps = running.steps + fewest_steps(schedules)
 
-    def _give(self, current: Progress, running: Pass, batches: Iterator[Any]) -> Iterator[Any]:
+    def _give(self, current: Progress, running: Pass, number: int, batches: Iterator[Any]) -> Iterator[Any]:
         schedule = self._batches.schedule
         assert schedule is not None
         try:
@@ -173,16 +186,18 @@ class _Batches(Sampler[list[int]]):
     """Sampler of this site's batches in a pass.
 
     Args:
-        batch_size: number of samples in a batch.
+        batch_size: number of samples of a step.
 
     Attributes:
-        batch_size: number of samples in a batch.
+        batch_size: the same.
+        micro_batches: number of batches of a step.
         schedule: division of the data of the last pass; None before the first.
         member: index of this site among those that share the data.
     """
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
+        self.micro_batches = 1
         self.schedule: Schedule | None = None
         self.member = 0
         self._order: Tensor | None = None
@@ -197,11 +212,43 @@ class _Batches(Sampler[list[int]]):
         """
         self._order, self.schedule, self.member = order, schedule, member
 
+    def parts(self, step: int) -> list[list[int]]:
+        """Return the batches of a step.
+
+        Args:
+            step: number of the step, from 0.
+        """
+        if self._order is None or self.schedule is None:
+            raise RuntimeError("batches are given to a pass of the loader only")
+        indices = self._order[self.schedule.batch(step, self.member)]
+        return [part.tolist() for part in indices.tensor_split(_parts(len(indices), self.micro_batches))]
+
+    def count(self, schedule: Schedule, member: int, first: int = 0) -> int:
+        """Return the number of batches of a site from a step on.
+
+        Args:
+            schedule: division of the data.
+            member: index of the site.
+            first: number of the step.
+        """
+        if self.micro_batches == 1:
+            return schedule.steps(member) - first
+        places = (schedule.batch(step, member) for step in range(first, schedule.steps(member)))
+        return sum(_parts(place.stop - place.start, self.micro_batches) for place in places)
+
+    def left_after(self, steps: int) -> int:
+        """Return the number of batches that the pass has after some steps of its last division."""
+        return 0 if self.schedule is None else self.count(self.schedule, self.member, steps)
+
     def __iter__(self) -> Iterator[list[int]]:
-        order, schedule, member = self._order, self.schedule, self.member
-        if order is None or schedule is None:
-            raise RuntimeError("batches are given to a pass of the ElasticDataLoader only")
-        return (order[schedule.batch(step, member)].tolist() for step in range(schedule.steps(member)))
+        if self.schedule is None:
+            raise RuntimeError("batches are given to a pass of the loader only")
+        return (part for step in range(self.schedule.steps(self.member)) for part in self.parts(step))
 
     def __len__(self) -> int:
-        return 0 if self.schedule is None else self.schedule.steps(self.member)
+        return self.left_after(0)
+
+
+def _parts(rows: int, micro_batches: int) -> int:
+    """Return the number of batches of a step that has so many samples."""
+    return max(1, min(rows, micro_batches))

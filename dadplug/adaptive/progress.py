@@ -22,6 +22,16 @@ class Saver(Protocol):
         """Write a checkpoint if it is time for one."""
 
 
+class Restorable(Protocol):
+    """State of a loader that checkpoints contain."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, the same at all sites."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
 class Progress:
     """Progress of a program that may be restarted.
 
@@ -57,6 +67,9 @@ class Progress:
         self._outside: weakref.WeakValueDictionary[str, Statistics] = weakref.WeakValueDictionary()
         self._within: dict[str, Statistics] = {}
         self._created = {"epoch": 0, "outside": 0}
+        self._loaders: weakref.WeakValueDictionary[str, Restorable] = weakref.WeakValueDictionary()
+        self._loader_states: dict[str, dict[str, Any]] = {}
+        self._loaders_created = 0
         self._connection: tuple[object, Transport] | None = None
 
     @property
@@ -68,8 +81,8 @@ class Progress:
         """
         if (link := current_link()) is not None and link.rounds.elastic:
             raise ValueError(
-                "remaining_epochs_until, ElasticDataLoader and Accumulator need all sites until the end: leave "
-                "min_sites out, or count steps by reduction.step"
+                "remaining_epochs_until, ElasticDataLoader, AdaptiveDataLoader and Accumulator need all sites until "
+                "the end: leave min_sites out, or count steps by reduction.step"
             )
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._connection is None or self._connection[0] is not world:
@@ -191,6 +204,28 @@ class Progress:
         running.pending = (source, used)
         running.within_batch = True
 
+    def begin_part(self, running: Pass) -> None:
+        """Record that a pass hands out a batch that is not the last one of its step.
+
+        It counts as used once the step is complete, since a restart repeats the whole step.
+
+        Args:
+            running: the pass.
+        """
+        running.within_batch = True
+
+    def register_loader(self, loader: Restorable) -> None:
+        """Register a loader with a state, under its number among those of the program.
+
+        Args:
+            loader: the loader's state.
+        """
+        name = str(self._loaders_created)
+        self._loaders_created += 1
+        self._loaders[name] = loader
+        if name in self._loader_states:
+            loader.load_state_dict(self._loader_states[name])
+
     def end_batch(self, running: Pass) -> None:
         """Count the batch that a pass has handed out, after the program has used it; write a checkpoint if due."""
         running.within_batch = False
@@ -302,7 +337,8 @@ class Progress:
                 self._used[source] = max(used, self._used.get(source, used))
         statistics = {name: {"results": each.results, "history": each.history} for name, each in own.items()}
         place = {"finished": self.finished, "loop": self._loop, "used": self._used}
-        return {"run": self.run, "serial": self.serial, "statistics": statistics} | place
+        loaders = self._loader_states | {name: each.state_dict() for name, each in self._loaders.items()}
+        return {"run": self.run, "serial": self.serial, "statistics": statistics, "loaders": loaders} | place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, before the first epoch of the restarted program.
@@ -316,6 +352,10 @@ class Progress:
         for name, each in self._outside.items():
             if name in self._target.statistics:
                 each.restore(self._target.statistics[name])
+        self._loader_states = dict(state.get("loaders", {}))  # none in checkpoints of version 0.2
+        for name, loader in self._loaders.items():
+            if name in self._loader_states:
+                loader.load_state_dict(self._loader_states[name])
 
 
 _progress = Progress()

@@ -83,6 +83,10 @@ class Schedule:
         bounds = self._bounds(full)
         return full + (left > 0 and bounds[member + 1] > bounds[member])
 
+    def is_full(self, step: int) -> bool:
+        """Return whether each site has as many samples in a step as `sizes` says."""
+        return step < self._parts[0]
+
     def batch(self, step: int, member: int) -> slice:
         """Return the place of a site's batch in the order of the pass.
 

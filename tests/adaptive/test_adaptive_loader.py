@@ -1,0 +1,320 @@
+"""The adaptive loader: every sample once whatever the batches are, changes at the same step, arguments, restarts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import dadplug
+from dadplug.adaptive import adaptive_loader, reset_progress
+from dadplug.exchange import Traffic
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    reset_progress()
+    yield
+    reset_progress()
+
+
+class Gradients:
+    """A reduction whose noise is given, and whose steps take a given time on a clock of its own."""
+
+    def __init__(self, noise_scale: float = 300.0, weighting: str = "samples", **speed: float) -> None:
+        self.traffic, self.options, self.plan = Traffic(), SimpleNamespace(weighting=weighting), []
+        self.noise = SimpleNamespace(base_batch=None, scale=noise_scale)
+        self.gain = 1.5
+        self.clock, self.exchange = 0.0, 0.0
+        self.fixed, self.per_row = speed.get("fixed", 1.0), speed.get("per_row", 1e-3)
+
+    def perf_counter(self) -> float:
+        return self.clock
+
+    def step(self, rows: int) -> None:
+        """Take a step; one of a group waits for the slowest."""
+        own = slowest = self.fixed + self.per_row * rows
+        if dist.is_initialized():
+            every = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, torch.tensor([own], dtype=torch.float64))
+            slowest = max(each.item() for each in every)
+        self.clock += slowest + self.exchange
+        self.traffic._wait += slowest - own + self.exchange
+        self.traffic.end_step()
+
+
+@pytest.fixture
+def gradients(monkeypatch):
+    found = Gradients()
+    monkeypatch.setattr(adaptive_loader, "time", found)
+    return found
+
+
+def loader(length=600, size=8, **options):
+    return dadplug.AdaptiveDataLoader(TensorDataset(torch.arange(length)), size, **options)
+
+
+def train(data, gradients, stop=None):
+    """Train an epoch; return the batches, as lists of samples."""
+    seen = []
+    for (samples,) in data:
+        seen.append(samples.tolist())
+        if data.accumulates:
+            continue
+        gradients.step(sum(map(len, seen[-data.accumulation_steps :])))
+        if len(seen) == stop:
+            break
+    return seen
+
+
+def flat(batches):
+    return [sample for batch in batches for sample in batch]
+
+
+def test_without_autoscaling_it_divides_as_a_data_loader_does():
+    data = loader(70, 16)
+    assert len(data) == 5
+    assert [len(batch) for (batch,) in data] == [16, 16, 16, 16, 6]
+    assert data.current_batch_size == 16
+    assert data.max_batch_size is None
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_every_sample_is_used_once_while_the_batch_grows(gradients, options):
+    data = loader(1200 if not options else 400, shuffle=True, **options)
+    data.autoscale_batch_size(256, (2, 200), reduction=gradients)
+    for _ in dadplug.remaining_epochs_until(2):
+        seen = train(data, gradients)
+        assert sorted(flat(seen)) == list(range(len(data.dataset)))
+    sizes = [*map(len, seen)]
+    assert max(sizes) == data.current_batch_size > 16
+    assert sizes[0] > 8
+    assert data.goodput > 0
+    assert gradients.noise.base_batch == 8
+    assert data.progress == pytest.approx(1.5 * gradients.traffic.steps)
+
+
+def test_a_change_takes_effect_in_the_next_step_and_the_length_follows(gradients):
+    data = loader(600, num_workers=1)
+    data.autoscale_batch_size(64, reduction=gradients)
+    lengths, sizes = [], []
+    for (samples,) in data:
+        sizes.append(len(samples))
+        lengths.append(len(data))
+        gradients.step(len(samples))
+    assert sizes[:9] == [8] * 8 + [16]  # the first decision comes after eight steps
+    assert lengths[:8] == [75] * 8
+    assert lengths[8] == 8 + 34  # 536 samples are left
+    assert lengths[-1] == len(sizes)
+
+
+def test_steps_are_accumulated(gradients):
+    gradients.noise.scale, gradients.exchange, gradients.fixed = 1e6, 10.0, 0.0
+    data = loader(2000)
+    data.autoscale_batch_size(512, (1, 8), gradient_accumulation=True, reduction=gradients)
+    seen, weights, rows = [], [], 0
+    for (samples,) in data:
+        seen.append(samples.tolist())
+        weights.append((data.batch_weight, data.accumulates))
+        rows += len(samples)
+        if not data.accumulates:
+            gradients.step(rows)
+            rows = 0
+    assert flat(seen) == list(range(2000))
+    assert max(map(len, seen)) <= 8
+    assert data.accumulation_steps > 3
+    assert sum(weight for weight, _ in weights) == pytest.approx(gradients.traffic.steps)
+    assert len([each for each, accumulates in weights if not accumulates]) == gradients.traffic.steps
+
+
+def test_a_program_that_steps_while_samples_are_accumulated_is_told(gradients):
+    gradients.noise.scale = 1e6
+    data = loader(2000)
+    data.autoscale_batch_size(512, (1, 8), gradient_accumulation=True, reduction=gradients)
+    with pytest.raises(RuntimeError, match=r"take no step while loader\.accumulates is set"):
+        [gradients.step(len(samples)) for (samples,) in data]
+
+
+def run(path, gradients, stop=None, **options):
+    """Train two epochs with checkpoints after every third batch; return batches by epoch, and the loader."""
+    reset_progress()
+    data = loader(500, shuffle=True, **options)
+    data.autoscale_batch_size(64, reduction=gradients)
+    seen = {}
+    for epoch in dadplug.remaining_epochs_until(2, checkpoint=path, state={}, every=3, timeout=200):
+        seen[epoch] = train(data, gradients, stop if epoch == 1 else None)
+        if stop is not None and epoch == 1:
+            break
+    return seen, data
+
+
+def test_a_restart_goes_on_with_the_batch_the_progress_and_the_next_sample(tmp_path, gradients):
+    before, data = run(tmp_path / "run", gradients, stop=4)
+    size, progress = data.current_batch_size, data.progress
+    after, data = run(tmp_path / "run", gradients)
+    assert [*after] == [1]
+    assert size > 16
+    assert len(after[1][0]) == size
+    assert sorted(flat(before[1][:3] + after[1])) == list(range(500))
+    assert data.progress > progress
+
+
+def test_the_order_of_a_sampler_is_the_same_after_a_restart():
+    weights = WeightedRandomSampler(torch.ones(30), 40)
+    first, again, other = (
+        [sample for (batch,) in loader(30, sampler=weights, seed=seed) for sample in batch.tolist()]
+        for seed in (3, 3, 4)
+    )
+    assert first == again != other
+    assert len(first) == 40
+    chosen = [sample for (batch,) in loader(30, sampler=SubsetRandomSampler([5, 7, 11])) for sample in batch.tolist()]
+    assert sorted(chosen) == [5, 7, 11]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset": Stream()}, "an IterableDataset has no samples by number"),
+        ({"batch_sampler": [[0, 1]]}, "leave out the batch_sampler"),
+        ({"batch_size": None}, "batch_size must be a whole number of at least 1, got None"),
+        ({"in_order": False}, "in_order=False"),
+        ({"sampler": range(5), "shuffle": True}, "leave out shuffle"),
+        ({"sampler": iter(range(5))}, "the sampler needs a length"),
+        ({"sampler": DistributedSampler(range(5), 1, 0)}, "leave out the DistributedSampler"),
+        ({"sampler": SubsetRandomSampler([1], torch.Generator())}, "a generator of its own"),
+        ({"prefetch_factor": 2}, "prefetch_factor"),
+    ],
+)
+def test_arguments_that_cannot_be_followed_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dadplug.AdaptiveDataLoader(**{"dataset": TensorDataset(torch.arange(10)), "batch_size": 4} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4,), "max_batch_size is 4, less than batch_size, 8"),
+        ((0,), "max_batch_size must be a whole number"),
+        ((64, (32, 16)), r"local_bsz_bounds \(32, 16\) and max_batch_size 64 contradict each other"),
+        ((64, (65, None)), "contradict each other"),
+        ((64, (1.5, None)), "the lower bound must be a whole number of at least 1, got 1.5"),
+    ],
+)
+def test_bounds_that_contradict_each_other_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        loader().autoscale_batch_size(*arguments)
+
+
+def test_a_reduction_is_needed_that_weights_by_samples():
+    data = loader()
+    data.autoscale_batch_size(64)
+    with pytest.raises(RuntimeError, match=r"needs a dadplug\.GradientReduction"):
+        list(data)
+    data.autoscale_batch_size(64, reduction=Gradients(weighting="uniform"))
+    with pytest.raises(ValueError, match="needs weighting='samples'"):
+        train(data, data._controller._watch.source)
+
+
+# Several sites
+
+
+def trains(path, plan, stop=None, lengths=None):
+    """Train two epochs where each site has a speed of its own.
+
+    Args:
+        path: path of the checkpoint.
+        plan: for each site, seconds for each sample.
+        stop: number of batches of the second epoch after which the process is lost.
+        lengths: for each site, the length of its own data.
+
+    Returns:
+        Batches by epoch, the sizes that the loader reports, the progress, and how often each sample was counted.
+    """
+    reset_progress()
+    rank = dist.get_rank()
+    gradients = Gradients(per_row=plan[rank], fixed=0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive_loader, "time", gradients)
+        own = {} if lengths is None else {"source": f"site {rank}"}
+        data = loader(600 if lengths is None else lengths[rank], 24, shuffle=True, **own)
+        data.autoscale_batch_size(240, (1, 200), reduction=gradients)
+        seen, counts, sizes = {}, {}, []
+        for epoch in dadplug.remaining_epochs_until(2, checkpoint=path, state={}, every=1, timeout=200):
+            seen[epoch], stats = [], dadplug.Accumulator()
+            for (samples,) in data:
+                seen[epoch].append(samples.tolist())
+                sizes.append(data.current_batch_size)
+                for sample in samples.tolist():
+                    stats[sample] += 1
+                if epoch == 1 and len(seen[epoch]) == stop:
+                    return seen, sizes, data.progress, counts
+                gradients.step(len(samples))
+            with stats.synchronized():
+                counts[epoch] = dict(stats)
+    return seen, sizes, data.progress, counts
+
+
+def test_a_faster_site_gets_more_samples_and_both_change_in_the_same_step(sites, tmp_path):
+    first, second = sites(2).run(trains, tmp_path / "run", [0.001, 0.004])
+    assert first[1] == second[1]
+    assert first[1][-1] > 24
+    for epoch in (0, 1):
+        assert sorted(flat(first[0][epoch] + second[0][epoch])) == list(range(600))
+    fast, slow = len(first[0][1][0]), len(second[0][1][0])
+    assert fast == pytest.approx(4 * slow, rel=0.15)
+
+
+def test_a_restart_on_another_number_of_sites_uses_every_sample_once(sites, tmp_path):
+    for count in (1, 3):
+        path = tmp_path / f"run {count}"
+        before = sites(2).run(trains, path, [0.001] * 2, 3)
+        assert before[0][1][-1] > 24
+        after = sites(count).run(trains, path, [0.001] * count)
+        kept = [sample for site in before for sample in flat(site[0][1][:2])]  # the third was not in the checkpoint
+        assert sorted(kept + [sample for site in after for sample in flat(site[0][1])]) == list(range(600))
+        assert all(0 not in site[0] for site in after)
+        assert after[0][1][0] == before[0][1][-1]  # the same batch, over other sites
+        assert after[0][2] > before[0][2]
+        assert all(site[3] == {1: dict.fromkeys(range(600), 1)} for site in after)
+
+
+def test_sites_use_up_data_of_their_own_together(sites, tmp_path):
+    found = sites(2).run(trains, tmp_path / "run", [0.001, 0.001], None, [400, 200])
+    for site, length in zip(found, (400, 200), strict=True):
+        assert sorted(flat(site[0][0])) == sorted(flat(site[0][1])) == list(range(length))
+    assert abs(len(found[0][0][1]) - len(found[1][0][1])) <= 1
+
+
+def contradicts(bounds, size):
+    """Ask for bounds that only contradict each other together, or for different batches; return the error."""
+    reset_progress()
+    data = loader(100, size[dist.get_rank()])
+    data.autoscale_batch_size(64, bounds)
+    try:
+        next(iter(data))
+    except (ValueError, dadplug.MismatchError) as error:
+        return str(error)
+
+
+def test_bounds_of_all_sites_are_compared(sites):
+    for message in sites(2).run(contradicts, (40, 50), (8, 8)):
+        assert "2 sites ask for at least 80 samples in a step, and max_batch_size is 64" in message
+    for message in sites(2).run(contradicts, (None, 3), (8, 8)):
+        assert "at most 6 samples in a step, and batch_size is 8" in message
+    for message in sites(2).run(contradicts, None, (8, 9)):
+        assert "8, 64, False at site 0" in message
+        assert "9, 64, False at site 1" in message
