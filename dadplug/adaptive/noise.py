@@ -17,7 +17,7 @@ from .noise_formulas import NO_ESTIMATE, NoiseEstimate, gain
 from .noise_probe import Gradients, NoiseProbe, SiteNorms, gradients_of
 from .noise_sums import Pair, effective_samples, estimate_pair, estimate_step, pair_norms
 
-_EVERY = 32  # keeps the time of estimates below 3 % of that of the steps
+_EVERY = 32  # a measured step may take up to twice as long as others
 _MEMORY = 300.0  # steps over which estimates are averaged, about
 
 

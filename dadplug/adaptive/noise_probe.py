@@ -273,7 +273,8 @@ class NoiseProbe:
             self._measure(bias, found.squares, lambda: (norms.samples, norms.bias))
         if formed:
             return
-        self._measure(weight, found.norms, lambda: sample_norms.gradient_square(calls, dtype))
+        total = norms.total if norms.total is not None else sample_norms.gradient_square(calls, dtype)
+        self._measure(weight, found.norms, lambda: total)
         if bias is not None:
             self._measure(bias, found.norms, lambda: sample_norms.bias_square(calls, dtype))
         if weight in self.compressed:

@@ -58,11 +58,13 @@ class SquaredNorms(NamedTuple):
         samples: number of samples; 0 where rows cannot be attributed to samples.
         weight: sum over samples of the squared norms of the weight's gradients; None where they are not known.
         bias: the same of the bias.
+        total: squared norm of the weight's gradient, the sum over samples; None where it was not formed on the way.
     """
 
     samples: int
     weight: Tensor | None
     bias: Tensor | None
+    total: Tensor | None = None
 
 
 def layout_of(lead: Sequence[int], samples: int) -> RowLayout | None:
@@ -102,7 +104,7 @@ def squared_norms(calls: Sequence[Call], dtype: torch.dtype) -> SquaredNorms:
     passes: dict[int, list[Call]] = {}
     for call in calls:
         passes.setdefault(call.forward, []).append(call)
-    samples, weights, biases = 0, [], []
+    samples, weights, biases, sums = 0, [], [], []
     for together in passes.values():
         counts = {_samples(call) for call in together}
         if len(counts) != 1 or 0 in counts:
@@ -110,12 +112,15 @@ def squared_norms(calls: Sequence[Call], dtype: torch.dtype) -> SquaredNorms:
         count = counts.pop()
         samples += count
         rows = [_by_sample(call, dtype) for call in together]
-        weight = _of_weight(rows, [call.form for call in together], count)
-        if weight is None:
+        found = _of_weight(rows, [call.form for call in together], count)
+        if found is None:
             return unknown
-        weights.append(weight)
+        weights.append(found[0])
+        sums.append(found[1])
         biases.append(_of_bias(rows, [call.form for call in together]))
-    return SquaredNorms(samples, torch.stack(weights).sum(), torch.stack(biases).sum())
+    formed = [each for each in sums if each is not None]
+    total = torch.stack(formed).sum(0).square().sum(dtype=torch.float64) if len(formed) == len(sums) else None
+    return SquaredNorms(samples, torch.stack(weights).sum(), torch.stack(biases).sum(), total)
 
 
 def _samples(call: Call) -> int:
@@ -141,13 +146,20 @@ def _of_bias(rows: Sequence[tuple[Tensor, Tensor]], forms: Sequence[Form]) -> Te
     return torch.stack(calls).sum(0).square().sum(dtype=torch.float64)
 
 
-def _of_weight(rows: Sequence[tuple[Tensor, Tensor]], forms: Sequence[Form], samples: int) -> Tensor | None:
-    """Return the sum of the squared norms of the samples' weight gradients; None if they cannot be told apart."""
+def _of_weight(
+    rows: Sequence[tuple[Tensor, Tensor]], forms: Sequence[Form], samples: int
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return the sum of the squared norms of the samples' weight gradients, and their sum where they are formed.
+
+    None if the samples cannot be told apart.
+    """
     if all(form == LINEAR or form.transposed for form in forms):
         deltas, activations = _stacked(rows)
         if deltas.shape[1] == 1:
-            return _dot(deltas.square().sum(2), activations.square().sum(2))
-    total, start, step = None, 0, 1  # the first sample shows how much memory one takes
+            return _dot(deltas.square().sum(2), activations.square().sum(2)), None
+    squares: list[Tensor] = []
+    sums: list[Tensor] = []
+    start, step = 0, 1  # the first sample shows how much memory one takes
     while start < samples:
         parts = [
             _unfolded(deltas[start : start + step], activations[start : start + step], form)
@@ -157,14 +169,14 @@ def _of_weight(rows: Sequence[tuple[Tensor, Tensor]], forms: Sequence[Form], sam
         if len(known) < len(parts):
             return None
         deltas, activations = (torch.cat([part[side] for part in known], 2) for side in (0, 1))
-        square = _of_blocks(deltas, activations)
-        total = square if total is None else total + square
+        square, formed = _of_blocks(deltas, activations)
+        squares.append(square)
+        sums += [] if formed is None else [formed]
         start += step
-        of_one = (
-            deltas.numel() + activations.numel() + deltas.shape[1] * deltas.shape[3] * activations.shape[3]
-        ) // step
-        step = max(1, _MOST_ELEMENTS // of_one) if of_one else samples
-    return total
+        of_gradient = deltas.shape[1] * deltas.shape[3] * activations.shape[3]
+        of_one = (deltas.numel() + activations.numel()) // step + of_gradient
+        step = max(1, _MOST_ELEMENTS // max(1, of_one))
+    return torch.stack(squares).sum(), torch.stack(sums).sum(0) if sums else None
 
 
 def _unfolded(deltas: Tensor, activations: Tensor, form: Form) -> tuple[Tensor, Tensor] | None:
@@ -182,8 +194,8 @@ def _stacked(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([each[0] for each in rows], 1), torch.cat([each[1] for each in rows], 1)
 
 
-def _of_blocks(deltas: Tensor, activations: Tensor) -> Tensor:
-    """Return the sum of ``||D^T A||^2`` over samples and blocks.
+def _of_blocks(deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of ``||D^T A||^2`` over samples and blocks, and the sum of the samples' gradients if formed.
 
     Args:
         deltas: D of shape (samples, blocks, rows, out).
@@ -191,8 +203,9 @@ def _of_blocks(deltas: Tensor, activations: Tensor) -> Tensor:
     """
     out, width, count = deltas.shape[3], activations.shape[3], deltas.shape[2]
     if count * (out + width) <= out * width:
-        return _dot(deltas @ deltas.mT, activations @ activations.mT)
-    return (deltas.mT @ activations).square().sum(dtype=torch.float64)
+        return _dot(deltas @ deltas.mT, activations @ activations.mT), None
+    gradients = deltas.mT @ activations
+    return gradients.square().sum(dtype=torch.float64), gradients.sum(0)
 
 
 def gradient_square(calls: Sequence[Call], dtype: torch.dtype) -> Tensor:
@@ -205,7 +218,7 @@ def gradient_square(calls: Sequence[Call], dtype: torch.dtype) -> Tensor:
     if all(call.form == LINEAR or call.form.transposed for call in calls):
         deltas = torch.cat([call.deltas for call in calls]).to(dtype)
         activations = torch.cat([call.activations for call in calls]).to(dtype)
-        return _of_blocks(deltas[None, None], activations[None, None])
+        return _of_blocks(deltas[None, None], activations[None, None])[0]
     if all(call.form.table_rows for call in calls):
         deltas, numbers = torch.cat([call.deltas for call in calls]), torch.cat([call.activations for call in calls])
         if len(calls) > 1:
