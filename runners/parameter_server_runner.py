@@ -101,6 +101,8 @@ class ParameterServerRunner(BaseRunner):
         """Send this site's gradient, and make the optimizer's steps of the commits that have arrived."""
         self.reduction.step()
 
-    def _end_training(self) -> None:
-        """Wait until all sites hold one model."""
-        self.reduction.finish()
+    def _run_loader(self) -> None:
+        """Run a loader; after training wait until all sites hold one model, before callbacks exchange metrics."""
+        super()._run_loader()
+        if self.is_train_loader and self.engine.reduction is not None:
+            self.reduction.finish()

@@ -56,6 +56,7 @@ class ParameterServerStrategyBase(SiteStrategy):
         given, options = split_keywords(StrategyArguments, arguments)
         super().__init__(ServerOptions.create(mode=mode, **options), given)
         self._in_step = False
+        self._has_stepped = False  # since the sites held one model
 
     @property
     def server_options(self) -> ServerOptions:
@@ -133,8 +134,11 @@ class ParameterServerStrategyBase(SiteStrategy):
         if self.server is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         output = closure()
+        self._has_stepped = True
         with self._stepping():
             self.server.step()
+        if self._trainer.is_last_batch:  # before metrics of the epoch, which need all sites
+            self._end_phase()
         return output
 
     @contextmanager
@@ -147,13 +151,23 @@ class ParameterServerStrategyBase(SiteStrategy):
             self._in_step = before
 
     def on_train_end(self) -> None:
-        self._average_buffers()
+        self._end_phase()
         super().on_train_end()
 
     def _average_buffers(self) -> None:
-        """Wait until all sites hold one model, before an evaluation, a checkpoint, and at the end."""
-        if self._in_fit and self.server is not None and not self._trainer.sanity_checking:
-            self.server.finish()
+        """Wait until all sites hold one model, before an evaluation or a checkpoint."""
+        self._end_phase()
+
+    def _end_phase(self) -> None:
+        """Wait until all sites have made the steps so far, and hold one model.
+
+        It precedes every collective: a site in a collective applies no commits, and slower ones could not go on until
+        they reach it.
+        """
+        if self._has_stepped and self._in_fit and self.server is not None:
+            self._has_stepped = False
+            with self._stepping():
+                self.server.finish()
 
     # Collectives
 
@@ -164,29 +178,38 @@ class ParameterServerStrategyBase(SiteStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the sites; within a step return this site's own."""
-        return tensor if self._in_step else super().reduce(tensor, group, reduce_op)
+        if self._in_step:
+            return tensor
+        self._end_phase()
+        return super().reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all sites decide so, or any of them; an error within a step."""
+        self._begin_collective("reduce_boolean_decision")
+        return super().reduce_boolean_decision(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor from all sites; an error within a step."""
-        self._refuse_in_step("all_gather")
+        self._begin_collective("all_gather")
         return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all sites; an error within a step."""
-        self._refuse_in_step("barrier")
+        self._begin_collective("barrier")
         super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return one site's object on all sites; an error within a step."""
-        self._refuse_in_step("broadcast")
+        self._begin_collective("broadcast")
         return super().broadcast(obj, src)
 
-    def _refuse_in_step(self, name: str) -> None:
+    def _begin_collective(self, name: str) -> None:
         if self._in_step:
             raise RuntimeError(
                 f"{name} within a training step would wait for the other sites, which are at other batches: call it in "
                 "hooks of an epoch, or use DADStrategy"
             )
+        self._end_phase()
 
     # Checkpoints
 

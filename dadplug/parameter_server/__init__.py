@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .experiment import Outcome, launch_ps_and_workers
 from .options import ServerOptions
 from .server import ParameterServer
 
-__all__ = ["ParameterServer", "ServerOptions"]
+__all__ = ["Outcome", "ParameterServer", "ServerOptions", "launch_ps_and_workers"]

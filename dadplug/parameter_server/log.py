@@ -22,10 +22,12 @@ class Commit(NamedTuple):
     Attributes:
         decision: the entry.
         bodies: the contributions' content, in the entry's order.
+        ended: if the phase is over, what each site has sent at its end, by rank in ascending order; else empty.
     """
 
     decision: Decision
     bodies: tuple[bytes | bytearray, ...]
+    ended: dict[int, bytes | bytearray]
 
 
 class Log:
@@ -118,14 +120,17 @@ class Log:
     # What arrives
 
     def take(self) -> list[Commit]:
-        """Return the entries that have arrived since the last call.
+        """Return the entries that have arrived since the last call, up to the end of a phase.
+
+        What follows the end of a phase is left for further calls: other sites may have begun the next one.
 
         Raises:
             SiteError: if the sequencer is lost, and nothing is left to take.
         """
         with self._changed:
-            commits = list(self._commits)
-            self._commits.clear()
+            commits: list[Commit] = []
+            while self._commits and not (commits and commits[-1].decision.over):
+                commits.append(self._commits.popleft())
             if not commits and self._error is not None:
                 raise self._failure()
             return commits
@@ -153,12 +158,6 @@ class Log:
                         f"{names or self._sites[self._sequencer]}"
                     )
                 self._changed.wait(left)
-
-    def ended(self) -> dict[int, bytes | bytearray]:
-        """Return what each site has sent at the end of the phase, by rank in ascending order, and forget it."""
-        with self._changed:
-            ended, self._ended = self._ended, {}
-            return dict(sorted(ended.items()))
 
     def _failure(self) -> Exception:
         error = self._error
@@ -211,4 +210,7 @@ class Log:
         bodies = tuple(self._bodies.pop((each.site, each.number)) for each in decision.entries)
         own = self._sites.rank
         self.outstanding -= sum(site == own for site, *_ in [*decision.entries, *dropped])
-        self._commits.append(Commit(decision, bodies))
+        ended: dict[int, bytes | bytearray] = {}
+        if decision.over:
+            ended, self._ended = dict(sorted(self._ended.items())), {}
+        self._commits.append(Commit(decision, bodies, ended))

@@ -14,24 +14,23 @@ from torch import nn
 from ..exchange import Transport
 from ..exchange.exit_reasons import add_announcer, remove_announcer
 from ..local_steps.checks import raise_problems
-from ..methods import Quality, loss_scale, make_method
+from ..methods import Quality, make_method
 from ..model_sync.replicas import tables_with_max_norm
 from ..model_sync.replicated_model import ReplicatedModel
-from ..model_sync.samples import SampleCounter
 from ..model_sync.structure import is_managed
 from ..signature import takes_keywords_of
-from ..units.base import Unit
-from ..units.factor import FactorUnit
 from .averages import average_buffers, pack_buffers
+from .collector import GradientCollector
 from .connect import connect_star
 from .contribution import ContributionCodec
-from .gradients import HeldGradients, ModelGradients
+from .gradients import HeldGradients
 from .log import Commit, Log
 from .optimizer import LoggedOptimizer
 from .options import ServerOptions
 from .service import SequencerService
 
 _LEAST_LIMIT = 1 << 26  # bytes of a contribution that are possible in any case
+_ROLES = ("worker", "server")
 _DETACHED = "it has called detach()"
 
 
@@ -46,6 +45,8 @@ class ParameterServer(ReplicatedModel):
         model: the model, on its device, the same on all sites but for the values of its parameters.
         optimizer: the optimizer of the model's parameters; `step` and `finish` call its ``step``.
         mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``: how gradients are encoded.
+        role: ``"worker"``, or ``"server"`` for a process that makes no batches: it calls `finish` where the others do,
+            and then holds their model, to evaluate it and to write checkpoints. Rank 0 orders the log in any case.
         process_group: the processes that are the sites; the default group where None.
         options: the options, with the names and defaults of `dadplug.parameter_server.ServerOptions`.
 
@@ -73,11 +74,15 @@ class ParameterServer(ReplicatedModel):
         optimizer: torch.optim.Optimizer,
         mode: str = "rankdad",
         *,
+        role: str = "worker",
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         self._problem = ""  # of the arguments
+        self._role = role
         try:
+            if role not in _ROLES:
+                raise ValueError(f"unknown role {role!r}; valid ones are {', '.join(map(repr, _ROLES))}")
             self.server_options = ServerOptions.create(mode=mode, **options)
             _check_model(model)
             self._optimizer = LoggedOptimizer(optimizer, model)
@@ -90,22 +95,25 @@ class ParameterServer(ReplicatedModel):
         self._applied = 0  # version of the sequencer's log
         self._earlier = 0  # versions before the start, of a training that this one resumes
         self._method = make_method(self.options)
-        self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
-        self._gradients = ModelGradients(model, self._method, self.options, self._arrived)
+        self._collector = GradientCollector(model, self._method, self.options)
+        self._gradients = self._collector.gradients
         self._codec = ContributionCodec(self._gradients, self._method, self.options)
         self._held = HeldGradients()
-        self._pending = self._scaled = self._detached = False
+        self._detached = False
         self._reported: set[int] = set()  # sites of which a warning has been given that they have left
-        loss_scale.watch()
         self._connect()
         self._optimizer.guard()
         self.traffic.start()
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         transport = super()._open_transport(process_group)
-        quorum, sites = self._rules.quorum, transport.world_size
-        if quorum > sites and not self._problem:
-            self._problem = f"quorum={quorum} needs as many sites, and there are {sites}"
+        roles = transport.gather_objects(self._role)
+        self._workers = [rank for rank, role in enumerate(roles) if role == "worker"]
+        quorum, workers = self._rules.quorum, len(self._workers)
+        if not self._problem and not workers:
+            self._problem = "no process has role='worker'"
+        if not self._problem and quorum > workers:
+            self._problem = f"quorum={quorum} needs as many sites, and there are {workers}"
         raise_problems(self._problem, transport)
         return transport
 
@@ -118,7 +126,7 @@ class ParameterServer(ReplicatedModel):
         self._service: SequencerService | None = None
         if served:
             self._service = SequencerService(
-                served, served, self._rules, limit, options.site_timeout, self.traffic, self.site_rank
+                served, self._workers, self._rules, limit, options.site_timeout, self.traffic, self.site_rank
             )
         sites = self._transport.sites
         self._log = Log(own, 0, sites, limit, options.site_timeout, options.timeout, self.traffic)
@@ -130,27 +138,6 @@ class ParameterServer(ReplicatedModel):
     def _describe(self) -> dict[str, str]:
         rules = {f"option {name}": repr(value) for name, value in self._rules._asdict().items()}
         return super()._describe() | rules | self._optimizer.describe()
-
-    # Backward
-
-    def _before_forward(self) -> None:
-        self._gradients.check_unchanged()
-
-    def _drop_cleared(self) -> None:
-        if self._gradients.drop_cleared():
-            self._counter.discard()
-            self._pending = False
-
-    def _arrived(self, unit: Unit) -> None:
-        unit.arrivals += 1
-        self._pending = True
-        self._scaled |= loss_scale.running().value != 1.0
-        if isinstance(unit, FactorUnit):
-            unit.prepare(self._counter.owned, exact=self._method.traits.exact)
-        self._gradients.record_arrival(unit)
-        if isinstance(unit, FactorUnit):
-            unit.show_arrival()
-            unit.keep(self._counter.owned)
 
     # Steps
 
@@ -170,7 +157,10 @@ class ParameterServer(ReplicatedModel):
             NonFiniteError: if this site's gradients hold NaN or Inf; nothing has been sent then.
             SiteError: if the sequencer's site is gone, or nothing is committed within the timeout.
             MismatchError: if a contribution of another site does not fit this site's model.
+            RuntimeError: in a process with ``role="server"``.
         """
+        if self._role == "server":
+            raise RuntimeError("a process with role='server' takes no steps: call finish() where the others do")
         self._gradients.check_unchanged()
         self._collect()
         self._apply_arrived()
@@ -188,29 +178,10 @@ class ParameterServer(ReplicatedModel):
 
     def _collect(self) -> None:
         """Move the gradients of the model to those that are held."""
-        self._drop_cleared()
-        self._counter.follow()
-        by_samples = self.options.weighting == "samples"
-        samples = self._counter.of_step(self._pending, by_samples=by_samples, alone=self.world_size == 1)
-        if self._scaled:
-            self._gradients.discard()
-            self._end_collection()
-            raise ValueError(
-                "a ParameterServer cannot train with a GradScaler, whose scale each site changes on its own: use "
-                "bfloat16, which needs none"
-            )
-        if not self._gradients.reference:
-            self._gradients.complete(self._transport, samples)
-        taken = self._gradients.take()
-        self._end_collection()
+        taken, samples = self._collector.collect(self._transport)
+        self._epoch_samples += self._collector.counted
         if taken and samples:
             self._held.add(taken, samples, self._applied)
-
-    def _end_collection(self) -> None:
-        self._epoch_samples += self._counter.count
-        self._counter.reset()
-        self._method.loss_scales.end_step()
-        self._pending = self._scaled = False
 
     def _send(self) -> None:
         """Send what is held."""
@@ -218,13 +189,12 @@ class ParameterServer(ReplicatedModel):
         body = self._codec.encode(held.mean(), held.samples, self._optimizer.settings())
         self._log.contribute(held.base, self._applied, held.samples, body)
 
-    def _apply_arrived(self) -> bool:
-        """Apply the commits that have arrived; return whether the phase is over."""
-        over = False
-        for commit in self._log.take():
-            self._apply(commit)
-            over |= commit.decision.over
-        return over
+    def _apply_arrived(self) -> Commit | None:
+        """Apply the commits that have arrived; return the one that ends the phase, if it has."""
+        last = None
+        for last in self._log.take():
+            self._apply(last)
+        return last if last is not None and last.decision.over else None
 
     def _apply(self, commit: Commit) -> None:
         """Make the optimizer's step of one commit."""
@@ -257,16 +227,16 @@ class ParameterServer(ReplicatedModel):
             SiteError: if the sequencer's site is gone, or a site does not call it within the timeout.
         """
         self._collect()
-        self._apply_arrived()
-        if self._held.samples:
-            self._send()
         averages = self.options.average_buffers
-        self._log.finish(pack_buffers(self.model, self._epoch_samples) if averages else b"")
-        while not self._apply_arrived():
+        if self._role == "worker":
+            self._apply_arrived()
+            if self._held.samples:
+                self._send()
+            self._log.finish(pack_buffers(self.model, self._epoch_samples) if averages else b"")
+        while (end := self._apply_arrived()) is None:
             self._log.wait()
-        ended = self._log.ended()
-        if averages:
-            average_buffers(self.model, ended, self._transport.sites)
+        if averages and end.ended:
+            average_buffers(self.model, end.ended, self._transport.sites)
         self._epoch_samples = 0
         self._warn_of_left(besides=_DETACHED)  # as a site may after the last phase
         self.traffic.end_step()
@@ -292,7 +262,7 @@ class ParameterServer(ReplicatedModel):
         Returns:
             A context manager.
         """
-        return self._counter.fixed(count)
+        return self._collector.counter.fixed(count)
 
     # Sites
 
@@ -323,7 +293,7 @@ class ParameterServer(ReplicatedModel):
         Raises:
             RuntimeError: if gradients have not been committed yet.
         """
-        if self._held.samples or self._log.outstanding or self._pending:
+        if self._held.samples or self._log.outstanding or self._collector.pending:
             raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
         state = {"version": self.version, "dropped": self.dropped, "reference": self._gradients.reference}
         return state | {"method": self._method.state_dict(), "codec": self._codec.state_dict()}
@@ -369,10 +339,8 @@ class ParameterServer(ReplicatedModel):
             return
         self._detached = True
         remove_announcer(self._announce)
-        self._gradients.release()
-        self._counter.detach()
+        self._collector.release()
         self._optimizer.release()
-        loss_scale.unwatch()
         self._log.leave(_DETACHED)
         if self._service is not None:
             self._service.close()

@@ -114,3 +114,4 @@ def _train(trainer: Trainer, criterion: Any, batches: Iterator[list[Any]], steps
         trainer.optimizer.zero_grad()
         criterion(trainer.model(*inputs), target).backward()
         trainer.step()
+    trainer.end_lap()

@@ -265,6 +265,48 @@ def test_what_is_not_possible_is_an_error_at_every_site(sites):
     sites(2).run(refuses_what_it_cannot_do)
 
 
+def follows_in_a_process_of_its_own() -> None:
+    """Process 0 only orders and evaluates: late, when the workers have ended two further phases."""
+    rank = dist.get_rank()
+    role = "worker" if rank else "server"
+    with pytest.raises(ValueError, match="quorum=3 needs as many sites, and there are 2"):
+        made(quorum=3, role=role)
+    with pytest.raises(ValueError, match="no process has role='worker'"):
+        made(role="server")
+    with pytest.raises(ValueError, match="unknown role 'boss'"):
+        made(role="boss")
+    model, _, server = made(role=role, staleness=2)
+    found = []
+
+    def train() -> None:
+        for step in range(5 * (rank > 0)):
+            backward(model, step + 5 * len(found))
+            server.step()
+        server.finish()
+        found.append((server.version, {name: value.clone() for name, value in model.state_dict().items()}))
+
+    train()
+    if rank:
+        train()
+        train()
+        dist.barrier()
+    else:
+        with pytest.raises(RuntimeError, match="takes no steps"):
+            server.step()
+        dist.barrier()
+        train()
+        train()
+    for own, other in zip(found, server.gather_objects(found)[1], strict=True):
+        assert own[0] == other[0]
+        assert all(torch.equal(value, other[1][name]) for name, value in own[1].items())
+    assert found[0][0] < found[1][0] < found[2][0]
+    server.detach()
+
+
+def test_a_process_may_order_and_evaluate_only(sites):
+    sites(3).run(follows_in_a_process_of_its_own)
+
+
 def loses_a_site(lost: int, staleness: int) -> str:
     rank = dist.get_rank()
     model, _, server = made(staleness=staleness, timeout=60.0)

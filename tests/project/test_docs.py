@@ -181,7 +181,9 @@ ALSO = (
     "dadplug.hogwild.log_elapsed_time",
     "dadplug.hogwild.train_model",
     "dadplug.local_steps.LocalOptions",
+    "dadplug.parameter_server.Outcome",
     "dadplug.parameter_server.ServerOptions",
+    "dadplug.parameter_server.launch_ps_and_workers",
     "dadplug.options.Options",
     "dadplug.serving.Exp4",
     "dadplug.serving.Model",
@@ -199,7 +201,7 @@ ALSO = (
 
 
 # Programs get these from calls; they do not construct them.
-RETURNED = {"CapturedLayer", "Compressed", "DealtLoader", "Progress", "Sample", "Table"}
+RETURNED = {"CapturedLayer", "Compressed", "DealtLoader", "Outcome", "Progress", "Sample", "Table"}
 
 
 def public_names() -> list[str]:

@@ -274,13 +274,13 @@ def races_between_sites():
     WAYS.register("ascent")(Ascent())
     try:
         alone = "alone" if torch.get_num_threads() == 1 else "threads"
-        ways = [alone, "diloco", "dad", "ascent"]
+        ways = [alone, "diloco", "dad", "server", "ascent"]
         found = dadplug.compare(build, samples(), 2.0, ways=ways, seeds=2, progress=False)
         failed = dadplug.compare(build_for_no_way, samples(), 0.2, ways=["dad"], progress=False)
     finally:
         del WAYS["ascent"]
     rows = {each.way: each for each in found.rows}
-    for name in ("diloco", "dad"):
+    for name in ("diloco", "dad", "server"):
         assert rows[name].megabytes_a_step > 0
         for points in rows[name].runs:
             assert points[0].steps == 0

@@ -26,7 +26,7 @@ class Watch(Callback):
 
     def on_batch_start(self, runner):
         self.batches += runner.is_train_loader
-        time.sleep(0.002 * dist.get_rank())
+        time.sleep(0.005 * dist.get_rank())
 
     def on_loader_start(self, runner):
         if not runner.is_train_loader:
@@ -65,7 +65,7 @@ def equals_synchronous() -> None:
 
 def uneven() -> None:
     rank = dist.get_rank()
-    for options in ({"wire": "int8", "rank": 4}, {"mode": "dsgd", "staleness": 2}):
+    for options in ({"wire": "int8", "rank": 4}, {"mode": "dsgd", "staleness": 1}):
         model, watch = net(rank), Watch()
         loaders = {"train": DataLoader(data(70 - 30 * rank, rank), 8), "valid": DataLoader(data(30, 9), 8)}
         runner = ParameterServerRunner(split_data=False, **options)

@@ -68,7 +68,7 @@ class Slow(pl.Callback):
     """Makes site 1 slow."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        time.sleep(0.002 * trainer.global_rank)
+        time.sleep(0.005 * trainer.global_rank)
 
 
 def trains_all() -> None:
@@ -113,17 +113,18 @@ def uneven(folder: str) -> None:
     zoo.ZOO["Gathers"] = Gathers
     cases = (
         {"accumulate_grad_batches": 2},
+        {"limit_val_batches": 0},
         {"max_steps": 11, "max_epochs": -1},
         {"val_check_interval": 3, "max_epochs": 1},
         {"val_check_interval": 0.5, "limit_train_batches": 6},
     )
     for number, case in enumerate(cases):
         watch = Watch()
-        saver = pl.callbacks.ModelCheckpoint(f"{folder}/{number}", every_n_train_steps=2, save_top_k=-1)
+        saver = pl.callbacks.ModelCheckpoint(f"{folder}/{number}", every_n_train_steps=5, save_top_k=-1)
         settings = {"max_epochs": 2, "callbacks": [watch, Slow(), saver], "enable_checkpointing": True} | case
-        strategy = ParameterServerStrategy("dad", staleness=3)
+        strategy = ParameterServerStrategy("dad", staleness=1, timeout=60.0)
         module, current = fit("Logging", strategy, data, use_distributed_sampler=False, **settings)
-        assert set(watch.found) == {None}
+        assert not watch.found or set(watch.found) == {None}
         assert all(len(each) == 1 for each in watch.versions)
         server = strategy.server
         assert len(set(server.gather_objects(current.global_step))) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import alone, ddp, gradients, hogwild, local_steps
+from . import alone, ddp, gradients, hogwild, local_steps, parameter_server
 from .base import WAYS, Place, Trainer, Way
 
-__all__ = ["WAYS", "Place", "Trainer", "Way", "alone", "ddp", "gradients", "hogwild", "local_steps"]
+__all__ = ["WAYS", "Place", "Trainer", "Way", "alone", "ddp", "gradients", "hogwild", "local_steps", "parameter_server"]

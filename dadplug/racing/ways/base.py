@@ -45,6 +45,9 @@ class Trainer:
         """Follow a backward pass: exchange what the way exchanges, and change the parameters."""
         self.optimizer.step()
 
+    def end_lap(self) -> None:
+        """End a lap, after which processes wait for each other; the time of it counts."""
+
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this process has sent so far."""

@@ -1,0 +1,316 @@
+"""Seconds until held-out accuracy is reached where sites are not equally fast: the parameter server and others.
+
+    sudo python benchmarks/parameter_server.py --data-dir FOLDER           MNIST's files, over a link of 100 Mbit/s
+    sudo python benchmarks/parameter_server.py --data-dir FOLDER --quick   one seed, two ways, a low target
+    python benchmarks/parameter_server.py --quick                          scikit-learn's digits, on loopback
+
+MNISTNet, Adam, batches of 32 on each of two sites with one thread. Cases: `equal` sites; site 1 is four times `slow`er;
+the slow site `moves`, drawn anew every two seconds. A site is slowed down by sleeping three times the processor time
+of its steps. The clock runs through training alone, and is that of the site that takes longer. Between laps of
+training, of a second each or of 20 synchronous steps, site 0's model is evaluated; the target is reached when the mean
+of two evaluations in succession is. Ways, with options after a colon:
+
+server:rank=16+wire=bf16+staleness=8      dadplug.ParameterServer with mode rankdad, or mode=...
+rankdad:rank=16+sync_batchnorm=true       synchronous steps; any mode of dadplug.GradientReduction
+localsgd:every=32+wire=bf16               dadplug.LocalSGD; diloco:... with DiLoCo's outer optimizer
+ddp, postlocal:every=16                   DistributedDataParallel, alone and with torch's PostLocalSGD
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attach import parse
+from drive import check_rates, read, run_sites, title
+from link import may_make_links, reshape
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.utils.data import DataLoader
+
+import dadplug
+from dadplug.data import DataPair, load_dataset, site_indices
+from dadplug.models import build_for
+
+SERVER = "server:rank=16+wire=bf16"
+SYNCHRONOUS = "rankdad:rank=16+wire=bf16+sync_batchnorm=true"
+METHODS = f"{SYNCHRONOUS},{SERVER},server:rank=16+wire=bf16+quorum=2,diloco:every=32+wire=bf16,postlocal:every=32"
+CASES = ("equal", "slow", "moves")
+TARGETS = {"mnist": 0.955, "digits": 0.95}
+BATCH, WARM_UP, FACTOR = 32, 3, 4.0
+LAP_STEPS, LAP_SECONDS, WINDOW = 20, 1.0, 2.0
+
+
+class Way:
+    """A model in training.
+
+    Args:
+        model: the model.
+        name: the way's name with its options.
+        optimizer: adam or sgd.
+
+    Attributes:
+        waits: whether each step waits for the other site, so that laps have as many steps at both.
+    """
+
+    def __init__(self, model: nn.Module, name: str, optimizer: str) -> None:
+        kind, options = parse(name)
+        self.model, self.waits = model, True
+        parameters = model.parameters()
+        self.optimizer: Any = (
+            torch.optim.Adam(parameters, lr=1e-3) if optimizer == "adam" else torch.optim.SGD(parameters, lr=0.05)
+        )
+        if kind == "server":
+            self.exchange: Any = dadplug.ParameterServer(model, self.optimizer, **options)
+            self.step, self.waits = self.exchange.step, False
+        elif kind in ("localsgd", "diloco"):
+            outer = {"outer_lr": 0.7, "outer_momentum": 0.9} if kind == "diloco" else {}
+            self.exchange = dadplug.LocalSGD(model, self.optimizer, **outer | options)
+            self.step = self.exchange.step
+        elif kind in ("ddp", "postlocal"):
+            self.exchange, self.step = None, self.optimizer.step
+            self.model = nn.parallel.DistributedDataParallel(model)
+            if kind == "postlocal":
+                every = int(options.get("every", 16))
+                state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=0)
+                self.model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+                averager = PeriodicModelAverager(period=every, warmup_steps=0)
+                self.optimizer = PostLocalSGDOptimizer(self.optimizer, averager)
+                self.step = self.optimizer.step
+        else:
+            self.exchange = dadplug.GradientReduction(model, mode=kind, **options)
+            self.step = self._synchronous_step
+
+    def _synchronous_step(self) -> None:
+        self.exchange.synchronize()
+        self.optimizer.step()
+
+    def prepare_evaluation(self) -> None:
+        """Average the statistics of batch normalisation."""
+        if self.exchange is not None:
+            self.exchange.average_buffers()
+
+    @property
+    def megabytes(self) -> float | None:
+        return None if self.exchange is None else self.exchange.traffic.total_bytes_sent / 1e6
+
+    def close(self) -> None:
+        if not self.waits:
+            self.exchange.finish()
+        if self.exchange is not None:
+            self.exchange.detach(discard=True)
+
+
+def batches(data: DataPair, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this site's batches, epoch after epoch, from memory."""
+    share = site_indices(data.train.labels, dist.get_rank(), 2, split, seed)
+    inputs, labels = next(iter(DataLoader(data.train.subset(share), len(share))))
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for rows in torch.randperm(len(labels), generator=generator).split(BATCH):
+            if len(rows) == BATCH:
+                yield inputs[rows], labels[rows]
+
+
+class Slowness:
+    """Factor by which this site is slowed down, by the time of training.
+
+    Args:
+        case: one of `CASES`.
+        seed: seed of the draws.
+    """
+
+    def __init__(self, case: str, seed: int) -> None:
+        self.case, self.seed, self.rank = case, seed, dist.get_rank()
+
+    def factor(self, seconds: float) -> float:
+        if self.case == "moves":
+            slow = random.Random(f"{self.seed} {int(seconds / WINDOW)}").randrange(2)
+        else:
+            slow = 1 if self.case == "slow" else -1
+        return FACTOR if slow == self.rank else 1.0
+
+
+def train_lap(
+    way: Way, source: Iterator[tuple[Tensor, Tensor]], slowness: Slowness, before: float
+) -> tuple[float, int]:
+    """Train for a lap; return its seconds and steps.
+
+    Args:
+        way: the way.
+        source: the batches.
+        slowness: of this site.
+        before: seconds of training before the lap.
+    """
+    start, steps = time.perf_counter(), 0
+    while (steps < LAP_STEPS) if way.waits else (time.perf_counter() - start < LAP_SECONDS):
+        spent = time.thread_time()
+        inputs, labels = next(source)
+        way.optimizer.zero_grad()
+        nn.functional.cross_entropy(way.model(inputs), labels).backward()
+        way.step()
+        factor = slowness.factor(before + time.perf_counter() - start)
+        if factor > 1:
+            time.sleep((factor - 1) * (time.thread_time() - spent))
+        steps += 1
+    return time.perf_counter() - start, steps
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: DataPair) -> float:
+    """Return the held-out accuracy of site 0's model, at both sites."""
+    right = torch.zeros(1)
+    if dist.get_rank() == 0:
+        model.eval()
+        for inputs, labels in DataLoader(data.test, 250):
+            right += (model(inputs).argmax(1) == labels).sum()
+        model.train()
+    dist.broadcast(right, 0)
+    return float(right) / len(data.test)
+
+
+def train(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, seed: int) -> dict[str, Any]:
+    """Train until the target, or the limit of seconds."""
+    source, slowness = batches(data, arguments.split, seed), Slowness(case, seed)
+    seconds, steps, curve = 0.0, 0, []
+    while True:
+        dist.barrier()
+        lap = torch.tensor(train_lap(way, source, slowness, seconds))
+        laps = [torch.zeros(2) for _ in range(2)]
+        dist.all_gather(laps, lap)
+        seconds += float(max(each[0] for each in laps))
+        steps += int(sum(each[1] for each in laps))
+        way.prepare_evaluation()
+        curve.append((seconds, accuracy(way.model, data)))
+        reached = len(curve) > 1 and statistics.fmean(value for _, value in curve[-2:]) >= arguments.target
+        if reached or seconds > arguments.limit:
+            means = [statistics.fmean(value for _, value in curve[end - 2 : end]) for end in range(2, len(curve) + 1)]
+            run = {"seconds": seconds if reached else None, "batches": steps, "best": max(means, default=curve[0][1])}
+            return run | {"MB": way.megabytes, "curve": curve}
+
+
+def run_site(arguments: argparse.Namespace) -> None:
+    """Measure one way in all cases; site 0 writes the results."""
+    torch.set_num_threads(1)
+    dadplug.connect()
+    data = load_dataset(arguments.dataset, arguments.data_dir)
+    for case in arguments.cases.split(","):
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+            for warms in (True, False):
+                torch.manual_seed(seed)
+                model, sized = build_for(data, "MNISTNet")
+                if not arguments.loopback:
+                    dist.barrier()
+                    reshape("none" if warms else arguments.rate)
+                way = Way(model, arguments.method, arguments.optimizer)
+                if warms:
+                    source = batches(sized, arguments.split, seed)
+                    for _ in range(WARM_UP):
+                        inputs, labels = next(source)
+                        nn.functional.cross_entropy(way.model(inputs), labels).backward()
+                        way.step()
+                else:
+                    run = train(arguments, way, sized, case, seed)
+                way.close()
+            if dist.get_rank() == 0:
+                line = {"method": arguments.method, "case": case, "split": arguments.split, "seed": seed} | run
+                line |= {"optimizer": arguments.optimizer, "rate": arguments.rate}
+                with open(arguments.result, "a") as file:
+                    file.write(json.dumps(line) + "\n")
+                print({key: value for key, value in line.items() if key != "curve"}, flush=True)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Write a table in Markdown: a line a way, a column a case; seconds, and their ratio to the first way's."""
+    cases = list(dict.fromkeys(row["case"] for row in rows if "case" in row))
+    lines = ["| way | " + " | ".join(cases) + " |", "| --- " * (len(cases) + 1) + "|"]
+    first: dict[str, float] = {}
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = []
+        for case in cases:
+            runs = [row for row in rows if row["method"] == method and row.get("case") == case]
+            if not runs:
+                cells.append("-")
+            elif any(row["seconds"] is None for row in runs):
+                cells.append(f"not reached: {statistics.fmean(row['best'] for row in runs):.3f}")
+            else:
+                mean = statistics.fmean(row["seconds"] for row in runs)
+                cells.append(f"{mean:.1f} s ({mean / first.setdefault(case, mean):.2f})")
+        lines.append(f"| {title(method)} | " + " | ".join(cells) + " |")
+    errors = [f"{row['method']}: {row['error']}" for row in rows if "error" in row]
+    return "\n\n".join(["\n".join(lines), *errors])
+
+
+def measure(arguments: argparse.Namespace, results: Path) -> None:
+    """Measure each way in processes of its own; the results file gets a line a run, or an error."""
+    for method in arguments.methods.split(","):
+        program = ["parameter_server.py", *sys.argv[1:], "--method", method, "--result", str(results)]
+        program += ["--loopback"] if arguments.loopback else []
+        if reason := run_sites(program, arguments.loopback, results, 2 * arguments.limit + 120):
+            with results.open("a") as file:
+                file.write(json.dumps({"method": method, "error": reason}) + "\n")
+
+
+def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default=None, choices=list(TARGETS), help="mnist if there is a --data-dir")
+    parser.add_argument("--data-dir", default=None, help="folder of MNIST's files")
+    parser.add_argument("--target", type=float, help="held-out accuracy from 0 to 1")
+    parser.add_argument("--methods", default=METHODS, help="ways; ratios are to the first one")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--split", default="iid", help="iid or by-class")
+    parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"))
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds of training after which a run is given up")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="one seed, two ways, a low target")
+    parser.add_argument("--out", default="parameter_server", help="name of the files, without .md and .json")
+    for hidden in ("--method", "--result"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seeds, arguments.methods, arguments.target = 1, f"{SYNCHRONOUS},{SERVER}", arguments.target or 0.6
+    arguments.dataset = arguments.dataset or ("mnist" if arguments.data_dir else "digits")
+    arguments.target = arguments.target or TARGETS[arguments.dataset]
+    arguments.data_dir = arguments.data_dir or "data"
+    return parser, arguments
+
+
+def main() -> int:
+    parser, arguments = parse_arguments()
+    if arguments.method is not None and "RANK" in os.environ:
+        run_site(arguments)
+        return 0
+    arguments.loopback = not may_make_links()
+    if arguments.loopback:
+        arguments.rate = "none"
+    check_rates(parser, arguments.rate, arguments.loopback)
+    load_dataset(arguments.dataset, arguments.data_dir)  # an error now, and not at each site
+    results = Path(f"{arguments.out}.json")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sites end, too
+    measure(arguments, results)
+    rows = read(results)
+    Path(f"{arguments.out}.md").write_text(table(rows) + "\n")
+    print(table(rows))
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

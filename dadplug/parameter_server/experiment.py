@@ -1,0 +1,266 @@
+"""Experiments with numbers of workers: processes of this machine that train with a parameter server, by one call."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ..errors import ProcessFailedError
+from ..exchange import connect
+from ..exchange.addresses import free_port
+from ..hogwild.workers import choose_start
+from ..models import build_model
+from .options import ServerOptions
+from .server import ParameterServer
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+_POLL = 0.5  # seconds between two looks at processes that report nothing
+
+
+class Outcome(NamedTuple):
+    """Outcome of `launch_ps_and_workers`.
+
+    Attributes:
+        accuracy: share of the test data that the trained model classifies correctly.
+        seconds: seconds of training, from the first batch to the last commit.
+        accuracies: `accuracy` after each epoch of the workers.
+        model: the trained model, on the CPU.
+    """
+
+    accuracy: float
+    seconds: float
+    accuracies: list[float]
+    model: nn.Module
+
+
+class _Report(NamedTuple):
+    """Report of the server: accuracies, seconds, and the state of the model."""
+
+    accuracies: list[float]
+    seconds: float
+    state: dict[str, Tensor]
+
+
+class _Task(NamedTuple):
+    """Description of a training, for its processes."""
+
+    world_size: int
+    address: str
+    threads: int
+    epochs: int
+    num_gpus: int
+    model: nn.Module
+    learning_rate: float
+    train_dataloader: DataLoader[Any]
+    test_dataloader: Iterable[Any]
+    criterion: Criterion
+    seed: int
+    options: dict[str, Any]
+
+
+def launch_ps_and_workers(
+    world_size: int,
+    epochs_per_worker: int,
+    num_gpus: int,
+    train_dataloader: DataLoader[Any],
+    test_dataloader: Iterable[Any],
+    *,
+    model: nn.Module | None = None,
+    lr: float = 0.03,
+    criterion: Criterion = nn.functional.cross_entropy,
+    seed: int = 42,
+    **options: Any,
+) -> Outcome:
+    """Train a classifier by a server and ``world_size - 1`` workers, processes of this machine; log its test accuracy.
+
+    Each worker passes over all training data `epochs_per_worker` times, in an order of its own if the loader shuffles.
+    So 4 workers with 1 epoch see as many samples as 1 worker with 4. The server orders the log and evaluates the model
+    after each epoch of the workers. SGD without momentum makes the steps.
+
+    In a program of its own, call it under ``if __name__ == "__main__":``; new processes may import the program again.
+
+    Args:
+        world_size: number of processes: the server and the workers.
+        epochs_per_worker: epochs of each worker.
+        num_gpus: number of GPUs that the workers use in turns; 0 for the CPU.
+        train_dataloader: loader of pairs of inputs and targets.
+        test_dataloader: loader of the test data.
+        model: classifier on the CPU, trained in place; an MNISTNet, for images of 28 x 28, if None.
+        lr: learning rate.
+        criterion: loss of a batch from outputs and targets.
+        seed: seed of the initial parameters of an MNISTNet, and with the rank of the order of a worker's samples.
+        options: options of the `ParameterServer`; see `ServerOptions`.
+
+    Returns:
+        The test accuracy, the seconds, and the trained model.
+
+    Raises:
+        ValueError: if a number is too small, there are fewer GPUs, or an option is not valid.
+        ProcessFailedError: if the server or all workers have failed. Without one worker the others go on.
+
+    Example:
+        >>> outcome = launch_ps_and_workers(5, 1, 0, train_dataloader, test_dataloader)
+        >>> print(outcome.accuracy, outcome.seconds)
+    """
+    checked = _check(world_size, epochs_per_worker, num_gpus, options)
+    if model is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = build_model("MNISTNet")
+    loaders: dict[str, Any] = {"train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
+    settings: dict[str, Any] = {"learning_rate": lr, "criterion": criterion, "seed": seed, "options": vars(checked)}
+    threads = max(1, torch.get_num_threads() // (world_size - 1))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    task = _Task(world_size, address, threads, epochs_per_worker, num_gpus, model, **loaders, **settings)
+    report = _run(task)
+    model.load_state_dict(report.state)
+    return Outcome(report.accuracies[-1], report.seconds, report.accuracies, model)
+
+
+def _check(world_size: int, epochs: int, num_gpus: int, options: dict[str, Any]) -> ServerOptions:
+    """Raise ValueError for arguments that are wrong; return the options."""
+    for name, number, least in (
+        ("world_size", world_size, 2),
+        ("epochs_per_worker", epochs, 1),
+        ("num_gpus", num_gpus, 0),
+    ):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}")
+    if num_gpus > torch.cuda.device_count():
+        raise ValueError(f"num_gpus={num_gpus}, and there are {torch.cuda.device_count()}")
+    checked = ServerOptions.create(**options)
+    if checked.quorum >= world_size:
+        raise ValueError(f"quorum={checked.quorum} needs as many workers, and there are {world_size - 1}")
+    return checked
+
+
+def _run(task: _Task) -> _Report:
+    """Start the processes, and return what the server reports."""
+    start = "spawn" if task.num_gpus or dist.is_initialized() else choose_start(task.threads)
+    context: Any = multiprocessing.get_context(start)
+    processes, pipes = [], []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*")
+        for rank in range(task.world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_serve if rank == 0 else _work, args=(rank, task, theirs))
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+    try:
+        return _collect(processes, pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(processes: list[Any], pipes: list[Connection]) -> _Report:
+    """Wait for the server's report; warn of workers that fail."""
+    failed: dict[int, str] = {}
+    open_pipes = dict(enumerate(pipes))
+    while True:
+        ready = wait(list(open_pipes.values()), _POLL)
+        for rank in [rank for rank, pipe in open_pipes.items() if pipe in ready]:
+            name = "the server" if rank == 0 else f"worker {rank}"
+            try:
+                kind, value = pickle.loads(open_pipes.pop(rank).recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                kind, value = "failed", f"it has ended with status {processes[rank].exitcode}"
+            if kind == "ok" and rank == 0:
+                report: _Report = value
+                return report
+            if kind == "failed":
+                failed[rank] = f"{name} (pid {processes[rank].pid}) has failed: {value}"
+                if rank == 0 or len(failed) == len(processes) - 1:
+                    raise ProcessFailedError("\n".join(failed.values()))
+                warnings.warn(f"{failed[rank]}; the others go on", stacklevel=4)
+
+
+def _begin(rank: int, task: _Task) -> tuple[nn.Module, ParameterServer]:
+    """Connect a process, and build its replica."""
+    torch.set_num_threads(task.threads)
+    torch.manual_seed(task.seed + rank)
+    connect(rank, task.world_size, task.address, timeout=task.options["timeout"])
+    device = f"cuda:{(rank - 1) % task.num_gpus}" if task.num_gpus and rank else "cpu"
+    model = task.model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), task.learning_rate)
+    return model, ParameterServer(model, optimizer, role="worker" if rank else "server", **task.options)
+
+
+def _serve(rank: int, task: _Task, pipe: Connection) -> None:
+    """Order the log, and evaluate after each epoch."""
+
+    def serve() -> _Report:
+        model, server = _begin(rank, task)
+        start, accuracies, seconds = time.perf_counter(), [], 0.0
+        for epoch in range(task.epochs):
+            server.finish()
+            seconds = time.perf_counter() - start
+            accuracies.append(evaluate(model, task.test_dataloader))
+            print(
+                f"epoch {epoch + 1} of {task.epochs} by {task.world_size - 1} worker(s): "
+                f"test accuracy {accuracies[-1]:.2%}, elapsed time {seconds:.2f} s",
+                flush=True,
+            )
+        server.detach()
+        return _Report(accuracies, seconds, model.state_dict())
+
+    _report(pipe, serve)
+
+
+def _work(rank: int, task: _Task, pipe: Connection) -> None:
+    """Train as one worker."""
+
+    def work() -> None:
+        model, server = _begin(rank, task)
+        device = next(model.parameters()).device
+        model.train()
+        for _ in range(task.epochs):
+            for inputs, targets in task.train_dataloader:
+                task.criterion(model(inputs.to(device)), targets.to(device)).backward()
+                server.step()
+            server.finish()
+        server.detach()
+
+    _report(pipe, work)
+
+
+def _report(pipe: Connection, function: Callable[[], Any]) -> None:
+    """Call a function, and send its result or its traceback."""
+    try:
+        report = pickle.dumps(("ok", function()))
+    except BaseException:
+        report = pickle.dumps(("failed", traceback.format_exc()))
+    pipe.send_bytes(report)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: Iterable[Any]) -> float:
+    """Compute the share of a loader's samples that a model classifies correctly.
+
+    Args:
+        model: classifier.
+        loader: loader of pairs of inputs and targets.
+    """
+    training = model.training
+    model.eval()
+    correct = total = 0
+    for inputs, targets in loader:
+        correct += int((model(inputs).argmax(1) == targets).sum())
+        total += len(targets)
+    model.train(training)
+    return correct / max(1, total)

@@ -1,0 +1,21 @@
+"""The parameter server between sites that have dialed a hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import support
+from running_hub import running_hub
+
+ON_ONE_NETWORK = support.load(str(Path(__file__).with_name("test_parameter_server.py")))
+
+
+def test_without_staleness_it_has_the_bits_of_the_reduction_over_a_hub(tmp_path):
+    names = ("a", "b")
+    with (
+        running_hub(tmp_path / "kits", names) as hub,
+        support.Sites(2, kits=[hub.kits / name for name in names]) as group,
+    ):
+        group.run(ON_ONE_NETWORK.follows_reduction, "rankdad", 50, {})
+        found = group.run(ON_ONE_NETWORK.follows_its_log, "dad", {"staleness": 4})
+    assert 0 <= found[0]["oldest"] <= 4
