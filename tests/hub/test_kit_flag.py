@@ -9,6 +9,7 @@ from pathlib import Path
 import hub_kits
 import pytest
 import support
+from data_files import photo_files
 from running_hub import running_hub
 
 from dadplug.cli import place_of
@@ -69,20 +70,26 @@ def test_an_experiment_trains_by_kits(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("example", "trainer", "accuracy"), [("two_site_mnist", "catalyst", 0.6), ("two_site_vit", "lightning", 0.6)]
+    ("example", "trainer", "accuracy"), [("two_site_mnist", "catalyst", 0.6), ("two_site_vit", "lightning", 0.9)]
 )
 def test_both_examples_train_by_kits(tmp_path, example, trainer, accuracy):
     package = {"catalyst": "catalyst", "lightning": "pytorch_lightning"}[trainer]
     support.need(package)
     if example == "two_site_vit":
         support.need("linformer")
+        support.need("PIL")
     flags = ["--trainer", trainer, "--epochs", "1", "--log-dir", str(tmp_path)]
+    if example == "two_site_vit":
+        (tmp_path / "photos").mkdir()
+        for name, content in photo_files(60).items():
+            (tmp_path / "photos" / name).write_bytes(content)
+        flags += ["--dataset", "dogsvscats", "--data-dir", str(tmp_path / "photos"), "--batch-size", "8"]
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
         commands = [[str(ROOT / "examples" / f"{example}.py"), "--kit", str(hub.kits / name), *flags] for name in NAMES]
         finished = support.run_programs(commands, timeout=200, preload=[package])
         for each in finished:
             assert each.status == 0, each.errors
-    line = next(line for line in finished[0].output.splitlines() if re.match(r"rankdad +0\.", line))
+    line = next(line for line in finished[0].output.splitlines() if re.match(r"rankdad +[01]\.", line))
     assert line.endswith("equal")
     assert float(line.split()[1]) > accuracy
     assert finished[1].output == ""

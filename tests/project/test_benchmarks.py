@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
@@ -262,8 +261,8 @@ def test_training_goes_on_while_sites_are_killed_and_return(tmp_path):
         "pace": 0.02,
         "out": tmp_path,
     }
-    command = [sys.executable, str(FOLDER / "elastic.py"), *(f"--{name}={value}" for name, value in settings.items())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert "seed 0, 2 kills: accuracy" in done.stdout, done.stderr
-    assert "pause at kills" in done.stdout
-    assert not [line for line in done.stdout.splitlines() if "differs between" in line or "has used" in line]
+    command = [str(FOLDER / "elastic.py"), *(f"--{name}={value}" for name, value in settings.items())]
+    (done,) = support.run_programs([command])
+    assert "seed 0, 2 kills: accuracy" in done.output, done.errors
+    assert "pause at kills" in done.output
+    assert not [line for line in done.output.splitlines() if "differs between" in line or "has used" in line]

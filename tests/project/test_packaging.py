@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import support
 
 pytestmark = pytest.mark.slow
 
@@ -39,13 +40,11 @@ dadplug.GradientReduction, dadplug.hooks.LayerCapture, dadplug.lowrank.compress
 
 
 def python(code: str, cwd: Path, *paths: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    program = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert program.returncode == 0, program.stderr
-    return program.stdout
+    """Run code with these folders in the path; torch and numba are imported already."""
+    path = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    (program,) = support.run_programs([["-c", code]], env=path, folder=cwd, bare=True)
+    assert program.status == 0, program.errors
+    return program.output
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,11 @@ def test_a_checkout_works_without_installation(tmp_path):
 def test_importing_dadplug_is_cheap(tmp_path):
     loaded = "print(*sorted(m.split('.')[0] for m in sys.modules))"
     code = f"import sys, dadplug, dadplug.errors; {loaded}; dadplug.GradientReduction; {loaded}"
-    first, second = (set(line.split()) for line in python(code, tmp_path, ROOT).splitlines())
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    program = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert program.returncode == 0, program.stderr
+    first, second = (set(line.split()) for line in program.stdout.splitlines())
     assert not first & {"torch", "numpy", "numba", "catalyst", "accelerate", "lightning", "sklearn"}
     assert not second & {"numba", "catalyst", "accelerate", "lightning", "sklearn"}
     assert "torch" in second
