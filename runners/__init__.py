@@ -12,19 +12,28 @@ from ._lightning.registration import register_strategies as register_strategies
 if TYPE_CHECKING:
     from .adapm_runner import AdaPMRunner
     from .distributed_runner import DistributedRunner
+    from .hogwild_runner import HogwildRunner
     from .local_sgd_runner import LocalSGDRunner
     from .parameter_server_runner import ParameterServerRunner
-    from .pytorch_lightning import AdaPMStrategy, DADStrategy, LocalSGDStrategy, ParameterServerStrategy
+    from .pytorch_lightning import (
+        AdaPMStrategy,
+        DADStrategy,
+        HogwildStrategy,
+        LocalSGDStrategy,
+        ParameterServerStrategy,
+    )
 
 _RUNNERS = {
     "AdaPMRunner": "adapm_runner",
     "DistributedRunner": "distributed_runner",
+    "HogwildRunner": "hogwild_runner",
     "LocalSGDRunner": "local_sgd_runner",
     "ParameterServerRunner": "parameter_server_runner",
 }
 _STRATEGIES = {
     "AdaPMStrategy": "adapm_strategy",
     "DADStrategy": "dad_strategy",
+    "HogwildStrategy": "hogwild_strategy",
     "LocalSGDStrategy": "local_sgd_strategy",
     "ParameterServerStrategy": "parameter_server_strategy",
 }
@@ -34,6 +43,8 @@ __all__ = [
     "AdaPMStrategy",
     "DADStrategy",
     "DistributedRunner",
+    "HogwildRunner",
+    "HogwildStrategy",
     "LocalSGDRunner",
     "LocalSGDStrategy",
     "ParameterServerRunner",

@@ -6,6 +6,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from .adapm_strategy import AdaPMStrategyBase
 from .dad_strategy import DADStrategyBase
+from .hogwild_strategy import HogwildStrategyBase
 from .local_sgd_strategy import LocalSGDStrategyBase
 from .parameter_server_strategy import ParameterServerStrategyBase
 
@@ -24,3 +25,7 @@ class LocalSGDStrategy(LocalSGDStrategyBase, DDPStrategy):  # noqa: D101  (docum
 
 class ParameterServerStrategy(ParameterServerStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
     __doc__ = ParameterServerStrategyBase.__doc__
+
+
+class HogwildStrategy(HogwildStrategyBase, DDPStrategy):  # noqa: D101  (documented in its base)
+    __doc__ = HogwildStrategyBase.__doc__

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from ..cores import available_cores
 from ..exchange.addresses import free_port
 
 _GRACE = 20.0  # seconds for the other sites to exit after one has failed
@@ -31,7 +32,7 @@ def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = No
         0 if all sites have succeeded, else the exit status of the first that has not.
     """
     port = free_port() if port is None else port
-    threads = max(1, (os.cpu_count() or 1) // num_sites)
+    threads = max(1, available_cores() // num_sites)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         with _sigterm_as_exit():

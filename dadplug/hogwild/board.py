@@ -15,12 +15,13 @@ from ..errors import ProcessFailedError
 from .memory import SharedMemory
 
 _DEALT, _STEPS, _EPOCH, _ORDER, _BATCHES = range(5)  # places in the head
-_PID, _ARRIVALS, _DONE, _SAMPLES, _LEFT, _PROCESS_STEPS = range(6)  # places in the row of a process
+_PID, _ARRIVALS, _DONE, _SAMPLES, _LEFT, _PROCESS_STEPS, _FAILED = range(7)  # places in the row of a process
 _ROW = 8  # numbers; a cache line for each process
 _POLL = 0.002  # seconds
 _CHECK = 0.2  # seconds between two looks at the other processes
 _NUMBER = 8  # bytes
 _INDICES_SHOWN = 8
+_REASON = 512  # bytes of the reason why a process has failed
 
 
 class Progress(NamedTuple):
@@ -58,17 +59,21 @@ class Board:
 
     def __init__(self, memory: SharedMemory, offset: int, processes: int) -> None:
         self._memory = memory
-        numbers = memory.tensor(offset, self.numbers(processes), torch.int64).view(1 + processes, _ROW)
-        self._head, self._rows = numbers[0].numpy(), numbers[1:].numpy()
+        rows = memory.tensor(offset, (1 + processes) * _ROW, torch.int64).view(1 + processes, _ROW)
+        self._head, self._rows = rows[0].numpy(), rows[1:].numpy()
+        behind = offset + _NUMBER * (1 + processes) * _ROW
+        self._reasons = memory.tensor(behind, processes * _REASON, torch.uint8).view(processes, _REASON).numpy()
         self.processes = processes
         self.rank = 0
         self.parent: int | None = None
         self._starts: list[int] = []
+        self._reserved: int | None = None
+        self._checked = time.monotonic()
 
     @staticmethod
     def numbers(processes: int) -> int:
         """Return the size of a control block, in numbers of eight bytes."""
-        return (1 + processes) * _ROW
+        return (1 + processes) * _ROW + processes * _REASON // _NUMBER
 
     def join(self, rank: int, parent: int | None) -> None:
         """Enter this process.
@@ -83,6 +88,16 @@ class Board:
     def leave(self) -> None:
         """Report that this process takes no further part."""
         self._rows[self.rank, _LEFT] = 1
+
+    def fail(self, reason: str) -> None:
+        """Report that this process has failed; the others raise an error when they next take a batch or wait.
+
+        Args:
+            reason: the reason, for their messages.
+        """
+        content = reason.encode()[: _REASON - 1]
+        self._reasons[self.rank, : len(content)] = list(content)
+        self._rows[self.rank, _FAILED] = 1
 
     # Steps
 
@@ -123,25 +138,29 @@ class Board:
                 checked = time.monotonic()
 
     def check_others(self, arrivals: int = 0) -> None:
-        """Check that the others are there, as far as this process has to.
+        """Check that the others are there.
 
         Args:
             arrivals: number of barriers that every process must reach.
 
         Raises:
-            ProcessFailedError: if a process is lost, or has finished before.
+            ProcessFailedError: if a process is lost or has failed, or has finished before it has reached them.
         """
         self._check_parent()
         for rank in range(self.processes):
-            if rank == self.rank or self._rows[rank, _ARRIVALS] >= arrivals:
+            row = self._rows[rank]
+            pid, finished = int(row[_PID]), bool(row[_LEFT])
+            if rank == self.rank:
                 continue
-            pid = int(self._rows[rank, _PID])
-            if self._rows[rank, _LEFT]:
+            if row[_FAILED]:
+                reason = bytes(self._reasons[rank]).rstrip(b"\0").decode(errors="replace")
+                raise ProcessFailedError(f"process {rank} (pid {pid}) has failed: {reason}{self.describe(rank)}")
+            if finished and row[_ARRIVALS] < arrivals:
                 raise ProcessFailedError(
                     f"process {rank} (pid {pid}) has finished, and process {self.rank} waits for it: all processes "
                     "must train for the same number of epochs, and pause equally often"
                 )
-            if self.parent is None and pid and not _alive(pid):
+            if self.parent is None and pid and not finished and not _alive(pid):
                 raise ProcessFailedError(f"process {rank} (pid {pid}) is gone{self.describe(rank)}")
 
     def _check_parent(self) -> None:
@@ -169,13 +188,15 @@ class Board:
         self.barrier()
         batches = int(self._head[_BATCHES])
         self._starts = _numbers(self._memory.read_behind(0, _NUMBER * (batches + 1))).tolist()
+        self._reserved = self.rank if batches >= self.processes else None
 
     def _publish(self, batches: list[list[int]]) -> None:
         sizes = torch.tensor([0, *map(len, batches)], dtype=torch.int64)
         indices = torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
         parts = (sizes.cumsum(0), torch.zeros(len(batches), dtype=torch.int64), indices)
         self._memory.write_behind(0, b"".join(part.numpy().tobytes() for part in parts))
-        self._head[_DEALT], self._head[_BATCHES] = 0, len(batches)
+        self._head[_DEALT] = self.processes if len(batches) >= self.processes else 0  # the first ones are reserved
+        self._head[_BATCHES] = len(batches)
         self._head[_EPOCH] += 1
 
     @property
@@ -189,15 +210,31 @@ class Board:
         return int(self._head[_BATCHES])
 
     def draw(self) -> int | None:
-        """Take the next batch; return its number, or None if all have been dealt."""
-        with self._memory.lock():
-            batch = int(self._head[_DEALT])
-            if batch >= self._head[_BATCHES]:
-                return None
-            self._head[_DEALT] = batch + 1
-        self._mark(batch, self.rank + 1)
+        """Take the next batch; return its number, or None if all have been dealt.
+
+        The first batches are reserved, one for each process, so that none is without a batch of an epoch.
+
+        Raises:
+            ProcessFailedError: if another process is lost or has failed.
+        """
         self._check_parent()
+        if time.monotonic() - self._checked > _CHECK:
+            self._checked = time.monotonic()
+            self.check_others()
+        batch, self._reserved = self._reserved, None
+        if batch is None:
+            with self._memory.lock():
+                batch = int(self._head[_DEALT])
+                if batch >= self._head[_BATCHES]:
+                    return None
+                self._head[_DEALT] = batch + 1
+        self._mark(batch, self.rank + 1)
         return batch
+
+    def stop_dealing(self) -> None:
+        """Leave out the batches of this epoch that have not been dealt yet."""
+        with self._memory.lock():
+            self._head[_DEALT] = self._head[_BATCHES]
 
     def indices(self, batch: int) -> list[int]:
         """Return the indices of the samples of a batch."""

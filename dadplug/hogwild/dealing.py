@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -22,15 +23,18 @@ class DealtLoader:
     Args:
         loader: a DataLoader over a data set with a length, the same in all processes.
         board: the control block.
+        ahead: number of batches that the caller takes before it trains on the first of them.
+        limit: number of batches of an epoch, at most; all if None.
 
     Raises:
         TypeError: if it is no DataLoader.
         ValueError: if its batches cannot be dealt.
     """
 
-    def __init__(self, loader: Any, board: Board) -> None:
+    def __init__(self, loader: Any, board: Board, ahead: int = 0, limit: int | None = None) -> None:
         check_loader(loader)
-        self._loader, self._board = loader, board
+        self._loader, self._board, self._ahead = loader, board, ahead
+        self._taken = 0  # batches that the caller has taken and that are not reported as finished
         self._drawn: deque[int] = deque()
         self._running = False
         settings: dict[str, Any] = {}
@@ -38,7 +42,7 @@ class DealtLoader:
             settings = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
         self._dealt: DataLoader[Any] = DataLoader(
             loader.dataset,
-            batch_sampler=_DealtBatches(loader.batch_sampler, board, self._drawn),
+            batch_sampler=_DealtBatches(loader.batch_sampler, board, self._drawn, limit),
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
@@ -49,25 +53,31 @@ class DealtLoader:
             **settings,
         )
 
-    @property
-    def batches(self) -> int:
-        """Number of batches of an epoch, of all processes together."""
-        return len(self._loader.batch_sampler)
-
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         if self._running:
             raise RuntimeError("this loader is being read already: finish the epoch before the next one begins")
         self._drawn.clear()
-        self._running = True
+        self._taken, self._running = 0, True
         try:
             for batch in self._dealt:
+                self._taken += 1
                 yield batch
-                self._board.finish_batch(self._drawn.popleft())
+                self.finish(self._ahead)
         finally:
             self._running = False
 
+    def finish(self, left: int = 0) -> None:
+        """Report that the batches that were taken are finished.
+
+        Args:
+            left: number of batches, the last ones, that are not.
+        """
+        while self._taken > left:
+            self._taken -= 1
+            self._board.finish_batch(self._drawn.popleft())
+
     def __getattr__(self, name: str) -> Any:
-        if name in ("_loader", "_board", "_drawn", "_dealt", "_running") or name.startswith("__"):
+        if name in ("_loader", "_board", "_drawn", "_dealt", "_running", "_ahead", "_taken") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -75,8 +85,8 @@ class DealtLoader:
 class _DealtBatches:
     """Sampler of batches that takes each from the control block."""
 
-    def __init__(self, batches: Any, board: Board, drawn: deque[int]) -> None:
-        self._batches, self._board, self._drawn = batches, board, drawn
+    def __init__(self, batches: Any, board: Board, drawn: deque[int], limit: int | None) -> None:
+        self._batches, self._board, self._drawn, self._limit = batches, board, drawn, limit
 
     def __iter__(self) -> Iterator[list[int]]:
         self._board.begin_epoch(self._draw)
@@ -85,7 +95,7 @@ class _DealtBatches:
             yield self._board.indices(batch)
 
     def _draw(self) -> list[list[int]]:
-        batches = [list(map(int, batch)) for batch in self._batches]
+        batches = [list(map(int, batch)) for batch in itertools.islice(self._batches, self._limit)]
         if not batches:
             raise ValueError("the loader has no batches")
         return batches

@@ -124,10 +124,21 @@ class Layout:
             tensor.copy_(shared)
             seen.copy_(shared)
 
+    def give_counters(self, *_: Any) -> None:
+        """Set the counters of all processes to those of this process, which has loaded them."""
+        for (_, tensor, _), shared, seen in zip(self._counters, self._shared_counters, self._seen, strict=True):
+            shared.copy_(tensor)
+            seen.copy_(tensor)
+
     def take_counts(self) -> None:
         """Set the numbers of steps to those of all processes, for checkpoints."""
         if self.counts:
             self.counts.set(self._counts)
+
+    def give_counts(self) -> None:
+        """Set the numbers of steps of all processes to those of this process, which has loaded them."""
+        if self.counts:
+            self._counts.copy_(self.counts.current)
 
     def check(self) -> None:
         """Check that every tensor is still in the shared memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,40 @@ def _state_after_zeros(
     return state
 
 
+def keep_state(optimizer: torch.optim.Optimizer, loaded: Callable[[], None]) -> list[Any]:
+    """Have states that an optimizer loads copied into the tensors that it has, which are shared.
+
+    Args:
+        optimizer: the optimizer, with its state.
+        loaded: called after a state was loaded.
+
+    Returns:
+        The handles of the hooks.
+    """
+    before: dict[Any, dict[str, Any]] = {}
+
+    def remember(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        before.update(optimizer.state)
+
+    def copy_back(optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in before.items():
+            given = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                new = given.get(name, 0)
+                if isinstance(value, Tensor):
+                    value.copy_(torch.as_tensor(new))
+                else:
+                    state[name] = new
+            optimizer.state[parameter] = state
+        before.clear()
+        loaded()
+
+    return [
+        optimizer.register_load_state_dict_pre_hook(remember),
+        optimizer.register_load_state_dict_post_hook(copy_back),
+    ]
+
+
 class StepCounts:
     """Numbers of steps of all parameters, counted over all processes.
 
@@ -141,9 +175,14 @@ class StepCounts:
                 if STEP in state:
                     self.parameters.append(parameter)
                     self._states.append(state)
-        self.initial = torch.tensor([int(state[STEP]) for state in self._states], dtype=torch.int64)
+        self.initial = self.current
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self._tensors = [isinstance(state[STEP], Tensor) for state in self._states]
+
+    @property
+    def current(self) -> Tensor:
+        """Numbers of steps in the states of this process, of shape (parameters,)."""
+        return torch.tensor([int(state[STEP]) for state in self._states], dtype=torch.int64)
 
     def with_gradient(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return which parameters the next step of an optimizer changes, as a mask of shape (parameters,)."""

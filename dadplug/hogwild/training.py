@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cores import available_cores
 from .board import Board, Progress
 from .dealing import DealtLoader
 from .join import check_equal, connected, share
 from .layout import Layout, check_model
 from .memory import SharedMemory, check_system
-from .optimizer_state import check_optimizer, create_state, divides_by_state
+from .optimizer_state import check_optimizer, create_state, divides_by_state, keep_state
 from .workers import Assignment, choose_start, run_workers
 
 STATES = ("shared", "own")
@@ -88,13 +89,13 @@ class Hogwild:
         self._board: Board | None = None
         self._layout: Layout | None = None
         self._hooks: list[Any] = []
-        self.processes = self._connected or processes or _cores()
+        self.processes = self._connected or processes or available_cores()
         problem = self._problem(processes, threads)
         if self._connected:
             check_equal(problem, self._signature(problem))
         if problem is not None:
             raise problem
-        self.threads = threads or max(1, _cores() // self.processes)
+        self.threads = threads or max(1, available_cores() // self.processes)
         if self._connected:
             self._join()
 
@@ -102,10 +103,10 @@ class Hogwild:
         """Return the first error of the arguments."""
         try:
             check_system()
-            _check_number("processes", processes)
-            _check_number("threads", threads)
-            _check_choice("state", self._state, STATES)
-            _check_choice("start", self._start, STARTS)
+            check_number("processes", processes)
+            check_number("threads", threads)
+            check_choice("state", self._state, STATES)
+            check_choice("start", self._start, STARTS)
             if self._connected and processes not in (None, self._connected):
                 raise ValueError(
                     f"{self._connected} processes are connected, and processes={processes} asks for others: leave "
@@ -201,8 +202,11 @@ class Hogwild:
     def _enter(self, layout: Layout, board: Board, parent: int | None) -> None:
         self._board = board
         board.join(self.rank, parent)
+        self._hooks.append(self.model.register_load_state_dict_post_hook(layout.give_counters))
         for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            if self._state == "shared":
+                self._hooks += keep_state(optimizer, layout.give_counts)
             if self._state == "shared" and divides_by_state(optimizer):
                 self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
@@ -222,10 +226,14 @@ class Hogwild:
         if board.parent is None:
             self._release()
 
-    def abort(self) -> None:
-        """Give model and optimizer memory of their own after an error, without waiting for the other processes."""
+    def abort(self, reason: str = "it has given up") -> None:
+        """Give model and optimizer memory of their own after an error, without waiting for the other processes.
+
+        Args:
+            reason: the reason, which the errors of the other processes quote.
+        """
         if self._board is not None:
-            self._board.leave()
+            self._board.fail(reason)
         self._release()
 
     def _release(self) -> None:
@@ -240,18 +248,21 @@ class Hogwild:
 
     # In each process
 
-    def deal(self, loader: Any) -> DealtLoader:
+    def deal(self, loader: Any, *, ahead: int = 0, limit: int | None = None) -> DealtLoader:
         """Return a loader that yields this process's share of a loader's batches; each batch is dealt once an epoch.
 
         Args:
             loader: DataLoader over the whole data set, the same in all processes.
+            ahead: number of batches that the caller takes before it trains on the first of them; for reports of
+                unfinished batches.
+            limit: number of batches of an epoch, of all processes together, at most; all if None.
 
         Raises:
             TypeError: if it is no DataLoader.
             ValueError: if its batches cannot be dealt, as those of an IterableDataset.
             RuntimeError: outside of the processes that train.
         """
-        return DealtLoader(loader, self._required())
+        return DealtLoader(loader, self._required(), ahead, limit)
 
     def step(self) -> None:
         """Step all optimizers; the same as a call of their ``step()``."""
@@ -271,6 +282,15 @@ class Hogwild:
             if self._layout is not None:
                 self._layout.check()
             yield
+
+    def stop_epoch(self) -> None:
+        """Leave out the batches of this epoch that have not been dealt yet."""
+        self._required().stop_dealing()
+
+    @property
+    def running(self) -> bool:
+        """Whether this process is one of those that train, up to `finish` or `abort`."""
+        return self._board is not None
 
     @property
     def steps(self) -> int:
@@ -338,16 +358,14 @@ class Hogwild:
         return state | {"_memory": None, "_board": None, "_layout": None, "_hooks": []}
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check_number(name: str, value: object) -> None:
+def check_number(name: str, value: object) -> None:
+    """Raise ValueError if a value is neither None nor a whole number from 1 on."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
 
 
-def _check_choice(name: str, value: object, valid: Sequence[str]) -> None:
+def check_choice(name: str, value: object, valid: Sequence[str]) -> None:
+    """Raise ValueError if a value is not one of the valid ones."""
     if value not in valid:
         raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, valid))}")
 

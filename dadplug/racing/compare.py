@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..cores import available_cores
 from ..exchange.objects import gather_objects
 from .heat import Point, run_heat
 from .pool import Pool, RunFailed
@@ -160,7 +160,7 @@ def _place(connected: bool, processes: int | None) -> Place:
         if processes is not None:
             raise ValueError("the connected sites are the processes: leave out processes=")
         return Place(dist.get_world_size(), torch.get_num_threads(), connected=True)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     count = min(cores, 4) if processes is None else processes
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"processes must be a whole number of at least 1, got {processes!r}")

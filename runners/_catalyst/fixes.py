@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from catalyst.callbacks.backward import BackwardCallback
@@ -65,7 +66,7 @@ class FixedBackward(BackwardCallback):
             return
         loss = runner.batch_metrics[self.metric_key] / runner.micro_batches
         if not runner.update_due:
-            with runner.reduction.no_sync():
+            with nullcontext() if runner.reduction is None else runner.reduction.no_sync():
                 runner.engine.backward(loss)
             return
         runner.engine.backward(loss)

@@ -13,7 +13,7 @@ class SiteRunner(Protocol):
     """A Catalyst runner that trains one model between sites; see `DistributedRunner`."""
 
     engine: SiteEngine
-    reduction: GradientReduction
+    reduction: GradientReduction | None
     batch_metrics: dict[str, Any]
     is_train_loader: bool
     epoch_step: int

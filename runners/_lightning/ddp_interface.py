@@ -30,6 +30,7 @@ class DDPInterface:
     local_rank: int
     pre_backward: Callable[[Tensor], None]
     post_backward: Callable[[Tensor], None]
+    lr_scheduler_configs: list[Any]
     _layer_sync: Any
 
     @property
@@ -69,6 +70,8 @@ class DDPInterface:
         raise NotImplementedError
 
     def on_train_start(self) -> None: ...
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
 
     def on_train_end(self) -> None: ...
 

@@ -66,6 +66,9 @@ def _register(package: str) -> None:
             make = functools.partial(_make, package, "LocalSGDStrategy", start_method=start_method, **settings)
             description = "dadplug: sites train alone and agree on parameters now and then"
             registry.register(name + suffix, make, description=description, override=True)
+        make = functools.partial(_make, package, "HogwildStrategy", start_method=start_method)
+        description = "dadplug: processes of this machine train one model in shared memory (Hogwild!)"
+        registry.register("hogwild" + suffix, make, description=description, override=True)
     for mode in method_names():
         add(mode)
     on_registration(add)

@@ -21,6 +21,7 @@ LAYERS = (
     "registry",
     "signature",
     "jit",
+    "cores",
     "hooks",
     "lowrank",
     "exchange",

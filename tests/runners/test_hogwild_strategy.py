@@ -1,0 +1,261 @@
+"""Lightning's strategy for Hogwild!: batches dealt once, one model in all processes, evaluations of that model."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+
+import pytest
+import torch
+
+pl = pytest.importorskip("pytorch_lightning")
+
+import lightning_zoo as zoo  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from dadplug import ProcessFailedError  # noqa: E402
+from dadplug.exchange.objects import gather_objects  # noqa: E402
+from dadplug.runners import HogwildStrategy  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+SAMPLES, BATCH = 60, 4
+BATCHES = SAMPLES // BATCH
+
+
+def trainer(strategy, **settings):
+    warnings.filterwarnings("ignore")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"enable_checkpointing": False, "max_epochs": 2, "precision": "64-true"} | quiet | settings
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **settings)
+
+
+class Rows(pl.LightningModule):
+    """A table with a row for each sample; a step takes the learning rate from the rows of its batch, whatever else."""
+
+    def __init__(self, slow: int | None = None, schedule: bool = False):
+        super().__init__()
+        self.table = torch.nn.Embedding(SAMPLES, 1, sparse=True)
+        torch.nn.init.zeros_(self.table.weight)
+        self.norm = torch.nn.BatchNorm1d(1)
+        self.slow, self.schedule = slow, schedule
+        self.rates, self.own = [], 0
+
+    def training_step(self, batch, batch_idx):
+        self.own += 1
+        if dist.get_rank() == self.slow:
+            time.sleep(0.02)
+        value = self.table(batch[0]).sum()
+        self.norm(batch[0].double()[:, None])
+        self.log("loss", value, on_step=True, on_epoch=True, sync_dist=True)
+        return value
+
+    def validation_step(self, batch, batch_idx):
+        self.log("total", self.table(batch[0]).sum(), sync_dist=True, reduce_fx="sum")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.table.parameters(), lr=1.0)
+        if not self.schedule:
+            return optimizer
+        steps = self.trainer.estimated_stepping_batches
+        falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
+
+
+def numbers(batch_size=BATCH, shuffle=True):
+    return DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=batch_size, shuffle=shuffle)
+
+
+class Watch(pl.Callback):
+    """Remembers, at each end of an epoch, the step, and whether the processes hold the same values."""
+
+    def __init__(self):
+        self.steps, self.equal = [], []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.steps.append(trainer.global_step)
+        states = gather_objects([value.clone() for value in pl_module.state_dict().values()])
+        self.equal.append(all(torch.equal(one, other) for one, other in zip(*states, strict=True)))
+
+
+def deals() -> None:
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    module, watch = Rows(slow=1), Watch()
+    current = trainer("hogwild", callbacks=[watch], max_epochs=3, num_sanity_val_steps=1)
+    current.fit(module, numbers(), numbers(shuffle=False))
+    assert torch.equal(module.table.weight, torch.full((SAMPLES, 1), -3.0, dtype=torch.float64))
+    assert watch.steps == [BATCHES, 2 * BATCHES, 3 * BATCHES]
+    assert watch.equal == [True] * 3
+    assert module.norm.num_batches_tracked == 3 * BATCHES
+    assert current.callback_metrics["total"].item() == -3.0 * SAMPLES
+    own = gather_objects(module.own)
+    assert sum(own) == 3 * BATCHES
+    assert own[0] > own[1] >= 3, own  # on demand: the slow one takes fewer
+    assert current.callback_metrics["loss_epoch"] < 0
+    assert not current.strategy.hogwild.running
+
+    module = Rows()
+    current = trainer(HogwildStrategy(), limit_train_batches=4, accumulate_grad_batches=2, max_epochs=1)
+    current.fit(module, numbers(), numbers(shuffle=False))
+    assert sorted(set(module.table.weight.flatten().tolist())) == [-0.5, 0.0]  # a loss is halved
+    assert module.table.weight.sum() == -2.0 * BATCH
+    assert current.limit_train_batches == 4
+    first = current.validate(module, numbers(shuffle=False), verbose=False)
+    assert first[0]["total"] == -2.0 * BATCH
+
+    module = Rows(slow=rank, schedule=True)
+    trainer("hogwild", max_epochs=2).fit(module, numbers())
+    rates = sorted((rate for part in gather_objects(module.rates) for rate in part), reverse=True)
+    expected = [1 - step / (2 * BATCHES) for step in range(2 * BATCHES)]
+    assert rates == pytest.approx(expected, abs=2 / BATCHES)  # two processes may read the same number of steps
+    assert module.rates == sorted(module.rates, reverse=True)
+
+
+def test_batches_are_dealt_once_and_all_see_one_model(sites):
+    sites(2).run(deals)
+
+
+def trains_all() -> None:
+    for name in [name for name in zoo.ZOO if not name.startswith("Two")]:
+        torch.manual_seed(0)
+        module, watch, valid = zoo.ZOO[name]().double(), Watch(), zoo.loader(24, seed=1, shuffle=False)
+        state = "own" if name in ("Tied", "Recurrent") else "shared"
+        settings = {"callbacks": [watch], "max_epochs": 3, "gradient_clip_val": 1.0}
+        current = trainer(HogwildStrategy(state), **settings)
+        current.fit(module, zoo.loader(), valid)
+        assert watch.steps == [8, 16, 24], name
+        assert watch.equal == [True] * 3, name
+        assert gather_objects(current.global_step) == [24, 24]
+        found = {key: float(value) for key, value in current.callback_metrics.items()}
+        for key, value in current.validate(module, valid, verbose=False)[0].items():
+            assert found[key] == pytest.approx(value, abs=1e-12), name
+
+
+def test_every_module_with_one_optimizer_trains(sites):
+    sites(2).run(trains_all)
+
+
+def resumes(folder: str) -> None:
+    for state in ("shared", "own"):
+        place = f"{folder}/{state}"
+        saver = pl.callbacks.ModelCheckpoint(place, monitor="valid", save_top_k=-1, filename="{epoch}-{step}")
+        module = zoo.Plain().double()
+        current = trainer(HogwildStrategy(state), callbacks=[saver], enable_checkpointing=True)
+        current.fit(module, zoo.loader(), zoo.loader(24, shuffle=False))
+        assert gather_objects(saver.best_model_path) == [saver.best_model_path] * 2
+        last = f"{place}/epoch=1-step=16.ckpt"
+        counts = [value["step"].item() for value in current.optimizers[0].state.values()]
+        assert set(counts) == {16.0} if state == "shared" else sum(gather_objects(counts[0])) == 16.0
+        loaded = torch.load(last, weights_only=False)
+        assert all(torch.equal(loaded["state_dict"][name], value) for name, value in module.state_dict().items())
+        before = current.optimizers[0].state_dict()["state"]
+
+        other, seen = zoo.Plain().double(), Seen()
+        again = trainer(HogwildStrategy(state), callbacks=[seen], max_epochs=3)
+        again.fit(other, zoo.loader(), zoo.loader(24, shuffle=False), ckpt_path=last)
+        assert all(torch.equal(value, module.state_dict()[name]) for name, value in seen.model.items())
+        for place_, values in seen.optimizer.items():
+            assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(before[place_][k])) for k, v in values.items())
+        assert again.global_step == 24
+        counts = [value["step"].item() for value in again.optimizers[0].state.values()]
+        assert set(counts) == {24.0} if state == "shared" else sum(gather_objects(counts[0])) == 24.0
+
+
+class Seen(pl.Callback):
+    """Copies of the states of model and optimizer at the start of a training."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.model = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        state = trainer.optimizers[0].state_dict()["state"]
+        self.optimizer = {key: {name: torch.clone(v) for name, v in values.items()} for key, values in state.items()}
+
+
+def test_checkpoints_and_resuming(sites, tmp_path):
+    sites(2).run(resumes, str(tmp_path))
+
+
+class Failing(Rows):
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.current_epoch == 1 and dist.get_rank() == 1 and batch_idx == 1:
+            if self.how == "raise":
+                raise KeyError("no such thing")
+            self.trainer.should_stop = True
+        if self.how == "gather":
+            self.all_gather(torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.how == "skip" and batch_idx == 1 else None
+
+
+def stops() -> None:
+    module = Failing("stop")
+    current = trainer("hogwild", max_epochs=5)
+    current.fit(module, numbers(), numbers(shuffle=False))
+    assert current.current_epoch == 2  # the second epoch is the last one, also in the process that has not asked
+    assert gather_objects(current.global_step) == [current.global_step] * 2
+    assert BATCHES <= current.global_step <= 2 * BATCHES
+    with pytest.raises(RuntimeError, match="the processes are at different steps, and can wait"):
+        trainer("hogwild").fit(Failing("gather"), numbers())
+
+
+def test_a_process_that_asks_to_stop_stops_all(sites):
+    sites(2).run(stops)
+
+
+def fails(how: str) -> str:
+    module = Failing(how)
+    try:
+        trainer("hogwild", max_epochs=5).fit(module, numbers())
+    except (KeyError, ProcessFailedError, RuntimeError) as error:
+        return f"{type(error).__name__} {error}"
+    return "no error"
+
+
+def test_an_error_in_one_process_ends_the_others_and_names_it(sites):
+    first, second = sites(2).run(fails, "raise")
+    assert second == "KeyError 'no such thing'"
+    assert first.startswith("ProcessFailedError process 1 (pid ")
+    assert "has failed: KeyError: 'no such thing', in epoch 1 after " in first
+    assert f"of {BATCHES} (samples " in first
+    assert any("on_train_batch_start returned -1" in text for text in sites(2).run(fails, "skip"))
+
+
+def refusals() -> None:
+    def refused(message, module=None, strategy="hogwild", loader=None, **settings):
+        with pytest.raises((ValueError, TypeError), match=message):
+            trainer(strategy, **settings).fit(module or Rows(), loader or numbers(), numbers())
+
+    refused("max_steps and fast_dev_run count", max_steps=5)
+    refused("max_steps and fast_dev_run count", fast_dev_run=True)
+    refused("val_check_interval must be 1.0", val_check_interval=0.5)
+    refused("use_distributed|running statistics are shared", sync_batchnorm=True)
+    saver = pl.callbacks.ModelCheckpoint(os.devnull, every_n_train_steps=5)
+    refused("would write checkpoints in the middle", callbacks=[saver], enable_checkpointing=True)
+    refused("max_time asks in each of them", max_time="00:01:00:00")
+    refused("automatic optimization and one optimizer", zoo.TwoOptimizers().double(), loader=zoo.loader())
+    refused("too short for 2 processes", loader=numbers(SAMPLES))
+    refused("one training loader", loader={"a": numbers(), "b": numbers()})
+    refused("batches of a DataLoader can be dealt", loader=[torch.arange(3)])
+    lbfgs = Rows()
+    lbfgs.configure_optimizers = lambda: torch.optim.LBFGS(lbfgs.parameters())
+    refused("L-BFGS evaluates the loss several times", lbfgs)
+    with pytest.raises(ValueError, match="unknown state 'mine'"):
+        HogwildStrategy("mine")
+    with pytest.raises(ValueError, match="threads must be"):
+        HogwildStrategy(threads=0)
+    strategy = HogwildStrategy()
+    strategy.parallel_devices = [torch.device("cuda")]
+    with pytest.raises(ValueError, match="memory of CPU processes, and this trainer uses cuda"):
+        strategy._check_devices()
+
+
+def test_refusals_come_before_the_training(sites):
+    sites(2).run(refusals)
