@@ -240,10 +240,8 @@ class Board:
         """Return the indices of the samples of a batch."""
         first, last = self._starts[batch], self._starts[batch + 1]
         begin = _NUMBER * (2 * len(self._starts) - 1)
-        found: list[int] = _numbers(
-            self._memory.read_behind(begin + _NUMBER * first, _NUMBER * (last - first))
-        ).tolist()
-        return found
+        content = self._memory.read_behind(begin + _NUMBER * first, _NUMBER * (last - first))
+        return memoryview(content).cast("q").tolist()
 
     def finish_batch(self, batch: int) -> None:
         """Report that this process has finished a batch."""

@@ -112,7 +112,7 @@ class Layout:
 
     def take_step_numbers(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the next number of steps for each parameter with a gradient; the caller holds the lock."""
-        if self.counts:
+        if self.counts and self.counts.parameters:
             mask = self.counts.with_gradient(optimizer)
             self.counts.set(self._counts, mask)
             self._counts.add_(mask)

@@ -72,6 +72,14 @@ def divides_by_state(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is not torch.optim.SGD
 
 
+def coalesce_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Sum the rows of sparse gradients that occur several times, as the steps of `divides_by_state` would do first."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+
+
 def sparse_weights(model: nn.Module) -> set[Tensor]:
     """Return the weights whose gradients are sparse tensors."""
     kinds = (nn.Embedding, nn.EmbeddingBag)

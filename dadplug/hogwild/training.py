@@ -16,7 +16,7 @@ from .dealing import DealtLoader
 from .join import check_equal, connected, share
 from .layout import Layout, check_model
 from .memory import SharedMemory, check_system
-from .optimizer_state import check_optimizer, create_state, divides_by_state, keep_state
+from .optimizer_state import check_optimizer, coalesce_gradients, create_state, divides_by_state, keep_state
 from .workers import Assignment, choose_start, run_workers
 
 STATES = ("shared", "own")
@@ -330,11 +330,14 @@ class Hogwild:
         assert self._memory is not None
         assert self._layout is not None
         assert self._board is not None
+        turns = self._state == "shared" and divides_by_state(optimizer)
+        if turns:
+            coalesce_gradients(optimizer)
         with self._memory.lock():
             self.last_step = self._board.count_step()
             self._layout.take_step_numbers(optimizer)
             self._layout.share_counters()
-        if self._state == "shared" and divides_by_state(optimizer):
+        if turns:
             self._memory.begin_exclusive()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

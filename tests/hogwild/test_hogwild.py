@@ -37,6 +37,7 @@ def one_process() -> None:
     cases.append(("loader processes", training.network, training.OPTIMIZERS["adam"], 2))
     cases.append(("sparse", training.Bags, lambda p: torch.optim.SGD(p, 0.5), 0))
     cases.append(("sparse", training.Bags, lambda p: torch.optim.Adagrad(p, 0.5), 0))
+    cases.append(("sparse", training.Votes, lambda p: torch.optim.SparseAdam(p, 0.1), 0))
     found = []
     for name, build, make, workers in cases:
         model = build()

@@ -171,6 +171,8 @@ STANDS_FOR = {
     "LocalSGDRunner": "dadplug.runners.local_sgd_runner.LocalSGDRunner",
     "ParameterServerRunner": "dadplug.runners.parameter_server_runner.ParameterServerRunner",
     "ParameterServerStrategy": "dadplug.runners.pytorch_lightning.ParameterServerStrategy",
+    "HogwildStrategy": "dadplug.runners.pytorch_lightning.HogwildStrategy",
+    "HogwildRunner": "dadplug.runners.hogwild_runner.HogwildRunner",
     "DistributedRunner": "dadplug.runners.distributed_runner.DistributedRunner",
     "AdaPMRunner": "dadplug.runners.adapm_runner.AdaPMRunner",
 }

@@ -13,10 +13,11 @@ pl = pytest.importorskip("pytorch_lightning")
 
 import lightning_zoo as zoo  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from dadplug import ProcessFailedError  # noqa: E402
-from dadplug.exchange.objects import gather_objects  # noqa: E402
 from dadplug.runners import HogwildStrategy  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from dadplug import ProcessFailedError  # noqa: E402
+from dadplug.exchange.objects import gather_objects  # noqa: E402
 
 SAMPLES, BATCH = 60, 4
 BATCHES = SAMPLES // BATCH
