@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from hogwild import Network
 
 PROCESSES = 2
+OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 
 
 class Samples(Dataset):
@@ -101,7 +102,7 @@ def mnist(folder: Path | None, limit: int | None) -> Task:
     return Task(Network, lambda m: torch.optim.SGD(m.parameters(), 0.01, momentum=0.5), loss, accuracy, *parts)
 
 
-def wide_deep(file: Path | None, limit: int | None, optimizer: str) -> Task:
+def wide_deep(file: Path | None, limit: int | None, kind: Any, lr: float) -> Task:
     data = split_by_time(read_criteo(file, limit=limit)) if file else load_dataset("clicks")
     size = min(len(data.train), limit or len(data.train))
     known, ids = torch.unique(torch.cat([data.train.ids[:size], data.test.ids]), return_inverse=True)
@@ -110,10 +111,6 @@ def wide_deep(file: Path | None, limit: int | None, optimizer: str) -> Task:
         Samples(dense, numbers, labels.float())
         for (dense, labels), numbers in zip(rows, ids.split([size, len(data.test.ids)]), strict=True)
     ]
-    makes = {
-        "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.01),
-        "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.1),
-    }
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(model(*batch[:2]), batch[2])
@@ -124,7 +121,7 @@ def wide_deep(file: Path | None, limit: int | None, optimizer: str) -> Task:
     def build() -> nn.Module:
         return build_model("wide_deep", rows=len(known), sparse=True)
 
-    return Task(build, makes[optimizer], loss, log_loss, *parts)
+    return Task(build, lambda model: kind(model.parameters(), lr), loss, log_loss, *parts)
 
 
 def train_pass(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
@@ -269,7 +266,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--criteo", type=Path, help="Criteo's train.txt or a sample in .npz (default: generated clicks)"
     )
-    parser.add_argument("--optimizer", default="adagrad", choices=("adagrad", "sgd"), help="of Wide & Deep")
+    parser.add_argument("--optimizer", default="adagrad", choices=tuple(OPTIMIZERS), help="of Wide & Deep")
+    parser.add_argument("--lr", type=float, default=0.003, help="learning rate of Wide & Deep")
     parser.add_argument("--samples", type=int, help="training samples at most")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--passes", type=int, default=4, help="passes over the samples, an even number")
@@ -312,7 +310,7 @@ def main() -> int:
         if name == "mnist":
             task = mnist(options.mnist, options.samples)
         else:
-            task = wide_deep(options.criteo, options.samples, options.optimizer)
+            task = wide_deep(options.criteo, options.samples, OPTIMIZERS[options.optimizer], options.lr)
         if options.train:
             train_for_memory(options.train, task, options.batch_size)
             continue
