@@ -113,7 +113,9 @@ class HogwildRunner(DistributedRunner):
 
     def _setup_loaders(self) -> None:
         super()._setup_loaders()
-        for name, loader in self._given_loaders.items() if self.engine.num_processes > 1 else ():
+        if self.engine.num_processes == 1:
+            return
+        for name, loader in self._given_loaders.items():
             check_loader(loader)
             if self.engine.splits[name] is None:
                 raise MismatchError(

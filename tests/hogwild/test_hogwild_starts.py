@@ -94,6 +94,7 @@ def test_sparse_tables_have_each_update_once():
 NOTEBOOK = """
 import sys
 sys.path[:] = {path!r}
+sys.executable = sys.prefix + "/bin/python"  # not the one of the tests, which passes no descriptors on
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
