@@ -15,13 +15,13 @@ from ..errors import MismatchError
 from ..exchange.exit_reasons import describe
 from ..hogwild import Hogwild
 from ..hogwild.dealing import check_loader
-from ..hogwild.training import STATES, check_choice, check_number
-from ..options import Options
-from .distributed_runner import DistributedRunner
+from ..hogwild.options import HogwildOptions
+from ..signature import split_keywords, takes_keywords_of
+from ._catalyst.base_runner import BaseRunner, RunnerArguments
 from .hogwild_loader import HogwildLoader
 
 
-class HogwildRunner(DistributedRunner):
+class HogwildRunner(BaseRunner):
     """Catalyst runner for Hogwild!: processes of one machine train one model in shared memory; for `SupervisedRunner`.
 
     Every process runs the same script, as started by torchrun. No process waits for another within a training loader,
@@ -35,14 +35,13 @@ class HogwildRunner(DistributedRunner):
         criterion: loss; may be passed to `train` instead.
         optimizer: optimizer of the model; may be passed to `train` instead.
         state: ``"shared"``: one state of the optimizer; ``"own"``: each process has its own, see `dadplug.Hogwild`.
-        threads: threads of each process; by default the cores are divided among the processes.
-        input_key: as in `SupervisedRunner`.
-        output_key: as in `SupervisedRunner`.
-        target_key: as in `SupervisedRunner`.
-        loss_key: as in `SupervisedRunner`.
-        timeout: seconds after which a silent process counts as lost where processes exchange metrics.
+        arguments: ``threads`` of each process; by default the cores are divided among the processes; ``timeout``, in
+            seconds, after which a silent process counts as lost where processes exchange metrics; ``input_key``,
+            ``output_key``, ``target_key`` and ``loss_key`` as in `SupervisedRunner`; ``split_data`` as in
+            `DistributedRunner`, for loaders other than those of training; ``process_group`` for their metrics.
 
     Attributes:
+        options: the options.
         hogwild: the `Hogwild` of the last training; None before it, and with one process.
 
     Raises:
@@ -54,35 +53,22 @@ class HogwildRunner(DistributedRunner):
     """
 
     hogwild: Hogwild | None = None
+    loader_batch_len: int
 
+    options: HogwildOptions
+
+    @takes_keywords_of(HogwildOptions, RunnerArguments)
     def __init__(
         self,
         model: Any = None,
         criterion: Any = None,
         optimizer: Any = None,
-        state: str = "shared",
-        *,
-        threads: int | None = None,
-        input_key: Any = "features",
-        output_key: Any = "logits",
-        target_key: str = "targets",
-        loss_key: str = "loss",
-        timeout: float = Options.timeout,
+        state: str = HogwildOptions.state,
+        **arguments: Any,
     ) -> None:
-        check_choice("state", state, STATES)
-        check_number("threads", threads)
-        super().__init__(
-            model,
-            criterion,
-            optimizer,
-            "dsgd",
-            input_key=input_key,
-            output_key=output_key,
-            target_key=target_key,
-            loss_key=loss_key,
-            timeout=timeout,
-        )
-        self._state, self._threads = state, threads
+        given, options = split_keywords(RunnerArguments, arguments)
+        checked = HogwildOptions.create(state=state, **options)
+        super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
         self._given_loaders: dict[str, Any] = {}
         self._place, self._group = 0, 1  # of the batch among those of an update, and their number
 
@@ -123,19 +109,18 @@ class HogwildRunner(DistributedRunner):
                 )
             self.loaders[name] = loader
 
-    def _build_reduction(self, model: nn.Module, settings: dict[str, Any]) -> Any:
-        """Share the memory of model and optimizer; there is no reduction."""
+    def _build_exchange(self, model: nn.Module, scaled: bool) -> None:
+        """Share the memory of model and optimizer; nothing is exchanged."""
         if self.engine.num_processes == 1:
-            return None
-        if self.engine.device.type != "cpu" or getattr(self.engine, "scaler", None) is not None:
+            return
+        if self.engine.device.type != "cpu" or scaled:
             raise ValueError(
                 "Hogwild! shares the memory of CPU processes: pass cpu=True and no fp16, or take DistributedRunner for "
                 "GPUs"
             )
         given = list(self.optimizer.values()) if isinstance(self.optimizer, dict) else [self.optimizer]
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in given]  # Accelerate wraps them
-        self.hogwild = Hogwild(model, optimizers, state=self._state, threads=self._threads)
-        return None
+        self.hogwild = Hogwild(model, optimizers, state=self.options.state, threads=self.options.threads)
 
     def _setup_callbacks(self) -> None:
         super()._setup_callbacks()
@@ -197,9 +182,6 @@ class HogwildRunner(DistributedRunner):
         """Number of batches that the update of this batch accumulates."""
         return self._group
 
-    def take_part(self) -> None:
-        """Do nothing: no process waits for the step of another."""
-
     def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
         """Clip the gradients of this process by a function of the parameters; return what it returns."""
         model = self.model if isinstance(self.model, nn.Module) else nn.ModuleDict(self.model)
@@ -209,7 +191,7 @@ class HogwildRunner(DistributedRunner):
 
     def own_state(self) -> Any:
         """Return the state of this process's optimizer, if each process has its own."""
-        if self.hogwild is None or self._state == "shared":
+        if self.hogwild is None or self.options.state == "shared":
             return None
         return [optimizer.state_dict() for optimizer in self.hogwild.optimizers]
 

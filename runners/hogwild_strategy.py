@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..exchange.exit_reasons import describe
 from ..hogwild import Hogwild
-from ..hogwild.training import STATES, check_choice, check_number
-from ..options import Options
+from ..hogwild.options import HogwildOptions
+from ..signature import split_keywords, takes_keywords_of
 from ._lightning.hogwild_fit import Schedules, check_trainer, check_training, count_batches
-from .dad_strategy import DADStrategyBase
+from ._lightning.site_strategy import SiteStrategy, StrategyArguments
 from .hogwild_loader import HogwildLoader
 
 
-class HogwildStrategyBase(DADStrategyBase):
+class HogwildStrategyBase(SiteStrategy):
     """Lightning strategy for Hogwild!: processes of one machine train one model in shared memory; also ``"hogwild"``.
 
     No process waits for another within an epoch. Batches of the training loader are dealt on demand, each once an
@@ -34,16 +34,12 @@ class HogwildStrategyBase(DADStrategyBase):
 
     Args:
         state: ``"shared"``: one state of the optimizer; ``"own"``: each process has its own, see `dadplug.Hogwild`.
-        threads: threads of each process; by default the cores are divided among the processes.
-        accelerator: as in ``DDPStrategy``.
-        parallel_devices: as in ``DDPStrategy``.
-        cluster_environment: as in ``DDPStrategy``; by default the processes that are connected, if any.
-        checkpoint_io: as in ``DDPStrategy``.
-        precision_plugin: as in ``DDPStrategy``.
-        start_method: start of the processes: ``"popen"``, ``"spawn"``, ``"fork"`` (notebooks) or ``"forkserver"``.
-        timeout: seconds after which a silent process counts as lost where processes exchange metrics.
+        arguments: ``threads`` of each process; by default the cores are divided among the processes; ``timeout``, in
+            seconds, after which a silent process counts as lost where processes exchange metrics; arguments of
+            ``DDPStrategy``, as in `DADStrategy`.
 
     Attributes:
+        options: the options.
         hogwild: the `Hogwild` of the last fit; None before it, and with one process.
 
     Raises:
@@ -56,32 +52,12 @@ class HogwildStrategyBase(DADStrategyBase):
 
     hogwild: Hogwild | None = None
 
-    def __init__(
-        self,
-        state: str = "shared",
-        *,
-        threads: int | None = None,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        start_method: str = "popen",
-        timeout: float = Options.timeout,
-    ) -> None:
-        check_choice("state", state, STATES)
-        check_number("threads", threads)
-        super().__init__(
-            "dsgd",
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            start_method=start_method,
-            timeout=timeout,
-        )
-        self._state, self._threads = state, threads
+    options: HogwildOptions
+
+    @takes_keywords_of(StrategyArguments, HogwildOptions)
+    def __init__(self, state: str = HogwildOptions.state, **arguments: Any) -> None:
+        given, options = split_keywords(StrategyArguments, arguments)
+        super().__init__(HogwildOptions.create(state=state, **options), given)
         self._limit: int | float = 1.0
         self._loader: HogwildLoader | None = None
         self._schedules: Schedules | None = None
@@ -90,6 +66,10 @@ class HogwildStrategyBase(DADStrategyBase):
         self._new_loader = False
         self._batches = 0  # of this process in this epoch
         self._in_epoch = False
+
+    @property
+    def _exchange(self) -> None:
+        """Nothing is exchanged: the processes share memory."""
 
     # Start and end
 
@@ -116,7 +96,7 @@ class HogwildStrategyBase(DADStrategyBase):
         self._preparing = False
         if fits:
             module, configs = self.lightning_module, self.lr_scheduler_configs
-            check_training(module, self.optimizers, configs, self.precision_plugin, self._state)
+            check_training(module, self.optimizers, configs, self.precision_plugin, self.options.state)
             self._schedules = Schedules(module, configs)
             self._prepare_loops(trainer)
 
@@ -141,7 +121,8 @@ class HogwildStrategyBase(DADStrategyBase):
 
     def _begin(self) -> None:
         """Share the memory of model and optimizer; all processes call it at the same time."""
-        self.hogwild = Hogwild(self.lightning_module, self.optimizers[0], state=self._state, threads=self._threads)
+        settings = {"state": self.options.state, "threads": self.options.threads}
+        self.hogwild = Hogwild(self.lightning_module, self.optimizers[0], **settings)
         self._first_step = self._trainer.global_step
 
     def on_train_end(self) -> None:
@@ -165,7 +146,7 @@ class HogwildStrategyBase(DADStrategyBase):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Have the batches of the training loader dealt."""
-        dataloader = super(DADStrategyBase, self).process_dataloader(dataloader)
+        dataloader = super(SiteStrategy, self).process_dataloader(dataloader)
         trainer = self._trainer
         if trainer is None or not trainer.training or self._transport is None or self._preparing:
             return dataloader
@@ -227,7 +208,7 @@ class HogwildStrategyBase(DADStrategyBase):
         return loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        output = super(DADStrategyBase, self).optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._schedules is not None:
             self._schedules.count()
         return output
@@ -280,16 +261,15 @@ class HogwildStrategyBase(DADStrategyBase):
 
     # Checkpoints
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, with the optimizer's state of every process if each has its own."""
-        if self._state == "own" and self._in_fit and self._transport is not None:
+    def _add_states(self, checkpoint: dict[str, Any]) -> None:
+        """Add the optimizer's state of every process to a checkpoint, if each has its own."""
+        if self.options.state == "own" and self._in_fit and self._transport is not None:
             checkpoint["dadplug"] = self._transport.gather_objects({"optimizer": self.optimizers[0].state_dict()})
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the state of this process's optimizer; that of process 0 if the checkpoint has no other."""
         states, self._states = self._states, None
         own = states[self.global_rank] if states is not None and self.global_rank < len(states) else None
-        if self._state == "own" and own is not None and "optimizer" in own:
+        if self.options.state == "own" and own is not None and "optimizer" in own:
             checkpoint = dict(checkpoint) | {"optimizer_states": [own["optimizer"]]}
         super().load_optimizer_state_dict(checkpoint)

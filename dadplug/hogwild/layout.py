@@ -124,7 +124,7 @@ class Layout:
             tensor.copy_(shared)
             seen.copy_(shared)
 
-    def give_counters(self, *_: Any) -> None:
+    def give_counters(self, *_event: Any) -> None:
         """Set the counters of all processes to those of this process, which has loaded them."""
         for (_, tensor, _), shared, seen in zip(self._counters, self._shared_counters, self._seen, strict=True):
             shared.copy_(tensor)
