@@ -121,8 +121,8 @@ class HogwildStrategyBase(SiteStrategy):
 
     def _begin(self) -> None:
         """Share the memory of model and optimizer; all processes call it at the same time."""
-        settings = {"state": self.options.state, "threads": self.options.threads}
-        self.hogwild = Hogwild(self.lightning_module, self.optimizers[0], **settings)
+        state, threads = self.options.state, self.options.threads
+        self.hogwild = Hogwild(self.lightning_module, self.optimizers[0], state=state, threads=threads)
         self._first_step = self._trainer.global_step
 
     def on_train_end(self) -> None:
@@ -162,6 +162,9 @@ class HogwildStrategyBase(SiteStrategy):
 
     def _run_epoch(self, run: Callable[[Any], None], data_fetcher: Any) -> None:
         """Run the batches of an epoch, and wait for the other processes."""
+        if self.hogwild is not None:
+            with self.hogwild.paused():  # no process trains while another one is in on_train_start
+                pass
         self._new_loader, self._batches, self._in_epoch = False, 0, True
         try:
             run(data_fetcher)

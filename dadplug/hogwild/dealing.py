@@ -33,7 +33,7 @@ class DealtLoader:
 
     def __init__(self, loader: Any, board: Board, ahead: int = 0, limit: int | None = None) -> None:
         check_loader(loader)
-        self._loader, self._board, self._ahead = loader, board, ahead
+        self._loader, self._board, self._ahead, self._limit = loader, board, ahead, limit
         self._taken = 0  # batches that the caller has taken and that are not reported as finished
         self._drawn: deque[int] = deque()
         self._running = False
@@ -52,6 +52,12 @@ class DealtLoader:
             generator=loader.generator,
             **settings,
         )
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of an epoch, of all processes together."""
+        batches = len(self._loader.batch_sampler)
+        return batches if self._limit is None else min(batches, self._limit)
 
     def __iter__(self) -> Generator[Any, None, None]:
         if self._running:
@@ -77,7 +83,16 @@ class DealtLoader:
             self._board.finish_batch(self._drawn.popleft())
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_loader", "_board", "_drawn", "_dealt", "_running", "_ahead", "_taken") or name.startswith("__"):
+        if name in (
+            "_loader",
+            "_board",
+            "_drawn",
+            "_dealt",
+            "_running",
+            "_ahead",
+            "_taken",
+            "_limit",
+        ) or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
