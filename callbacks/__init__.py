@@ -12,15 +12,25 @@ from ..runners._lightning.registration import needs_lightning
 
 if TYPE_CHECKING:
     from .catalyst import (
+        AdaptiveBatchSizeCallback,
         BatchTimerCallback,
         RankMonitorCallback,
         RankScheduleCallback,
         ReplicaCheckCallback,
         TrafficMonitorCallback,
     )
-    from .pytorch_lightning import BatchTimer, RankMonitor, RankSchedule, ReplicaCheck, TrafficMonitor
+    from .pytorch_lightning import (
+        AdaptiveBatchSize,
+        BatchTimer,
+        RankMonitor,
+        RankSchedule,
+        ReplicaCheck,
+        TrafficMonitor,
+    )
 
 __all__ = [
+    "AdaptiveBatchSize",
+    "AdaptiveBatchSizeCallback",
     "BatchTimer",
     "BatchTimerCallback",
     "RankMonitor",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..model_sync.samples import batch_size
 from . import monitors
+from ._lightning_batches import AdaptiveBatchSizeAdapter
+from ._lightning_monitors import MonitorAdapter
 
 # By monitor, the call in the documentation's example.
 _MONITORS: dict[type[monitors.Monitor], str] = {
@@ -15,37 +16,11 @@ _MONITORS: dict[type[monitors.Monitor], str] = {
     monitors.RankMonitor: "RankMonitor()",
     monitors.RankSchedule: "RankSchedule({0: 16, 1000: 8})",
     monitors.ReplicaCheck: "ReplicaCheck(every=100)",
+    monitors.AdaptiveBatchSize: "AdaptiveBatchSize(1024, local_bsz_bounds=(16, 256))",
 }
 
 
-class MonitorAdapter:
-    """Adapter that makes a monitor a ``Callback`` of Lightning.
-
-    Values go to the trainer's loggers, and those in `Monitor.shown` to the progress bar as well. The constructor takes
-    the monitor's arguments.
-    """
-
-    monitor: type[monitors.Monitor]
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__()
-        self._monitor = self.monitor(*args, **settings)
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the training loader."""
-        self._monitor.start()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start a batch."""
-        self._monitor.begin()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the values of the batch."""
-        values = self._monitor.end(getattr(trainer.strategy, "reduction", None), batch_size(batch) or 0)
-        shown = {name: values.pop(name) for name in self._monitor.shown if name in values}
-        for each, bar in ((values, False), (shown, True)):
-            if each:
-                pl_module.log_dict(each, on_step=True, on_epoch=False, prog_bar=bar, batch_size=1)
+_ADAPTERS: dict[type[monitors.Monitor], type[MonitorAdapter]] = {monitors.AdaptiveBatchSize: AdaptiveBatchSizeAdapter}
 
 
 def build_adapters(callback: type, module: str) -> list[Any]:
@@ -58,7 +33,7 @@ def build_adapters(callback: type, module: str) -> list[Any]:
     return [
         type(
             kind.__name__,
-            (MonitorAdapter, callback),
+            (_ADAPTERS.get(kind, MonitorAdapter), callback),
             {"monitor": kind, "__doc__": _documentation(kind, example), "__module__": module},
         )
         for kind, example in _MONITORS.items()

@@ -92,6 +92,46 @@ class RankScheduleCallback(MonitorCallback):
     kinds = (monitors.RankSchedule,)
 
 
+class AdaptiveBatchSizeCallback(MonitorCallback):
+    """Batch that follows the goodput of training for Catalyst.
+
+    The arguments, values and errors are those of `dadplug.callbacks.monitors.AdaptiveBatchSize`.
+
+    Example:
+        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[AdaptiveBatchSizeCallback(1024, (16, 256))])
+    """
+
+    kinds = (monitors.AdaptiveBatchSize,)
+
+    def on_epoch_start(self, runner: Any) -> None:
+        """Replace the training loader before the first epoch.
+
+        Raises:
+            ValueError: if each site has data of its own, or gradients are accumulated.
+        """
+        monitor = self._batches
+        for name in runner.loaders:
+            if name.startswith("train") and monitor.loader is None:
+                loader, sites = runner.undivided_loader(name)
+                runner.loaders[name] = runner.engine.on_device(monitor.convert(loader, sites, runner.seed))
+        if monitor.loader is not None:
+            monitor.loader.set_epoch(runner.epoch_step)
+
+    def picture(self, path: str) -> None:
+        """Draw batch, gain, noise scale and goodput over the steps.
+
+        Args:
+            path: path of the PNG file.
+        """
+        self._batches.picture(path)
+
+    @property
+    def _batches(self) -> monitors.AdaptiveBatchSize:
+        (monitor,) = self._monitors
+        assert isinstance(monitor, monitors.AdaptiveBatchSize)
+        return monitor
+
+
 class ReplicaCheckCallback(MonitorCallback):
     """Check for Catalyst that the sites' parameters are bitwise equal.
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import Any
 
+from ..adaptive import AdaptiveDataLoader
+from ..adaptive.conversion import adaptive_loader
 from ..errors import MismatchError
 from ..reduction import GradientReduction
 
@@ -258,6 +263,101 @@ class RankSchedule(_StepMonitor):
         elif worst < 0.9 * target:
             rank = min(rank - 1, round(rank / 1.25))
         return min(max(rank, self._range[0]), self._range[1])
+
+
+class AdaptiveBatchSize(_StepMonitor):
+    """Batch that follows the goodput of training, see `dadplug.AdaptiveDataLoader`.
+
+    The training loader's data are divided over the sites anew, and its batch begins as that of all sites together.
+    Every sample is used once in an epoch, whatever the batches are.
+
+    Values: ``batch/size`` and ``batch/local``, the samples of all sites and of this site in a step; ``batch/gain``, the
+    steps of the first batch that a step is worth; ``batch/noise_scale`` in samples; ``batch/goodput``, the predicted
+    samples of the first batch per second; and ``batch/progress``, the sum of the gains.
+
+    Args:
+        max_batch_size: largest batch of all sites together.
+        local_bsz_bounds: least and most samples of this site in a batch; None for no bound.
+
+    Attributes:
+        loader: the loader; None before training.
+        history: the values of every step.
+
+    Raises:
+        ValueError: in training, if bounds contradict each other or the batch of the loader, or if its batches are not
+            those of a DataLoader with a ``batch_size``.
+    """
+
+    shown = ("batch/size",)
+
+    def __init__(self, max_batch_size: int, local_bsz_bounds: tuple[int | None, int | None] | None = None) -> None:
+        super().__init__()
+        self._limits = (max_batch_size, local_bsz_bounds)
+        self._saved: dict[str, Any] | None = None
+        self.loader: AdaptiveDataLoader | None = None
+        self.history: list[dict[str, float]] = []
+
+    def convert(self, loader: Any, sites: int, seed: int, sampler: Any = None) -> AdaptiveDataLoader:
+        """Return the adaptive loader that replaces a training loader.
+
+        Args:
+            loader: the loader of one site.
+            sites: number of sites.
+            seed: seed of the order.
+            sampler: sampler of the order, before it was divided over the sites.
+        """
+        self.loader = adaptive_loader(loader, sites, seed, sampler)
+        self.loader.autoscale_batch_size(*self._limits)
+        if self._saved is not None:
+            self.loader.load_state_dict(self._saved)
+        return self.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the batch and the progress."""
+        return {} if self.loader is None else self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._saved = dict(state) or None
+        if self.loader is not None and self._saved is not None:
+            self.loader.load_state_dict(self._saved)
+
+    def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
+        if self.loader is None:
+            return {}
+        values = {
+            "batch/size": float(self.loader.current_batch_size),
+            "batch/local": float(self.loader.local_batch_size),
+            "batch/gain": reduction.gain,
+            "batch/noise_scale": reduction.noise.scale,
+            "batch/goodput": self.loader.goodput,
+            "batch/progress": self.loader.progress,
+        }
+        self.history.append(values)
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw batch, gain, noise scale and goodput over the steps.
+
+        Args:
+            path: path of the PNG file.
+        """
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        shown = {"batch/size": "batch", "batch/gain": "gain", "batch/noise_scale": "noise scale, samples"}
+        shown["batch/goodput"] = "goodput, samples/s"
+        figure = Figure(figsize=(7, 7), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(len(shown), 1, sharex=True)
+        for panel, (name, label) in zip(panels, shown.items(), strict=True):
+            panel.step(range(len(self.history)), [values[name] for values in self.history], where="post")
+            panel.set_ylabel(label)
+            panel.margins(y=0.1)
+            panel.set_ylim(bottom=0)
+            panel.grid(alpha=0.3)
+        panels[-1].set_xlabel("step")
+        figure.savefig(path, dpi=110)
 
 
 class ReplicaCheck(_StepMonitor):

@@ -9,7 +9,9 @@ from pytorch_lightning.callbacks import Callback
 
 from ._lightning_adapters import build_adapters, by_environment
 
-BatchTimer, TrafficMonitor, RankMonitor, RankSchedule, ReplicaCheck = build_adapters(Callback, __name__)
+BatchTimer, TrafficMonitor, RankMonitor, RankSchedule, ReplicaCheck, AdaptiveBatchSize = build_adapters(
+    Callback, __name__
+)
 
 
 def factory() -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ class BaseRunner(SupervisedRunner):
         self._process_group = arguments.process_group
         self._states: tuple[int, list[Any]] | None = None
         self._loader_samples = 0
+        self._undivided: Mapping[str, Any] = {}
         self.steps = 0
         self.micro_step = 0
         self._own_steps = 0
@@ -223,11 +224,29 @@ class BaseRunner(SupervisedRunner):
     def _setup_loaders(self) -> None:
         self.engine.seed = self.seed
         self.engine.loader_samples = lambda: self._loader_samples
-        loaders = self.get_loaders()
+        loaders = self._undivided = self.get_loaders()
         names = [*self.engine.transport.gather_present(list(loaders)).values()]
         if any(other != names[0] for other in names):
             raise MismatchError(f"the sites do not have the same loaders: {'; '.join(map(str, names))}")
         self.loaders = {name: self.engine.prepare_data_loader(loader, name=name) for name, loader in loaders.items()}
+
+    def undivided_loader(self, name: str) -> tuple[Any, int]:
+        """Return a loader as it was given, before its data were divided, and the number of sites that share them.
+
+        Args:
+            name: name of the loader.
+
+        Raises:
+            ValueError: if each site has data of its own, or gradients are accumulated.
+        """
+        if self._accumulation != 1:
+            raise ValueError("a batch that follows goodput needs training without accumulation of gradients")
+        if self.engine.splits[name] is None and self.engine.transport.world_size > 1:
+            raise ValueError(
+                f"each site has data of its own in loader {name!r}: their batches can follow goodput in a loop of your "
+                "own, by dadplug.AdaptiveDataLoader(source=...)"
+            )
+        return self._undivided[name], self.engine.transport.world_size
 
     def _setup_components(self) -> None:
         super()._setup_components()
@@ -265,11 +284,14 @@ class BaseRunner(SupervisedRunner):
         with torch.set_grad_enabled(True):
             first = self.micro_step
             batches = batches_from(self.loader, batches_before(first, self._own_steps, self.steps))
-            for step in range(first, self.steps):
+            step = first
+            while step < self.steps:
                 self.micro_step = step
                 if self._stops_before_step():
                     break
                 batch = next(batches, None) if takes_part(step, self._own_steps, self.steps) else None
+                step += 1
+                self._follow_length()
                 if batch is None:
                     self._idle()
                 else:
@@ -279,6 +301,18 @@ class BaseRunner(SupervisedRunner):
                     self._run_event("on_batch_end")
                 if self._stops_after_step():
                     break
+            else:
+                if self._changes_batches:
+                    next(batches, None)  # the loader ends the last step
+
+    @property
+    def _changes_batches(self) -> bool:
+        return getattr(self.loader, "max_batch_size", None) is not None
+
+    def _follow_length(self) -> None:
+        """Take over the number of steps from a loader whose batch changes in mid-epoch, at all sites alike."""
+        if self._changes_batches:
+            self.steps = self._own_steps = len(self.loader)
 
     def _stops_before_step(self) -> bool:
         """Return whether all sites stop before the step that is due; a request of this site may be passed on."""

@@ -186,6 +186,14 @@ class SiteEngine(Engine):
             kwargs: ignored.
         """
         loader, self.splits[name] = site_loader(data_loader, self._split_data, name, self.seed, self.transport, known)
+        return self.on_device(loader)
+
+    def on_device(self, loader: Any) -> Any:
+        """Return a loader whose batches are on the device.
+
+        Args:
+            loader: the loader.
+        """
         return loader if self.device.type == "cpu" else DeviceLoader(loader, self.device)
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

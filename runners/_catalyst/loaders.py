@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from ...adaptive import ElasticDataLoader
 from ...errors import MismatchError
 from ...exchange import Transport
 
@@ -111,7 +112,7 @@ def _fingerprint(loader: Any) -> str | None:
     """Return a fingerprint of a loader's data set; None if it cannot be split, or is split already."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    if isinstance(loader.sampler, (DistributedSampler, SiteSampler)):
+    if isinstance(loader, ElasticDataLoader) or isinstance(loader.sampler, (DistributedSampler, SiteSampler)):
         return None
     dataset: Any = loader.dataset
     size = len(dataset)

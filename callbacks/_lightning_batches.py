@@ -1,0 +1,156 @@
+"""Adapter of `AdaptiveBatchSize` to Lightning: it replaces the training loader for the time of a fit."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ..adaptive import AdaptiveDataLoader
+from . import monitors
+from ._lightning_monitors import MonitorAdapter
+
+
+class AdaptiveBatchSizeAdapter(MonitorAdapter):
+    """Adapter of `AdaptiveBatchSize`, which replaces the training loader for the time of a fit."""
+
+    _monitor: monitors.AdaptiveBatchSize
+
+    def setup(self, trainer: Any, pl_module: Any, **named: str) -> None:
+        """Replace the training loader, before anything asks for it.
+
+        Args:
+            trainer: the trainer.
+            pl_module: the module.
+            named: what is set up, under the name that Lightning gives it.
+
+        Raises:
+            ValueError: if the trainer accumulates gradients, or divides no data over the sites.
+        """
+        if "fit" not in named.values():
+            return
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError("AdaptiveBatchSize needs a trainer without accumulate_grad_batches")
+        if trainer.world_size > 1 and not trainer._accelerator_connector.use_distributed_sampler:
+            raise ValueError(
+                "AdaptiveBatchSize divides one data set over the sites, and with use_distributed_sampler=False each "
+                "site has its own: use a dadplug.AdaptiveDataLoader(source=...) in a loop of your own"
+            )
+        self._source = trainer.fit_loop._data_source
+        self._loader: ChangingLoader | None = None
+        trainer.fit_loop._data_source = _ReplacedSource(self._source, lambda loader: self._replace(trainer, loader))
+
+    def _replace(self, trainer: Any, loader: Any) -> Any:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self._loader = ChangingLoader(self._monitor.convert(loader, trainer.world_size, seed), trainer)
+        return self._loader
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the trainer as it was."""
+        if isinstance(trainer.fit_loop._data_source, _ReplacedSource):
+            trainer.fit_loop._data_source = self._source
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the trainer as it was."""
+        self.on_fit_end(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin a pass with the present batch."""
+        super().on_train_epoch_start(trainer, pl_module)
+        if self._loader is not None:
+            self._loader.begin(trainer.current_epoch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the values of the batch."""
+        if self._loader is not None:
+            self._loader.end_batch()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the batch and the progress, for checkpoints."""
+        return self._monitor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._monitor.load_state_dict(state)
+
+    def picture(self, path: str) -> None:
+        """Draw batch, gain, noise scale and goodput over the steps.
+
+        Args:
+            path: path of the PNG file.
+        """
+        self._monitor.picture(path)
+
+
+class _ReplacedSource:
+    """Source of a trainer's loader that replaces the loader; all other attributes are those of the source.
+
+    Args:
+        source: the trainer's source.
+        replace: returns the loader that replaces another.
+    """
+
+    def __init__(self, source: Any, replace: Any) -> None:
+        self._source, self._replace = source, replace
+
+    def dataloader(self) -> Any:
+        """Return the loader."""
+        return self._replace(self._source.dataloader())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+class ChangingLoader:
+    """Loader whose length the trainer follows when the batch changes in mid-epoch.
+
+    It is no DataLoader, so that the trainer does not divide its data a second time.
+
+    Args:
+        loader: the loader.
+        trainer: the trainer.
+    """
+
+    def __init__(self, loader: AdaptiveDataLoader, trainer: Any) -> None:
+        self.loader, self._trainer = loader, trainer
+        self._batches: Iterator[Any] | None = None
+        self._given = 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._batches, self._given = iter(self.loader), 0
+        for batch in self._batches:
+            self._given += 1
+            self._follow()
+            yield batch
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch.
+
+        Args:
+            epoch: its number.
+        """
+        self.loader.set_epoch(epoch)
+        self._follow()
+
+    def end_batch(self) -> None:
+        """End a batch; after the last one the loader's pass ends, which the trainer does not wait for."""
+        if self._batches is not None and self._given == len(self.loader):
+            next(self._batches, None)
+            self._batches = None
+
+    def _follow(self) -> None:
+        """Let the trainer know the number of batches, unless it has limited that itself."""
+        trainer, loop, length = self._trainer, self._trainer.fit_loop, len(self.loader)
+        if trainer.limit_train_batches != 1.0 or loop.max_batches == length:
+            return
+        loop.max_batches = length
+        loop._combined_loader.limits = [math.inf]  # the limits are those of the first length
+        if loop._data_fetcher is not None:
+            loop._data_fetcher.length = length
+        if isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
