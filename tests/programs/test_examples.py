@@ -75,6 +75,21 @@ def test_the_plain_example_trains(tmp_path):
     assert float(re.search(r"accuracy (0\.\d+)", only.output).group(1)) > 0.9
 
 
+def test_the_tutorial_of_adaptive_batches_trains_and_resumes(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    program = [str(ROOT / "examples" / "adaptive_mnist.py"), "--lr", "0.1", "--checkpoint", str(tmp_path / "run")]
+    found = []
+    for epochs in ("4", "5"):
+        command = [*launch, str(support.free_port()), *program, "--epochs", epochs]
+        (only,) = support.run_programs([command], timeout=200)
+        assert only.status == 0, only.errors
+        found.append(re.findall(r"epoch (\d): accuracy (0\.\d+), batch (\d+), .* progress (\d+) of", only.output))
+    assert [int(line[0]) for line in found[0]] == [0, 1, 2, 3]
+    assert [int(line[0]) for line in found[1]] == [4]  # the second program goes on
+    assert int(found[1][0][3]) > int(found[0][-1][3])
+    assert float(found[1][0][1]) > 0.8
+
+
 def test_one_site_each_on_two_machines_with_mnists_files(tmp_path):
     write_mnist(tmp_path / "mnist", samples=40)
     url = f"tcp://127.0.0.1:{support.free_port()}"

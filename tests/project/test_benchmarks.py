@@ -211,6 +211,15 @@ def logs_of(order, present):
     return logs
 
 
+@pytest.mark.slow
+def test_goodput_is_swept_and_drawn(tmp_path):
+    flags = ["--quick", "--methods", "dsgd", "--out", str(tmp_path / "out")]
+    (only,) = support.run_programs([[str(FOLDER / "goodput.py"), *flags]], timeout=200)
+    assert only.status == 0, only.errors
+    assert "| dsgd | unshaped |" in (tmp_path / "out.md").read_text()
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_order_of_a_site_has_each_of_its_samples_once_an_epoch():
     order = program("returning_site").Order(samples=50, sites=3, rank=1, batch_size=4, seed=0)
     epochs = [[int(row) for step in range(4 * each, 4 * each + 4) for row in order.batch(step)] for each in range(3)]
