@@ -2,6 +2,7 @@
 
 rankdad                                    a mode, at the benchmark's rank
 rankdad:wire=bf16+error_feedback=true      with options of GradientReduction
+dad:fused=true                             whose optimizer steps are those of `reduction.apply`
 ddp, ddp-fp16, ddp-powersgd                DistributedDataParallel, alone and with torch's own hooks
 alone                                      no other site
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -55,6 +57,7 @@ class Attached:
     def __init__(self, model: nn.Module, name: str, rank: int = 4, **options: Any) -> None:
         method, own = parse(name)
         self.model, self.reduction = model, None
+        self._fused = own.pop("fused", False)
         if method in PEERS:
             self.model = _ddp(model, method, rank)
         elif method != "alone":
@@ -64,6 +67,14 @@ class Attached:
         """Wait until the gradients are agreed."""
         if self.reduction is not None:
             self.reduction.synchronize()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait until the gradients are agreed, and take the optimizer's step."""
+        if self.reduction is not None and self._fused:
+            self.reduction.apply(optimizer)
+        else:
+            self.synchronize()
+            optimizer.step()
 
     def detach(self) -> None:
         """Take the method off the model."""

@@ -101,8 +101,7 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Mea
 
         def step(attached=attached, optimizer=optimizer, inputs=inputs, targets=targets) -> None:
             loss(attached.model(inputs), targets).backward()
-            attached.synchronize()
-            optimizer.step()
+            attached.step(optimizer)
             optimizer.zero_grad()
 
         chooses = parse(name)[0] == "auto"

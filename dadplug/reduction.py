@@ -16,6 +16,7 @@ from .adaptive.gradient_sources import register_source, remove_source
 from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange.wire import wire_format
+from .fused import Deferral, FusedSteps
 from .methods import loss_scale
 from .model_sync import replicas
 from .model_sync.batchnorm import SyncedBatchNorms
@@ -25,14 +26,14 @@ from .model_sync.samples import SampleCounter
 from .options import Options
 from .planning.planned_model import PlannedModel
 from .planning.planner import Planner
-from .reducer.attached import AttachedGradients
+from .reducer.request import StepRequest
 from .reducer.step_header import StepHeader
 from .signature import takes_keywords_of
 from .units.base import Unit
 from .units.factor import FactorUnit
 
 
-class GradientReduction(PlannedModel):
+class GradientReduction(FusedSteps, PlannedModel):
     """Reduction of gradients between the sites of a process group, for any PyTorch training loop.
 
     At the start all sites get rank 0's parameters and buffers. Payloads of gradients are sent during backward, as soon
@@ -96,7 +97,6 @@ class GradientReduction(PlannedModel):
         self.share: float | None = None
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
-        self._attached: AttachedGradients | None = None
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = False  # the loss scales of gradients
         if self._method.errors.enabled or wire_format(self.options.wire).quantised:
@@ -117,6 +117,8 @@ class GradientReduction(PlannedModel):
 
     def _arrived(self, unit: Unit) -> None:
         """Record that a backward pass has delivered a unit's gradient; send the gradient if it is complete."""
+        if self._held is not None:
+            raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
         unit.arrivals += 1
         self._pending = True
         if self._remembers:
@@ -159,14 +161,19 @@ class GradientReduction(PlannedModel):
             SiteError: if a site is gone or does not answer in time.
             MismatchError: if the sites are not at the same step.
         """
+        self._exchange(stop)
+
+    def _exchange(self, stop: bool = False, deferral: Deferral | None = None) -> None:
+        if self._held is not None:
+            raise RuntimeError("after clip_grad_norm_() of gradients that are not formed, call apply(optimizer)")
         while True:
             try:
-                self._synchronize(stop)
+                self._synchronize(stop, deferral)
                 return
             except DroppedError:
                 self._rejoin()
 
-    def _synchronize(self, stop: bool) -> None:
+    def _synchronize(self, stop: bool, deferral: Deferral | None) -> None:
         planner = self._planner
         self._drop_cleared()
         planner.before_synchronization()
@@ -177,7 +184,10 @@ class GradientReduction(PlannedModel):
         if not planner.is_complete:
             planner.complete_plan(self._step)
         try:
-            headers = planner.exchange(self._step, stop, self._attached, self._noise.wish if self._noise else 0)
+            wish = self._noise.wish if self._noise else 0
+            held = None if wish else deferral  # estimates read the gradients
+            request = StepRequest(self._step, stop, self._attached, noise_every=wish, deferral=held)
+            headers = planner.exchange(request)
             self.stopped = any(header.stop for header in headers)
             self._agreed_samples = sum(header.samples for header in headers)
             self.share = headers[self.site_rank].samples / self._agreed_samples if self._agreed_samples else 0.0
@@ -223,18 +233,6 @@ class GradientReduction(PlannedModel):
     def gain(self) -> float:
         """AdaScale's gain of the last step's batch against `noise.base_batch`; 1.0 before the first estimate."""
         return self.noise.gain()
-
-    def attach(self, gradients: AttachedGradients) -> None:
-        """Weight, check and drop gradients that this reduction does not send with those that it sends.
-
-        Args:
-            gradients: gradients of parameters that are managed elsewhere.
-        """
-        self._attached = gradients
-
-    @property
-    def _has_attached(self) -> bool:
-        return self._attached is not None and self._attached.arrived and not self._attached.cleared
 
     def _end_step(self) -> None:
         self._end_probe()
@@ -343,7 +341,7 @@ class GradientReduction(PlannedModel):
     def pending(self) -> bool:
         """Whether gradients have arrived that are not agreed on yet, and have not been cleared."""
         self._drop_cleared()
-        return self._pending
+        return self._pending or self._held is not None
 
     # State
 

@@ -208,16 +208,36 @@ def decode(
             for share in rows[1:]:
                 gradient = form.add_to(gradient, share.left, share.right)
         if with_bias and shares[0].bias is None:
-            sums = [form.bias_gradient(share.left) for share in rows]
-            return gradient, sum(sums[1:], sums[0])
-    if not with_bias:
-        return gradient, None
-    assert shares[0].bias is not None
+            return gradient, _summed_rows(rows, form)
+    return gradient, decode_bias(shares, weights, form) if with_bias else None
+
+
+def decode_bias(shares: Sequence[FactorPayload], weights: Sequence[float], form: Form = LINEAR) -> Tensor:
+    """Compute the agreed gradient of a layer's bias, of shape (out,), as `decode` does.
+
+    Args:
+        shares: what each site sent, by rank.
+        weights: each site's share in the mean.
+        form: how rows make a gradient.
+    """
+    if shares[0].bias is None:
+        rows = [FactorPayload(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
+        return _summed_rows([share for share in rows if share.rows] or rows[:1], form)
     bias = torch.zeros_like(shares[0].bias)
     for share, weight in zip(shares, weights, strict=True):
         assert share.bias is not None
         bias.add_(share.bias, alpha=weight)
-    return gradient, bias
+    return bias
+
+
+def _summed_rows(rows: Sequence[FactorPayload], form: Form) -> Tensor:
+    sums = [form.bias_gradient(share.left) for share in rows]
+    return sum(sums[1:], sums[0])
+
+
+def is_product(form: Form) -> bool:
+    """Return whether a gradient of this form is the product of the two blocks of rows, or its transpose."""
+    return form == LINEAR or form.transposed
 
 
 METHODS: Registry[str, type[Method]] = Registry("mode", exact=True)

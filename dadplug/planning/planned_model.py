@@ -15,6 +15,7 @@ from ..model_sync.join_state import JoinState
 from ..model_sync.replicated_model import ReplicatedModel
 from ..model_sync.samples import SampleCounter
 from ..options import Options
+from ..reducer.attached import AttachedGradients
 from ..units.base import Unit
 from .plan import Plan
 from .planner import Planner
@@ -28,6 +29,7 @@ class PlannedModel(ReplicatedModel, ABC):
 
     _counter: SampleCounter
     _planner: Planner
+    _attached: AttachedGradients | None = None
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
         super().__init__(model, process_group, options)
@@ -120,6 +122,18 @@ class PlannedModel(ReplicatedModel, ABC):
             self.load_state_dict(
                 other | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
             )
+
+    def attach(self, gradients: AttachedGradients) -> None:
+        """Weight, check and drop gradients that this reduction does not send with those that it sends.
+
+        Args:
+            gradients: gradients of parameters that are managed elsewhere.
+        """
+        self._attached = gradients
+
+    @property
+    def _has_attached(self) -> bool:
+        return self._attached is not None and self._attached.arrived and not self._attached.cleared
 
     # Sites that join
 

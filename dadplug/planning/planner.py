@@ -16,8 +16,8 @@ from ..methods.paths import GradientPath
 from ..model_sync import replicas
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..options import Options
-from ..reducer.attached import AttachedGradients
 from ..reducer.reducer import Reducer
+from ..reducer.request import StepRequest
 from ..reducer.step_header import StepHeader
 from ..units.base import DenseUnit, Unit
 from ..units.chained import ChainedUnit
@@ -206,14 +206,11 @@ class Planner:
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         self._transport.traffic.dense_bytes = sum(dense_bytes(parameter, self._transport) for parameter in trained)
 
-    def exchange(self, step: int, stop: bool, attached: AttachedGradients | None, noise: int) -> list[StepHeader]:
+    def exchange(self, request: StepRequest) -> list[StepHeader]:
         """Send what is left of a step, wait for the other sites, and write ``.grad``.
 
         Args:
-            step: number of the step.
-            stop: whether to ask all sites to stop after this step.
-            attached: gradients that are checked with those that are sent.
-            noise: the `noise_every` of the step's header.
+            request: what this site asks for.
 
         Returns:
             The headers of all sites, by rank.
@@ -222,7 +219,7 @@ class Planner:
             NonFiniteError: if some site's gradient holds NaN or Inf; no ``.grad`` has been written then.
         """
         assert self._reducer is not None
-        headers = self._reducer.finish(step, stop, attached, noise_every=noise)
+        headers = self._reducer.finish(request)
         if not self._complete:
             self._reducer = None  # no site has had any data yet
         for unit in self.units:

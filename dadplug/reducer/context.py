@@ -11,6 +11,7 @@ import torch
 from ..exchange import Transport
 from ..exchange.payload import FactorPayload
 from ..exchange.wire import WireFormat, wire_format
+from ..fused import Deferral
 from ..methods import Method
 from ..options import Options
 from .faults import FaultLog
@@ -33,6 +34,7 @@ class HandlerContext:
             unit and rank; kept where methods recompute deltas from them.
         rotation: numbers by which handlers distribute work over the processes of a node, in the order in which the
             handlers are built.
+        deferral: which weights' gradients may stay products in the step; None for those of none.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
     """
 
@@ -45,6 +47,7 @@ class HandlerContext:
     faults: FaultLog = field(default_factory=FaultLog)
     complete_payloads: dict[str, list[FactorPayload]] = field(default_factory=dict)
     rotation: Iterator[int] = field(default_factory=itertools.count)
+    deferral: Deferral | None = None
     checks_finite: bool = field(init=False)
 
     def __post_init__(self) -> None:

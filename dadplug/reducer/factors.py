@@ -12,7 +12,8 @@ from torch import Tensor
 from ..exchange.buckets import FactorBucket, Slot
 from ..exchange.indices import IndexSlot
 from ..exchange.payload import FactorPayload, finite
-from ..methods import Method, decode
+from ..fused import GradientProduct
+from ..methods import Method, decode, decode_bias, is_product
 from ..methods.paths import GradientPath
 from ..units.base import Unit, add_gradient
 from ..units.factor import FactorUnit
@@ -46,6 +47,7 @@ class GatheredHandler(BucketHandler):
         self._rows: list[list[int]] = []  # that have arrived, by slot and sender
         self._late: dict[tuple[int, int], FactorPayload] = {}  # of the second round, by slot and sender
         self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._deferred: dict[str, tuple[list[FactorPayload], list[float]]] = {}  # payloads and weights by unit
 
     @classmethod
     def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
@@ -130,6 +132,7 @@ class GatheredHandler(BucketHandler):
             samples: samples of each sender.
         """
         self._gradients.clear()
+        self._deferred.clear()
         if any(samples):
             for unit, by_sender in zip(self.units, payloads, strict=True):
                 with self.timing("decode", unit):
@@ -143,9 +146,37 @@ class GatheredHandler(BucketHandler):
             return
         if traits.recomputes_deltas:  # not otherwise: it is as large as the payloads
             context.complete_payloads[unit.name] = complete
-        self._gradients[unit.name] = decode(
-            complete, self._weights(samples), unit.bias is not None, site_by_site=traits.exact, form=unit.form
-        )
+        weights = self._weights(samples)
+        if context.deferral is not None and context.deferral.has(unit.lead) and is_product(unit.form):
+            self._deferred[unit.name] = complete, weights
+        else:
+            self._gradients[unit.name] = self._formed(unit, complete, weights)
+
+    def _formed(
+        self, unit: FactorUnit, payloads: Sequence[FactorPayload], weights: Sequence[float]
+    ) -> tuple[Tensor, Tensor | None]:
+        assert unit.form is not None
+        exact = self.context.method.traits.exact
+        return decode(payloads, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
+
+    def _write(self, unit: FactorUnit) -> None:
+        """Write a unit's agreed gradients, or hold that of the weight as a product."""
+        if unit.name not in self._deferred:
+            _add_gradients(unit, *self._gradients[unit.name])
+            return
+        payloads, weights = self._deferred[unit.name]
+        deferral = self.context.deferral
+        if deferral is None or not deferral.agreed or unit.lead.grad is not None:
+            with self.timing("decode", unit):
+                _add_gradients(unit, *self._formed(unit, payloads, weights))
+            return
+        assert unit.form is not None
+        deferral.products[unit.lead] = GradientProduct(payloads, weights, unit.form.transposed)
+        if unit.bias is not None:
+            add_gradient(unit.parameters[unit.bias], decode_bias(payloads, weights, unit.form))
+
+    def _decoded(self, unit: FactorUnit) -> bool:
+        return unit.name in self._gradients or unit.name in self._deferred
 
     def _extra(self, headers: Sequence[StepHeader]) -> list[list[int]]:
         """Return the rows of the second round, by slot and sender."""
@@ -160,19 +191,20 @@ class GatheredHandler(BucketHandler):
         samples, extra = self._samples_of(headers), self._extra(headers)
         void = self._void(headers)
         wanted = [write and want for want in self._wanted(headers)]
-        missing = any(want and unit.name not in self._gradients for want, unit in zip(wanted, self.units, strict=True))
+        missing = any(want and not self._decoded(unit) for want, unit in zip(wanted, self.units, strict=True))
         if any(map(any, extra)) or any(map(any, void)) or missing or samples != self._samples:
             self._finish_late(extra, void, wanted, samples, write)
         method = self.context.method
         for want, unit in zip(wanted, self.units, strict=True):
             if want:
-                _add_gradients(unit, *self._gradients[unit.name])
+                self._write(unit)
             if keep:
                 method.commit(unit.name)
             else:
                 method.rollback(unit.name)
         self._present.clear()
         self._gradients.clear()
+        self._deferred.clear()
         self._late.clear()
         self.bucket.end_step(self._rows)
 
@@ -205,7 +237,7 @@ class GatheredHandler(BucketHandler):
                 payloads[slot][sender] = payloads[slot][sender].plus(payload)
                 self._rows[slot][sender] += payload.rows
         for slot, unit in enumerate(self.units):
-            if wanted[slot] and (any(extra[slot]) or any(void[slot]) or unit.name not in self._gradients):
+            if wanted[slot] and (any(extra[slot]) or any(void[slot]) or not self._decoded(unit)):
                 self._decode_unit(unit, payloads[slot], samples)
 
 

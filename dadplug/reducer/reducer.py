@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..exchange import Transport
 from ..exchange.summed_buckets import AllReducedBucket
+from ..fused import compare_digests
 from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..options import Options
@@ -19,6 +20,7 @@ from .attached import AttachedGradients
 from .context import HandlerContext
 from .faults import Fault
 from .handler import BucketHandler, handler_type, write_gradient
+from .request import StepRequest
 from .step_header import HeaderExchange, StepHeader, raise_fault
 
 
@@ -103,22 +105,11 @@ class Reducer:
         self._handlers[self._launched].launch()
         self._launched += 1
 
-    def finish(
-        self,
-        step: int,
-        stop: bool,
-        attached: AttachedGradients | None = None,
-        admits: bool = True,
-        noise_every: int = 0,
-    ) -> list[StepHeader]:
+    def finish(self, request: StepRequest) -> list[StepHeader]:
         """Send what is left, wait for the other sites, and write ``.grad``.
 
         Args:
-            step: number of the step.
-            stop: whether to ask all sites to stop after this step.
-            attached: gradients that the reducer does not send, and that are checked with those that it sends.
-            admits: whether sites that come may join in this step.
-            noise_every: as in `StepHeader`.
+            request: what this site asks for.
 
         Returns:
             The headers of all sites, by rank.
@@ -127,16 +118,19 @@ class Reducer:
             NonFiniteError: if some site's gradient holds NaN or Inf; no ``.grad`` has been written then.
         """
         context = self._context
+        context.deferral = request.deferral
         self._send_rest()
-        header = self._header(step, stop or self._asks_to_stop, attached)
-        header.noise_every = noise_every
+        header = self._header(request.step, request.stop or self._asks_to_stop, request.attached)
+        header.noise_every = request.noise_every
         self._headers.send(header)
-        context.transport.close_round(admits, idle=not header.samples)
+        context.transport.close_round(request.admits, idle=not header.samples)
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
         headers = self._exchange_late(self._headers.receive())
         write = _counts(headers)
         absent = context.transport.rank in context.transport.absent
+        present = (rank for rank in range(len(headers)) if rank not in context.transport.absent)
+        compare_digests(request.deferral, header.deferred, (headers[rank].deferred for rank in present))
         keep = write and all(header.finite for header in headers) and not absent
         for handler in self._handlers:
             handler.finish(headers, write, keep)
@@ -149,7 +143,8 @@ class Reducer:
         context.complete_payloads.clear()
         context.faults.clear()
         names = [unit.name for unit in self._units]
-        raise_fault(headers, names, context.transport.sites, [] if attached is None else attached.names)
+        attached = [] if request.attached is None else request.attached.names
+        raise_fault(headers, names, context.transport.sites, attached)
         return headers
 
     def _clear_own(self, headers: Sequence[StepHeader]) -> None:
@@ -176,6 +171,8 @@ class Reducer:
     def _header(self, step: int, stop: bool, attached: AttachedGradients | None) -> StepHeader:
         faults, check_finite = self._context.faults, self._context.options.check_finite
         header = StepHeader(step, self._version, self._context.samples(), stop)
+        if self._context.deferral is not None:
+            header.deferred = self._context.deferral.digest((unit.name, unit.lead) for unit in self._units)
         header.finite = not faults.entries
         broken = [(Fault.CHAIN_BROKEN, unit.name) for unit in self._units if unit.broken]
         if broken or (faults.entries and check_finite):
@@ -290,7 +287,7 @@ class Reducer:
         """
         self._version = version
         self._context.samples = lambda: 0
-        self.finish(step, False, admits=False)
+        self.finish(StepRequest(step, admits=False))
 
     # Costs and state
 

@@ -11,7 +11,7 @@ from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Sites, Transport
 from .faults import Fault
 
-_HEAD = 8  # integers before those of the units
+_HEAD = 9  # integers before those of the units
 _PRESENT, _DENSE, _VOID = 1, 2, 4  # bits of a unit's flags
 
 
@@ -28,6 +28,8 @@ class StepHeader:
         culprit: index of the unit at fault; for `Fault.ATTACHED`, of the attached parameter.
         finite: whether no gradient of the site holds NaN or Inf, as far as that has been checked.
         noise_every: number of steps after which the site asks all to estimate the noise of the gradient; 0 for never.
+        deferred: digest of the weights whose gradients the site would not form, see `dadplug.fused.Deferral`; 0 for
+            none.
         present: by unit, whether the site has a gradient for it.
         dense: by unit, whether the site has a gradient for it that its bucket does not carry; with a handler that can
             repeat its exchange, whether the unit's payload is void, since its gradient has changed.
@@ -43,6 +45,7 @@ class StepHeader:
     culprit: int = 0
     finite: bool = True
     noise_every: int = 0
+    deferred: int = 0
     present: list[bool] = field(default_factory=list)
     dense: list[bool] = field(default_factory=list)
     void: list[bool] = field(default_factory=list)
@@ -62,13 +65,13 @@ class StepHeader:
         return cls(step, version, 0, present=none, dense=none, void=[void] * units, extra_rows=[0] * units)
 
     def pack(self) -> list[int]:
-        """Return the header as integers: 8 of the step, then flags and rows of the units."""
+        """Return the header as integers: 9 of the step, then flags and rows of the units."""
         flags = [
             _PRESENT * present + _DENSE * dense + _VOID * void
             for present, dense, void in zip(self.present, self.dense, self.void, strict=True)
         ]
         head = [self.step, self.version, self.samples, self.stop, self.fault, self.culprit, self.finite]
-        return [*map(int, head), self.noise_every, *flags, *self.extra_rows]
+        return [*map(int, head), self.noise_every, self.deferred, *flags, *self.extra_rows]
 
     @classmethod
     def unpack(cls, integers: Sequence[int]) -> StepHeader:
@@ -76,8 +79,8 @@ class StepHeader:
         units = (len(integers) - _HEAD) // 2
         flags, extra = integers[_HEAD : _HEAD + units], list(integers[_HEAD + units :])
         present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
-        step, version, samples, stop, fault, culprit, finite, noise = integers[:_HEAD]
-        head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
+        step, version, samples, stop, fault, culprit, finite, noise, deferred = integers[:_HEAD]
+        head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise, deferred
         return cls(*head, present, dense, void, extra)
 
 

@@ -25,6 +25,7 @@ LAYERS = (
     "hooks",
     "lowrank",
     "exchange",
+    "fused",
     "hub",
     "methods",
     "options",

@@ -1,0 +1,118 @@
+"""numba kernels that update a block of a weight and of the optimizer's state in one pass over memory.
+
+Each takes flat blocks of one length and one type. Scalars have the blocks' type, so that nothing is widened. The order
+of operations is that of torch's optimizers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..jit import njit
+
+Block = NDArray[np.floating]
+_FAST = {"contract"}  # fused multiply-add; NaN and Inf keep their meaning
+
+
+@njit(nogil=True, fastmath=_FAST)
+def sgd(weight: Block, gradient: Block, rate: np.floating, decay: np.floating) -> None:
+    """Apply a step of gradient descent.
+
+    Args:
+        weight: the weight, changed in place.
+        gradient: its gradient.
+        rate: learning rate.
+        decay: factor of the weight that is added to the gradient.
+    """
+    for i in range(weight.size):
+        weight[i] -= rate * (gradient[i] + decay * weight[i])
+
+
+@njit(nogil=True, fastmath=_FAST)
+def momentum(
+    weight: Block,
+    gradient: Block,
+    velocity: Block,
+    rate: np.floating,
+    decay: np.floating,
+    keep: np.floating,
+    take: np.floating,
+    ahead: np.floating,
+    own: np.floating,
+) -> None:
+    """Apply a step of gradient descent with momentum, ``v = keep v + take g``; ``w -= rate (own g + ahead v)``.
+
+    Args:
+        weight: the weight, changed in place.
+        gradient: its gradient.
+        velocity: v, changed in place.
+        rate: learning rate.
+        decay: factor of the weight that is added to the gradient.
+        keep: share of v that is kept.
+        take: share of the gradient that is added to v.
+        ahead: factor of v in the step.
+        own: factor of the gradient in the step: 1 for Nesterov's momentum, else 0.
+    """
+    for i in range(weight.size):
+        slope = gradient[i] + decay * weight[i]
+        velocity[i] = keep * velocity[i] + take * slope
+        weight[i] -= rate * (own * slope + ahead * velocity[i])
+
+
+@njit(nogil=True, fastmath=_FAST)
+def adam(
+    weight: Block,
+    gradient: Block,
+    mean: Block,
+    square: Block,
+    shrink: np.floating,
+    decay: np.floating,
+    first: np.floating,
+    keep: np.floating,
+    second: np.floating,
+    rate: np.floating,
+    correction: np.floating,
+    epsilon: np.floating,
+) -> None:
+    """Apply a step of Adam or AdamW.
+
+    Args:
+        weight: the weight, changed in place.
+        gradient: its gradient.
+        mean: average of the gradients, changed in place.
+        square: average of their squares, changed in place.
+        shrink: factor of the weight before the step, by AdamW's decay.
+        decay: factor of the weight that is added to the gradient, by Adam's.
+        first: share of the gradient in the new mean.
+        keep: share of the average of squares that is kept.
+        second: share of its square in the new average of squares.
+        rate: learning rate over the bias correction of the mean.
+        correction: square root of the bias correction of the squares.
+        epsilon: added to the denominator.
+    """
+    for i in range(weight.size):
+        slope = gradient[i] + decay * weight[i]
+        mean[i] += first * (slope - mean[i])
+        square[i] = keep * square[i] + second * slope * slope
+        weight[i] = shrink * weight[i] - rate * mean[i] / (np.sqrt(square[i]) / correction + epsilon)
+
+
+@njit(nogil=True, fastmath=_FAST)
+def adagrad(
+    weight: Block, gradient: Block, total: Block, rate: np.floating, decay: np.floating, epsilon: np.floating
+) -> None:
+    """Apply a step of Adagrad.
+
+    Args:
+        weight: the weight, changed in place.
+        gradient: its gradient.
+        total: sum of the squares of the gradients, changed in place.
+        rate: learning rate.
+        decay: factor of the weight that is added to the gradient.
+        epsilon: added to the denominator.
+    """
+    for i in range(weight.size):
+        slope = gradient[i] + decay * weight[i]
+        total[i] += slope * slope
+        weight[i] -= rate * slope / (np.sqrt(total[i]) + epsilon)

@@ -1,0 +1,97 @@
+"""Steps of a reduction in which an optimizer applies gradients that are not formed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from .deferral import Deferral, clip_norm, reasons_against, take_step
+
+
+class FusedSteps(ABC):
+    """Base of a reduction whose agreed gradients can be applied without being formed.
+
+    Attributes:
+        model: the model.
+    """
+
+    model: nn.Module
+    _held: Deferral | None = None  # between clip_grad_norm_ and apply
+
+    @property
+    @abstractmethod
+    def pending(self) -> bool:
+        """Whether gradients have arrived that are not agreed on yet, and have not been cleared."""
+
+    @abstractmethod
+    def _exchange(self, stop: bool = False, deferral: Deferral | None = None) -> None:
+        """Exchange gradients; write the agreed ones, but for those that may stay products."""
+
+    def apply(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Synchronize, and take the optimizers' steps: `synchronize` and ``optimizer.step()`` in one.
+
+        The agreed gradient of a factored weight is not formed: blocks of it are computed in the processor's cache and
+        applied to the weight and to the optimizer's state at once, and ``.grad`` stays None. SGD, Adam, AdamW and
+        Adagrad of `torch.optim` do so, without ``amsgrad``, ``capturable`` and ``differentiable``, and without hooks on
+        the optimizer, for contiguous weights of float32 or float64. All other gradients are written to ``.grad``, and
+        the optimizer takes its ordinary step with them. Results are those of the ordinary step up to rounding.
+
+        All sites must call it in the same steps; those without data, too. Where they do not mean the same weights, all
+        gradients are formed. A loss that a `torch.amp.GradScaler` has scaled is not for this: it needs
+        ``synchronize()`` and ``scaler.step(optimizer)``.
+
+        Args:
+            optimizers: one or more optimizers. Gradients of weights that none of them has are written to ``.grad``.
+
+        Raises:
+            TypeError: if an argument is no optimizer.
+            NonFiniteError: as in `synchronize`, like its other errors; nothing has been changed then.
+
+        Example:
+            >>> for inputs, targets in loader:
+            ...     optimizer.zero_grad()
+            ...     criterion(model(inputs), targets).backward()
+            ...     reduction.apply(optimizer)
+        """
+        reasons = reasons_against(optimizers)
+        deferral, self._held = self._held, None
+        if deferral is None:
+            deferral = Deferral({weight for weight, reason in reasons.items() if not reason})
+            self._exchange(deferral=deferral)
+        deferral.form(weight for weight in deferral.products if reasons.get(weight, "not an optimizer's"))
+        take_step(optimizers, deferral.products)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all agreed gradients of the model, as `torch.nn.utils.clip_grad_norm_` does.
+
+        It synchronizes, and takes the norms of factored weights' gradients from the factors' Gram matrices; `apply`
+        has to follow. After `synchronize`, use `torch.nn.utils.clip_grad_norm_` instead.
+
+        Args:
+            max_norm: largest norm.
+            norm_type: which norm, as `torch.linalg.vector_norm` takes it.
+            error_if_nonfinite: whether a norm that is not finite is an error.
+
+        Returns:
+            The norm before, the same on all sites.
+
+        Raises:
+            RuntimeError: if the gradients are agreed already, or the norm is not finite and that is an error.
+            NonFiniteError: as in `synchronize`, like its other errors.
+
+        Example:
+            >>> criterion(model(inputs), targets).backward()
+            >>> reduction.clip_grad_norm_(1.0)
+            >>> reduction.apply(optimizer)
+        """
+        weights = list(self.model.parameters())
+        if not self.pending and any(weight.grad is not None for weight in weights):
+            raise RuntimeError("the gradients are agreed already: use torch.nn.utils.clip_grad_norm_, or zero_grad()")
+        deferral = Deferral(set(weights))
+        self._exchange(deferral=deferral)
+        self._held = deferral
+        return clip_norm(weights, deferral.products, max_norm, norm_type, error_if_nonfinite)

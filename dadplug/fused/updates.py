@@ -1,0 +1,258 @@
+"""Steps of torch's optimizers, for weights whose gradients are products of factors.
+
+The state has the names and types that torch gives it, so that fused and ordinary steps may take turns, and an
+optimizer's ``state_dict`` is the same. A further optimizer is a subclass of `Update`, registered by `register_update`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..registry import Registry
+from .product import GradientProduct
+
+Group = Mapping[str, Any]
+
+
+class Update(ABC):
+    """One step of an optimizer for one weight, block by block.
+
+    Args:
+        weight: the weight.
+        group: options of its group of parameters.
+        state: the optimizer's state of the weight, which is changed.
+
+    Attributes:
+        states: tensors of the state that have the weight's shape.
+    """
+
+    refused: ClassVar[tuple[str, ...]] = ("differentiable", "capturable")
+    """Options of a group with which the ordinary step is taken."""
+
+    def __init__(self, weight: Tensor, group: Group, state: dict[str, Any]) -> None:
+        self.rate = float(group["lr"])
+        self.decay = float(group.get("weight_decay", 0.0))
+        self.states: Sequence[Tensor] = ()
+
+    @abstractmethod
+    def compiled(self, kernels: ModuleType, number: Callable[[float], Any], weight: Any, *blocks: Any) -> None:
+        """Update a block by a numba kernel.
+
+        Args:
+            kernels: the module of the kernels.
+            number: converts a scalar to the type of the blocks.
+            weight: elements of the weight, flat.
+            blocks: the same elements of the gradient and of each of `states`.
+        """
+
+    @abstractmethod
+    def portable(self, weight: Tensor, gradient: Tensor, *states: Tensor) -> None:
+        """Update a block by torch, on any device.
+
+        Args:
+            weight: a block of rows of the weight.
+            gradient: the same block of the gradient, which may be changed.
+            states: the same block of each of `states`.
+        """
+
+
+UPDATES: Registry[type[torch.optim.Optimizer], type[Update]] = Registry("optimizer")
+"""Steps by the optimizer's class. Subclasses are not found by their bases, since they may do something else."""
+
+
+def register_update(optimizer: type[torch.optim.Optimizer]) -> Callable[[type[Update]], type[Update]]:
+    """Register the step of a class of optimizers; a class decorator."""
+    return UPDATES.register(optimizer)
+
+
+@register_update(torch.optim.SGD)
+class SGD(Update):
+    """Step of `torch.optim.SGD`, with momentum, Nesterov's too, and dampening."""
+
+    def __init__(self, weight: Tensor, group: Group, state: dict[str, Any]) -> None:
+        super().__init__(weight, group, state)
+        self._keep = float(group["momentum"])
+        self._nesterov = bool(group["nesterov"])
+        self._take = 1.0 - float(group["dampening"])
+        if self._keep:
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+                self._take = 1.0  # the first gradient is not dampened
+            self.states = [state["momentum_buffer"]]
+
+    @property
+    def _factors(self) -> tuple[float, float]:
+        """Factors of the momentum and of the gradient in the step."""
+        return (self._keep, 1.0) if self._nesterov else (1.0, 0.0)
+
+    def compiled(self, kernels: ModuleType, number: Callable[[float], Any], weight: Any, *blocks: Any) -> None:
+        rate, decay = number(self.rate), number(self.decay)
+        if not self._keep:
+            kernels.sgd(weight, *blocks, rate, decay)
+            return
+        ahead, own = self._factors
+        kernels.momentum(
+            weight, *blocks, rate, decay, number(self._keep), number(self._take), number(ahead), number(own)
+        )
+
+    def portable(self, weight: Tensor, gradient: Tensor, *states: Tensor) -> None:
+        gradient.add_(weight, alpha=self.decay)
+        if self._keep:
+            (velocity,) = states
+            velocity.mul_(self._keep).add_(gradient, alpha=self._take)
+            ahead, own = self._factors
+            gradient = gradient.mul_(own).add_(velocity, alpha=ahead)
+        weight.add_(gradient, alpha=-self.rate)
+
+
+@register_update(torch.optim.Adam)
+class Adam(Update):
+    """Step of `torch.optim.Adam` and `torch.optim.AdamW`, without ``amsgrad``."""
+
+    refused = (*Update.refused, "amsgrad")
+    decoupled = False
+    """Whether weights shrink beside the step, where the group does not say so."""
+
+    def __init__(self, weight: Tensor, group: Group, state: dict[str, Any]) -> None:
+        super().__init__(weight, group, state)
+        if "exp_avg" not in state:
+            state["step"] = state.get("step", torch.tensor(0.0))
+            state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        self.states = [state["exp_avg"], state["exp_avg_sq"]]
+        state["step"] += 1
+        step = float(state["step"])
+        self._first, self._second = (float(beta) for beta in group["betas"])
+        self._epsilon = float(group["eps"])
+        self._size = self.rate / (1.0 - self._first**step)
+        self._correction = math.sqrt(1.0 - self._second**step)
+        self._shrink = 1.0
+        if group.get("decoupled_weight_decay", self.decoupled):
+            self._shrink, self.decay = 1.0 - self.rate * self.decay, 0.0
+
+    def compiled(self, kernels: ModuleType, number: Callable[[float], Any], weight: Any, *blocks: Any) -> None:
+        kernels.adam(
+            weight,
+            *blocks,
+            number(self._shrink),
+            number(self.decay),
+            number(1.0 - self._first),
+            number(self._second),
+            number(1.0 - self._second),
+            number(self._size),
+            number(self._correction),
+            number(self._epsilon),
+        )
+
+    def portable(self, weight: Tensor, gradient: Tensor, *states: Tensor) -> None:
+        mean, square = states
+        gradient.add_(weight, alpha=self.decay)
+        mean.lerp_(gradient, 1.0 - self._first)
+        square.mul_(self._second).addcmul_(gradient, gradient, value=1.0 - self._second)
+        denominator = torch.sqrt(square, out=gradient).div_(self._correction).add_(self._epsilon)
+        weight.mul_(self._shrink).addcdiv_(mean, denominator, value=-self._size)
+
+
+@register_update(torch.optim.AdamW)
+class AdamW(Adam):
+    """Step of `torch.optim.AdamW`."""
+
+    decoupled = True
+
+
+@register_update(torch.optim.Adagrad)
+class Adagrad(Update):
+    """Step of `torch.optim.Adagrad`."""
+
+    def __init__(self, weight: Tensor, group: Group, state: dict[str, Any]) -> None:
+        super().__init__(weight, group, state)
+        state["step"] += 1
+        self.states = [state["sum"]]
+        self.rate /= 1.0 + (float(state["step"]) - 1.0) * float(group["lr_decay"])
+        self._epsilon = float(group["eps"])
+
+    def compiled(self, kernels: ModuleType, number: Callable[[float], Any], weight: Any, *blocks: Any) -> None:
+        kernels.adagrad(weight, *blocks, number(self.rate), number(self.decay), number(self._epsilon))
+
+    def portable(self, weight: Tensor, gradient: Tensor, *states: Tensor) -> None:
+        (total,) = states
+        gradient.add_(weight, alpha=self.decay)
+        total.addcmul_(gradient, gradient)
+        weight.addcdiv_(gradient, total.sqrt().add_(self._epsilon), value=-self.rate)
+
+
+def reason_against(optimizer: torch.optim.Optimizer, group: Group, weight: nn.Parameter) -> str:
+    """Return why the gradient of a weight is formed for an optimizer; empty if it need not be.
+
+    Args:
+        optimizer: the optimizer.
+        group: the group that the weight is in.
+        weight: the weight.
+    """
+    update = UPDATES.get(type(optimizer))
+    if update is None:
+        return f"{type(optimizer).__name__} has no fused step"
+    for option in update.refused:
+        if group.get(option):
+            return f"{option}=True has no fused step"
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any(hooks):
+        return "hooks of the optimizer may read the gradient"
+    if weight.dtype not in (torch.float32, torch.float64) or not weight.is_contiguous():
+        return "the fused step takes contiguous weights of float32 or float64"
+    return ""
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Return the numba kernels, or None, with a warning, where numba cannot run."""
+    try:
+        from . import kernels
+    except ImportError as error:
+        warnings.warn(f"no numba: fused steps are taken by torch, in several passes ({error})", stacklevel=2)
+        return None
+    return kernels
+
+
+@torch.no_grad()
+def apply_products(optimizer: torch.optim.Optimizer, products: Mapping[nn.Parameter, GradientProduct]) -> None:
+    """Take an optimizer's step for the weights whose gradients are products, as its ``step`` does for others.
+
+    Args:
+        optimizer: the optimizer.
+        products: gradients by weight; weights that are not the optimizer's are left out.
+    """
+    make = UPDATES[type(optimizer)]
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            product = products.get(weight)
+            if product is not None:
+                _apply(make(weight, group, optimizer.state[weight]), weight, product, group.get("maximize", False))
+
+
+def _apply(update: Update, weight: nn.Parameter, product: GradientProduct, ascend: bool) -> None:
+    if ascend:
+        product.scale(-1.0)
+    height, width = product.shape
+    tensors = [each.view(height, width) for each in (weight.data, *update.states)]
+    kernels = None if weight.is_cuda else _kernels()
+    if kernels is None:
+        for start, end, gradient in product.tiles():
+            target, *states = (each[start:end] for each in tensors)
+            update.portable(target, gradient, *states)
+    else:
+        flat: list[Any] = [each.view(-1).numpy() for each in tensors]
+        number = flat[0].dtype.type
+        for start, end, gradient in product.tiles():
+            block, *rest = (each[start * width : end * width] for each in flat)
+            update.compiled(kernels, number, block, gradient.view(-1).numpy(), *rest)
+    torch.autograd.graph.increment_version(weight)
