@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
@@ -43,7 +43,8 @@ class Face:
         self._predictor, self._max_body, self._read_seconds = predictor, max_body, read_seconds
         self._key = None if api_key is None else api_key.encode()
         self._open: dict[Call, None] = {}
-        self._ended: deque[tuple[asyncio.Future[Any], Prediction | ServingError]] = deque()
+        self._ended: list[tuple[asyncio.Future[Any], Prediction | ServingError]] = []
+        self._lock = threading.Lock()  # of `_ended`
         self._sweeping = False
         self._interval = max(0.005, predictor.options.slo / 5)
         self.routes: dict[tuple[str, str], Callable[[Scope, Receive, float], Awaitable[tuple[int, str, bytes]]]] = {
@@ -132,8 +133,9 @@ class Face:
         future: asyncio.Future[Prediction | ServingError] = loop.create_future()
 
         def done(answer: Prediction | ServingError) -> None:
-            first = not self._ended
-            self._ended.append((future, answer))
+            with self._lock:  # models answer in threads of their own
+                first = not self._ended
+                self._ended.append((future, answer))
             if first:  # otherwise a call of `_deliver` is due
                 loop.call_soon_threadsafe(self._deliver)
 
@@ -151,8 +153,9 @@ class Face:
         return answer
 
     def _deliver(self) -> None:
-        while self._ended:
-            future, answer = self._ended.popleft()
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for future, answer in ended:
             if not future.done():
                 future.set_result(answer)
 
