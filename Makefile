@@ -12,7 +12,7 @@ OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(shell for each in python3.10 "$$(pyenv root 2>/dev/null)"/versions/3.10.*/bin/python python3.11 \
 	python3; do "$$each" -c "" 2>/dev/null && echo "$$each" && break; done)
 NEWEST := .venv-newest
-CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange hooks hub lowrank methods model_sync \
+CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fused hooks hub lowrank methods model_sync \
 	planning reducer runners serving test_jit.py test_reduction.py test_reduction_state.py test_registry.py test_signature.py)
 
 # Two processes, file by file. pytest-xdist may wait without end after it has replaced one that crashed.
@@ -60,7 +60,7 @@ $(OLDEST)/ready $(NEWEST)/ready: setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check "pip<24.1" "setuptools>=64,<81" wheel
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PINS) --no-build-isolation \
-		--editable ".[adapm,catalyst,lightning,hub,examples]" \
+		--editable ".[adapm,catalyst,lightning,hub,serve,onnx,examples]" \
 		hypothesis "jsonargparse[signatures]" lightning pytest pytest-timeout pytest-xdist rich
 	touch $@
 
