@@ -68,7 +68,7 @@ class GradientNoise:
 
     @property
     def squared_norm(self) -> float:
-        """Squared norm of the gradient's expectation, |G|^2; NaN before the first estimate.
+        """Squared norm of the gradient's expectation, ``|G|^2``; NaN before the first estimate.
 
         The estimate has no bias, so it may be negative where the noise is much larger than the gradient.
         """
@@ -76,7 +76,7 @@ class GradientNoise:
 
     @property
     def scale(self) -> float:
-        """The simple noise scale tr(Sigma) / |G|^2, in samples; NaN before the first estimate.
+        """The simple noise scale ``tr(Sigma) / |G|^2``, in samples; NaN before the first estimate.
 
         A batch of this many samples has a gradient whose noise is as large as the gradient. Infinite where
         `squared_norm` is not positive.

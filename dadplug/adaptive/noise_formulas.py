@@ -19,7 +19,7 @@ class NoiseEstimate(NamedTuple):
 
     Attributes:
         variance: trace of the covariance of the gradients of single samples, tr(Sigma).
-        squared_norm: square of the norm of the gradient's expectation, |G|^2; unbiased, so it may be negative.
+        squared_norm: square of the norm of the gradient's expectation, ``|G|^2``; unbiased, so it may be negative.
     """
 
     variance: float
@@ -27,7 +27,7 @@ class NoiseEstimate(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The simple noise scale tr(Sigma) / |G|^2, in samples; infinite where `squared_norm` is not positive."""
+        """The simple noise scale ``tr(Sigma) / |G|^2``, in samples; infinite where `squared_norm` is not positive."""
         if math.isnan(self.variance) or math.isnan(self.squared_norm):
             return math.nan
         return self.variance / self.squared_norm if self.squared_norm > 0.0 else math.inf

@@ -15,6 +15,7 @@ from torch import nn
 
 import dadplug
 from dadplug import GradientReduction
+from dadplug.hub.frames import PIECE_BYTES
 
 NAMES = ("bavaria", "saxony")
 
@@ -124,8 +125,8 @@ def uses_the_store() -> None:
         dist.DistStoreError, match=r"wait of .*prefix/nothing at the store of the hub at .* has timed out"
     ):
         wrapped.wait(["nothing"], timedelta(seconds=0.05))
-    with pytest.raises(dist.DistStoreError, match="takes 32768 at most"):
-        store.set("large", "x" * 40_000)
+    with pytest.raises(dist.DistStoreError, match=f"takes {PIECE_BYTES // 2} at most"):
+        store.set("large", "x" * (PIECE_BYTES // 2 + 1))
     dist.barrier()
 
 
