@@ -189,7 +189,10 @@ class Predictor:
         """Make the answer of a call that has ended."""
         kept: dict[str, tuple[float, ...] | None] = dict.fromkeys(call.choice.models)
         valid: dict[str, np.ndarray[Any, Any]] = {}
-        for name, output in call.outputs.items():
+        for name in call.choice.models:  # not in the order of their answers
+            output = call.outputs.get(name)
+            if output is None:
+                continue
             try:
                 if output.dtype.kind == "f" and np.isnan(output).any():
                     raise ModelError(f"model {name!r} returned NaN")
