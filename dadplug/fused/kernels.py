@@ -1,7 +1,8 @@
 """numba kernels that update a block of a weight and of the optimizer's state in one pass over memory.
 
-Each takes flat blocks of one length and one type. Scalars have the blocks' type, so that nothing is widened. The order
-of operations is that of torch's optimizers.
+Each takes flat blocks of one length and one type. Scalars have the blocks' type, so that nothing is widened. Division
+does not check for zero, as in numpy, since a check would keep loops from being vectorised. The order of operations is
+that of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from numpy.typing import NDArray
 from ..jit import njit
 
 Block = NDArray[np.floating]
-_FAST = {"contract"}  # fused multiply-add; NaN and Inf keep their meaning
+_FAST = {
+    "contract"
+}  # fused multiply-add; NaN and Inf keep their meaning. Without checks of divisors loops are vectorised.
 
 
-@njit(nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def sgd(weight: Block, gradient: Block, rate: np.floating, decay: np.floating) -> None:
     """Apply a step of gradient descent.
 
@@ -29,7 +32,7 @@ def sgd(weight: Block, gradient: Block, rate: np.floating, decay: np.floating) -
         weight[i] -= rate * (gradient[i] + decay * weight[i])
 
 
-@njit(nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def momentum(
     weight: Block,
     gradient: Block,
@@ -60,7 +63,7 @@ def momentum(
         weight[i] -= rate * (own * slope + ahead * velocity[i])
 
 
-@njit(nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def adam(
     weight: Block,
     gradient: Block,
@@ -98,7 +101,7 @@ def adam(
         weight[i] = shrink * weight[i] - rate * mean[i] / (np.sqrt(square[i]) / correction + epsilon)
 
 
-@njit(nogil=True, fastmath=_FAST)
+@njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def adagrad(
     weight: Block, gradient: Block, total: Block, rate: np.floating, decay: np.floating, epsilon: np.floating
 ) -> None:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..exchange.payload import FactorPayload
 
-_TILE_ELEMENTS = 1 << 15  # 128 kB in float32: with as much of weight and optimizer state, it stays in a core's cache
+_TILE_ELEMENTS = (
+    1 << 17
+)  # 512 kB in float32: larger tiles leave the cache of a core, smaller ones are slower to multiply
 _CUDA_TILE_ELEMENTS = 1 << 22
 _DOUBLE = 2.0  # a multiplication in double precision costs about this much more
 

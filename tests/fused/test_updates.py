@@ -39,7 +39,7 @@ def _gradient(payloads, weights):
 def test_steps_equal_those_of_torch_and_leave_the_same_state(name, dtype, portable, monkeypatch):
     if portable:
         monkeypatch.setattr(updates, "_kernels", lambda: None)
-    shape, shares = (300, 257), [0.5, 0.2, 0.3]  # several tiles, the last of them smaller
+    shape, shares = (600, 257), [0.5, 0.2, 0.3]  # several tiles, the last of them smaller
     ours = nn.Parameter(torch.randn(shape, dtype=dtype))
     theirs = nn.Parameter(ours.detach().clone())
     fused, plain = OPTIMIZERS[name]([ours]), OPTIMIZERS[name]([theirs])
