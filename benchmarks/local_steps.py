@@ -31,44 +31,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from drive import check_rates, read, run_sites, title
+from held_out import accuracy, batches
 from link import may_make_links, reshape
 from local_ways import Way
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import dadplug
-from dadplug.data import DataPair, load_dataset, site_indices
+from dadplug.data import DataPair, load_dataset
 from dadplug.models import build_for
 
 OURS = "localsgd:every=32+outer_lr=0.7+outer_momentum=0.9+rank=32+wire=bf16"
 METHODS = f"ddp,ddp-powersgd,mean:every=16,mean:every=64,diloco:every=32,diloco:every=64,{OURS}"
 TARGETS = {"mnist": 0.955, "digits": 0.95}
-BATCH = 32
 WARM_UP = 3
-
-
-def batches(data: DataPair, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this site's batches, epoch after epoch, from memory."""
-    share = site_indices(data.train.labels, dist.get_rank(), 2, split, seed)
-    inputs, labels = next(iter(DataLoader(data.train.subset(share), len(share))))
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        for rows in torch.randperm(len(labels), generator=generator).split(BATCH):
-            if len(rows) == BATCH:
-                yield inputs[rows], labels[rows]
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, data: DataPair) -> float:
-    """Return the held-out accuracy of site 0's model, at both sites."""
-    right = torch.zeros(1)
-    if dist.get_rank() == 0:
-        model.eval()
-        for inputs, labels in DataLoader(data.test, 250):
-            right += (model(inputs).argmax(1) == labels).sum()
-        model.train()
-    dist.broadcast(right, 0)
-    return float(right) / len(data.test)
 
 
 def take(way: Way, source: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:

@@ -34,15 +34,15 @@ import torch
 import torch.distributed as dist
 from attach import parse
 from drive import check_rates, read, run_sites, title
+from held_out import accuracy, batches
 from link import may_make_links, reshape
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.utils.data import DataLoader
 
 import dadplug
-from dadplug.data import DataPair, load_dataset, site_indices
+from dadplug.data import DataPair, load_dataset
 from dadplug.models import build_for
 
 SERVER = "server:rank=16+wire=bf16"
@@ -50,7 +50,7 @@ SYNCHRONOUS = "rankdad:rank=16+wire=bf16+sync_batchnorm=true"
 METHODS = f"{SYNCHRONOUS},{SERVER},server:rank=16+wire=bf16+quorum=2,diloco:every=32+wire=bf16,postlocal:every=32"
 CASES = ("equal", "slow", "moves")
 TARGETS = {"mnist": 0.955, "digits": 0.95}
-BATCH, WARM_UP, FACTOR = 32, 3, 4.0
+WARM_UP, FACTOR = 3, 4.0
 LAP_STEPS, LAP_SECONDS, WINDOW = 20, 1.0, 2.0
 
 
@@ -114,17 +114,6 @@ class Way:
             self.exchange.detach(discard=True)
 
 
-def batches(data: DataPair, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this site's batches, epoch after epoch, from memory."""
-    share = site_indices(data.train.labels, dist.get_rank(), 2, split, seed)
-    inputs, labels = next(iter(DataLoader(data.train.subset(share), len(share))))
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        for rows in torch.randperm(len(labels), generator=generator).split(BATCH):
-            if len(rows) == BATCH:
-                yield inputs[rows], labels[rows]
-
-
 class Slowness:
     """Factor by which this site is slowed down, by the time of training.
 
@@ -167,19 +156,6 @@ def train_lap(
             time.sleep((factor - 1) * (time.thread_time() - spent))
         steps += 1
     return time.perf_counter() - start, steps
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, data: DataPair) -> float:
-    """Return the held-out accuracy of site 0's model, at both sites."""
-    right = torch.zeros(1)
-    if dist.get_rank() == 0:
-        model.eval()
-        for inputs, labels in DataLoader(data.test, 250):
-            right += (model(inputs).argmax(1) == labels).sum()
-        model.train()
-    dist.broadcast(right, 0)
-    return float(right) / len(data.test)
 
 
 def train(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, seed: int) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from ..hogwild import DealtLoader, Hogwild
+from .delegating_loader import DelegatingLoader
 
 
-class HogwildLoader:
+class HogwildLoader(DelegatingLoader):
     """Loader of the batches that this process is dealt, of unknown length, for trainers.
 
-    A pass that was given up does not disturb the next one. All other attributes are those of the wrapped
-    loader, for reading and for writing.
+    A pass that was given up does not disturb the next one.
 
     Args:
         loader: the DataLoader.
@@ -21,10 +21,11 @@ class HogwildLoader:
         limit: number of batches of an epoch, of all processes together; all if None.
     """
 
-    _OWN = ("_loader", "_hogwild", "_ahead", "_limit", "_dealt", "_batches")
+    _OWN = (*DelegatingLoader._OWN, "_hogwild", "_ahead", "_limit", "_dealt", "_batches")
 
     def __init__(self, loader: Any, hogwild: Hogwild, ahead: int, limit: int | None = None) -> None:
-        self._loader, self._hogwild, self._ahead, self._limit = loader, hogwild, ahead, limit
+        super().__init__(loader)
+        self._hogwild, self._ahead, self._limit = hogwild, ahead, limit
         self._dealt: DealtLoader | None = None
         self._batches: Generator[Any, None, None] | None = None
 
@@ -40,14 +41,3 @@ class HogwildLoader:
         """Report that all batches that this process has taken are finished."""
         if self._dealt is not None:
             self._dealt.finish()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in self._OWN:  # not set yet while a copy is built
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self._loader, name, value)

@@ -7,13 +7,13 @@ from typing import Any
 
 from ...exchange import Transport
 from ...model_sync.uneven_inputs import takes_part
+from ..delegating_loader import DelegatingLoader
 
 
-class UnevenLoader:
+class UnevenLoader(DelegatingLoader):
     """Loader that repeats its last batch in the steps in which its site does not participate.
 
-    The strategy gives the repeated batches no weight. All other attributes are those of the wrapped loader, for reading
-    and for writing.
+    The strategy gives the repeated batches no weight.
 
     Args:
         loader: the site's own loader.
@@ -21,10 +21,11 @@ class UnevenLoader:
         steps: number of batches to yield, at least `own`.
     """
 
-    _OWN: tuple[str, ...] = ("_loader", "_own", "_steps")
+    _OWN = (*DelegatingLoader._OWN, "_own", "_steps")
 
     def __init__(self, loader: Any, own: int, steps: int) -> None:
-        self._loader, self._own, self._steps = loader, own, steps
+        super().__init__(loader)
+        self._own, self._steps = own, steps
 
     def __len__(self) -> int:
         return self._steps
@@ -35,17 +36,6 @@ class UnevenLoader:
             if takes_part(step, self._own, self._steps):
                 batch = next(batches)
             yield batch
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in self._OWN:  # not set yet while a copy is built
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self._loader, name, value)
 
 
 def compare_lengths(loader: Any, transport: Transport) -> tuple[int, int] | None:
