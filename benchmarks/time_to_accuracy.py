@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from attach import Attached
 from drive import check_rates, colours_of, read, run_sites, title
+from held_out import accuracy
 from link import may_make_links, reshape
 from torch import nn
 from torch.utils.data import DataLoader
@@ -53,19 +54,6 @@ def batches(data: DataPair, rank: int, size: int, seed: int) -> Iterator[tuple[t
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from DataLoader(data.train.subset(share), size, shuffle=True, drop_last=True, generator=generator)
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, data: DataPair) -> float:
-    """Return the test accuracy of site 0's model, at all sites."""
-    right = torch.zeros(1)
-    if dist.get_rank() == 0:
-        model.eval()
-        for inputs, targets in DataLoader(data.test, 256):
-            right += (model(inputs).argmax(1) == targets).sum()
-        model.train()
-    dist.broadcast(right, 0)
-    return float(right) / len(data.test)
 
 
 def train(arguments: argparse.Namespace, model: nn.Module, data: DataPair, seed: int) -> dict:
