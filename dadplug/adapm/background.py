@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ _IDLE = 0.05  # seconds between checks when there is nothing to do
 _URGENT = 2e-4  # seconds between rounds while a worker waits for them
 _LATE = 0.01  # seconds of delay of the background thread from which a worker waits for it, and maximum of this wait
 _RECEIVE = 5e-3  # seconds for which a waiting worker receives messages itself
+_SPIN = 2e-4  # seconds of these without sleeping: waking up takes longer than the reply of a site on this machine
 _GRACE = 0.3  # seconds that the last message of a site may arrive after the end of its connection
+_yield = getattr(os, "sched_yield", lambda: None)  # the core may be wanted by the site that is to reply
 _SYNCS = (Kind.SYNC, Kind.SYNCED)
 
 
@@ -159,9 +162,14 @@ class Background:
         return done.is_set()
 
     def _receive_here(self, done: Completion) -> None:
-        deadline = time.monotonic() + _RECEIVE
-        while not done.is_set() and (left := deadline - time.monotonic()) > 0:
-            ready = self._network.poll(left)  # signal handlers may raise here without loss of messages
+        start = time.monotonic()
+        while not done.is_set() and (waited := time.monotonic() - start) < _RECEIVE:
+            spins = waited < _SPIN
+            # signal handlers may raise here without loss of messages
+            ready = self._network.poll(0.0 if spins else _RECEIVE - waited)
+            if spins and not ready:
+                _yield()
+                continue
             try:
                 self._handle_all(ready)
             except BaseException as error:

@@ -29,6 +29,7 @@ from .messages import HEAD_SIZE, Head, Message
 _HELLO = struct.Struct("<32sI")  # token of the listening site, rank of the connecting one
 _BUFFER = 4 << 20  # size of the socket buffers in bytes: a batch of values
 _CHUNK = 1 << 16  # bytes read at a time, from which small messages are extracted
+_PREFIX = "dadplug-"  # of the names of Unix sockets
 _BATCH = 64  # messages read from a connection before the next one
 
 
@@ -196,8 +197,9 @@ def connect_sites(
 ) -> dict[int, socket.socket]:
     """Connect this site with every other one; all must call it together.
 
-    Each site listens on the one address on which the others reach it, loopback if all are on one node, and connects to
-    the sites of lower rank. Connections without the token of the listening site are refused.
+    Each site listens on the one address on which the others reach it, and connects to the sites of lower rank. Sites of
+    one node use Unix sockets where Linux provides names for them without files, which take less time per message than
+    loopback. Connections without the token of the listening site are refused.
 
     Args:
         rank: this site.
@@ -211,12 +213,9 @@ def connect_sites(
     Raises:
         SiteError: if a site does not connect.
     """
-    address = reachable_address(exchange)
     token = secrets.token_hex(16)
-    with _socket() as listener:
-        listener.bind((address, 0))
-        listener.listen(64)
-        places = exchange([*listener.getsockname()[:2], token])
+    with _listen(reachable_address(exchange)) as listener:
+        places = exchange([*_place(listener), token])
         deadline = time.monotonic() + timeout
         sockets = {peer: _reach(peer, rank, places[peer], deadline, timeout, name) for peer in range(rank)}
         expected = set(range(rank + 1, len(places)))
@@ -238,8 +237,24 @@ def connect_sites(
     return sockets
 
 
-def _socket() -> socket.socket:
-    made = socket.socket(socket.AF_INET)
+def _listen(address: str) -> socket.socket:
+    """Return a listening socket, with an unused name or port."""
+    local = address == "127.0.0.1" and sys.platform == "linux"
+    listener = _socket(socket.AF_UNIX if local else socket.AF_INET)
+    listener.bind("\0" + _PREFIX + secrets.token_hex(8) if local else (address, 0))
+    listener.listen(64)
+    return listener
+
+
+def _place(listener: socket.socket) -> list[Any]:
+    """Return host and port of a listening socket, or the name of a Unix socket and 0."""
+    if listener.family == socket.AF_UNIX:
+        return [listener.getsockname()[1:].decode(), 0]
+    return list(listener.getsockname()[:2])
+
+
+def _socket(family: socket.AddressFamily) -> socket.socket:
+    made = socket.socket(family)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         with suppress(OSError):
             made.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
@@ -255,10 +270,11 @@ def _reach(
 ) -> socket.socket:
     """Connect to a site of lower rank, which listens already."""
     host, port, token = place
-    caller = _socket()
+    local = not port and host.startswith(_PREFIX)
+    caller = _socket(socket.AF_UNIX if local else socket.AF_INET)
     try:
         caller.settimeout(_left(deadline))
-        caller.connect((host, port))
+        caller.connect("\0" + host if local else (host, port))
         caller.sendall(_HELLO.pack(token.encode(), rank))
     except OSError as error:
         caller.close()

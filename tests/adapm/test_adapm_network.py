@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 
@@ -145,13 +146,22 @@ def together(count, work):
     return outcomes
 
 
-def test_sites_of_one_machine_meet_on_loopback_and_refuse_intruders(monkeypatch, capsys):
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_sites_of_one_machine_meet_on_it_alone_and_refuse_intruders(platform, monkeypatch, capsys):
+    """They use Unix sockets without files on Linux, and loopback elsewhere."""
+    if platform == "linux" and sys.platform != "linux":
+        pytest.skip("Linux alone has names of Unix sockets without files")
+    monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(connections, "own_address", lambda: "0.0.0.0")  # would be of a machine with other machines
     meeting, places, intruders = Meeting(2), [], []
 
     def intrude(place):
         places.append(place[0])
-        intruder = socket.create_connection(tuple(place[:2]))
+        if platform == "linux":
+            intruder = socket.socket(socket.AF_UNIX)
+            intruder.connect("\0" + place[0])
+        else:
+            intruder = socket.create_connection(tuple(place[:2]))
         intruder.sendall(struct.pack("<32sI", b"0" * 32, 1))
         intruders.append(intruder)
 
@@ -159,7 +169,10 @@ def test_sites_of_one_machine_meet_on_loopback_and_refuse_intruders(monkeypatch,
         return connect_sites(rank, meeting.at(rank, intrude if rank == 0 else None), 20, "site {}".format)
 
     first, second = together(2, work)
-    assert places == ["127.0.0.1"]
+    if platform == "linux":
+        assert places[0].startswith("dadplug-")
+    else:
+        assert places == ["127.0.0.1"]
     first[1].sendall(b"hello")
     assert second[0].recv(5) == b"hello"
     assert intruders[0].recv(1) == b""  # closed
