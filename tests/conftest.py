@@ -7,6 +7,10 @@ import pytest
 import support
 import torch
 from crashes import pytest_sessionfinish, pytest_testnodedown  # noqa: F401 (hooks)
+from hypothesis import settings
+
+settings.register_profile("dadplug", deadline=None)  # a busy machine may suspend an example
+settings.load_profile("dadplug")
 
 torch.set_num_threads(1)  # as the sites have; threads that wait for each other are what a busy machine lacks
 gc.set_threshold(10_000, 20, 50)  # by default, a tenth of the time goes into looking for garbage

@@ -63,7 +63,7 @@ def test_sums_are_exact(tmp_path, run, technique):
 
 
 def test_sums_are_exact_while_connections_are_cut(tmp_path, run):
-    with running_hub(tmp_path / "kits", NAMES) as hub, CuttingRelay(hub.address) as relay:
+    with running_hub(tmp_path / "kits", NAMES, grace=60.0) as hub, CuttingRelay(hub.address) as relay:
         links = link_all(hub, 3, [relay.address] * 3)
         over = threading.Event()
 
