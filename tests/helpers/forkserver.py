@@ -2,9 +2,10 @@
 
 Importing them takes 3 to 6 seconds of processor time, in every process of every test that starts one. Here it is
 done once: `start` asks a server for a copy of itself, which becomes the program, with arguments, environment, folder
-and output of its own, and ends like any interpreter: exit handlers, messages of unhandled errors, finalisation. Only
-the destructors of the libraries' C++ objects are left out, which take half the processor time of a short program; a
-test that is about the end of a program asks for them.
+and output of its own, and ends like any interpreter: messages of unhandled errors, threads, exit handlers, and
+destructors of the program's objects. Only the destruction of the libraries' modules and of their C++ objects is left
+out, which takes four fifths of the processor time of a short program; a test that is about the end of a program asks
+for it.
 
 What a program can notice: the libraries in PRELOADED and PACKAGE are in `sys.modules`; environment variables that they
 read when imported have no effect, but for OMP_NUM_THREADS and numba's; `sys.executable`, with which it starts further
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import importlib.util
@@ -34,6 +34,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Sequence
@@ -129,7 +130,7 @@ def start(
         preload: libraries to import in the server, besides PRELOADED and PACKAGE; each of TRAINERS stands for both,
             and what they need.
         inherit: open file descriptors for the program; it finds their numbers there in INHERITED, comma-separated.
-        destructors: whether destructors of C++ objects are called at the end of the process.
+        destructors: whether the libraries' modules and C++ objects are destroyed at the end of the process.
         bare: whether dadplug is left for the program to import.
     """
     argv = [str(part) for part in command]
@@ -281,7 +282,7 @@ def _reap(running: dict[int, socket.socket]) -> None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Run the program in this process."""
+    """Run the program in this process, and end the process as the request says."""
     *standard, inherited = *request["descriptors"][:3], request["descriptors"][3:]
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
@@ -292,11 +293,16 @@ def _become(request: dict[str, Any]) -> None:
     if inherited:
         os.environ["INHERITED"] = ",".join(map(str, inherited))
     _reconfigure()
-    if not request["destructors"]:
-        _omit_destructors()
-    argv: list[str] = request["argv"]
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __spec__=None, __loader__=None)
+    if request["destructors"]:
+        _run(request, main)
+    else:
+        _end(_status(request, main), main)
+
+
+def _run(request: dict[str, Any], main: types.ModuleType) -> None:
+    argv: list[str] = request["argv"]
     if argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], request["cwd"]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -312,11 +318,36 @@ def _become(request: dict[str, Any]) -> None:
     exec(code, main.__dict__)
 
 
-def _omit_destructors() -> None:
-    """End the process before the destructors of the libraries that are loaded so far, with its status."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # glibc calls such functions in reverse order, with the status as first argument
-        libc.on_exit(libc._exit, None)
+def _status(request: dict[str, Any], main: types.ModuleType) -> int:
+    """Run the program, report an unhandled error as the interpreter does, and return the status."""
+    try:
+        _run(request, main)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except Exception as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _end(status: int, main: types.ModuleType) -> None:
+    """End the process as the interpreter does, but without the destruction of the libraries' modules.
+
+    That would touch, and therefore copy, most of the memory that the process shares with the server.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if threading.active_count() == 1:  # others may use what is in the module
+        main.__dict__.clear()
+        gc.collect()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def _reconfigure() -> None:
@@ -338,8 +369,10 @@ def _main() -> dict[str, Any] | None:
     for name in (*PRELOADED, *sys.argv[2:]):
         importlib.import_module(name)
     import numba
+    import torch._dynamo.utils
 
     numba.njit(lambda number: number)(1)  # so that the compiler is there, too
+    atexit.unregister(torch._dynamo.utils.dump_compile_times)  # a search for a library that is not there
     gc.set_threshold(10_000, 20, 50)
     gc.collect()
     gc.freeze()
