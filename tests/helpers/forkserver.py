@@ -342,7 +342,9 @@ def _end(status: int, main: types.ModuleType) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if threading.active_count() == 1:  # others may use what is in the module
-        main.__dict__.clear()
+        kept = (types.ModuleType, types.FunctionType, type)  # which destructors call
+        objects = [name for name, value in vars(main).items() if not isinstance(value, kept)]
+        vars(main).update(dict.fromkeys(objects))
         gc.collect()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -376,6 +378,7 @@ def _main() -> dict[str, Any] | None:
     gc.set_threshold(10_000, 20, 50)
     gc.collect()
     gc.freeze()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts with an ampersand
     return _serve(sys.argv[1])
 
 

@@ -123,14 +123,20 @@ def isolated() -> Iterator[None]:
 
 
 def close_unused_groups() -> None:
-    """Collect reductions of earlier calls, which close their process groups.
+    """Close the transports and process groups that earlier calls have left open.
 
     Each group of gloo has a thread that wakes up a hundred times a second: hundreds of them take a processor.
     """
     import torch.distributed as dist
 
-    if len(dist.distributed_c10d._world.pg_map) > 1:
+    from dadplug.exchange import exit_reasons
+
+    groups = dist.distributed_c10d._world.pg_map
+    if len(groups) > 1:
         gc.collect()
+    if len(groups) > 1:
+        for each in list(exit_reasons._watched):
+            each.close_transports()  # those of nodes have threads, which keep them
 
 
 def serve_calls(key: bytes, place: dict[str, Any]) -> None:

@@ -11,15 +11,24 @@ import pytest
 import support
 
 ENDS = """
-import atexit, os, signal, subprocess, sys
+import atexit, os, signal, subprocess, sys, threading
 atexit.register(print, "at exit", sys.argv[1:], os.environ["GREETING"], os.getcwd(), __name__)
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 status = subprocess.run([sys.executable, "-u", "-c", "import sys; sys.exit(len(input()))"], input=b"four").returncode
 assert status == 4, status
 killed = subprocess.run([sys.executable, "-c", "import os; os.abort()"]).returncode
 assert killed == -signal.SIGABRT, killed
 assert "dadplug" not in sys.modules
+class Held:
+    def __del__(self):
+        print("destroyed")
+held = Held()
+ended = threading.main_thread().join
+atexit.register(lambda: None if joined else os.abort())
+joined = []
+threading.Thread(target=lambda: joined.append(ended())).start()
 if sys.argv[1] == "fails":
-    raise SystemExit(7)
+    raise SystemExit("no more")
 """
 
 
@@ -28,9 +37,10 @@ def test_a_program_has_its_own_arguments_environment_folder_and_end(tmp_path):
     script.write_text(ENDS)
     commands = [["-c", ENDS, "well"], [str(script), "fails"]]
     well, fails = support.run_programs(commands, env={"GREETING": "hello"}, folder=tmp_path, bare=True)
-    assert well.output == f"at exit ['well'] hello {tmp_path} __main__\n", well.errors
-    assert fails.output == f"at exit ['fails'] hello {tmp_path} __main__\n", fails.errors
-    assert (well.status, fails.status) == (0, 7)
+    assert well.output == f"at exit ['well'] hello {tmp_path} __main__\ndestroyed\n", well.errors
+    assert fails.output == f"at exit ['fails'] hello {tmp_path} __main__\ndestroyed\n", fails.errors
+    assert (well.status, fails.status) == (0, 1)
+    assert (well.errors, fails.errors) == ("", "no more\n")
     (raised,) = support.run_programs([["-c", "1 / 0"]])
     assert raised.status == 1
     assert raised.errors.endswith("ZeroDivisionError: division by zero\n")
