@@ -7,8 +7,9 @@
 
 For each method and rate, two sites train a small network on the digits by a dadplug.AdaptiveDataLoader until the
 batch stays. Then steps of given batches are timed. Goodput = B / T(B) * (noise scale + B0) / (noise scale + B), with
-the noise scale at the end of the training. With --slow-site, the second site sleeps after backward for three times as
-long as it has computed. The bound is what the sum of both sites' speeds allows, each alone with its batches.
+the noise scale at the end of the training. With --slow-site, the network is a convolutional one, and the second site
+sleeps for three times as long as it has loaded samples, and as it has computed. The bound is what the sum of both
+sites' speeds allows: each alone, at the same time, with batches of half of the samples of a step, without an exchange.
 
 Writes OUT.md, OUT.png, and OUT.json, a line a method and rate. Rates need Linux, root and iproute2.
 """
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from drive import check_rates, colours_of, read, run_sites, title
 from link import may_make_links, reshape
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 import dadplug
 from dadplug.adaptive import reset_progress
@@ -39,6 +40,7 @@ from dadplug.data import load_dataset
 
 METHODS = "dsgd,dad,rankdad"
 BASE = 32
+SLOW_BASE, SLOW_COPIES = 512, 32  # with a slow site
 COPIES = 8  # of the digits, for epochs of more steps
 
 
@@ -47,9 +49,41 @@ def network(width: int = 128) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
 
 
-def digits() -> ConcatDataset:
+def convolutions() -> nn.Module:
+    """Return a network that computes for much longer than it exchanges."""
+    torch.manual_seed(0)
+    first = [nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 49, 10)]
+    return nn.Sequential(nn.Flatten(), *first, *second)
+
+
+def digits(copies: int = COPIES) -> ConcatDataset:
     train = load_dataset("digits").train
-    return ConcatDataset([TensorDataset(train.images, train.labels)] * COPIES)
+    return ConcatDataset([TensorDataset(train.images, train.labels)] * copies)
+
+
+class SlowData(Dataset):
+    """Data set that takes longer.
+
+    Args:
+        data: the data set.
+        delay: times of loading that it sleeps after a batch.
+    """
+
+    def __init__(self, data: Dataset, delay: float) -> None:
+        self.data, self.delay = data, delay
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        return self.data[place]
+
+    def __getitems__(self, places: list[int]) -> list[tuple[Tensor, Tensor]]:
+        start = time.perf_counter()
+        found = [self.data[place] for place in places]
+        time.sleep(self.delay * (time.perf_counter() - start))
+        return found
 
 
 class Training:
@@ -59,13 +93,15 @@ class Training:
         method: mode of the reduction; None for a site alone.
         model: the network.
         delay: times of computing that the site sleeps after backward.
+        base: the base batch.
     """
 
-    def __init__(self, method: str | None, model: nn.Module, delay: float = 0.0) -> None:
+    def __init__(self, method: str | None, model: nn.Module, delay: float = 0.0, base: int = BASE) -> None:
         self.model, self.delay = model, delay
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         self.reduction = None if method is None else dadplug.GradientReduction(model, method, rank=4)
-        self.scaler = None if method is None else dadplug.AdaScale(self.optimizer, self.reduction, base_batch=BASE)
+        scales = method is not None
+        self.scaler = dadplug.AdaScale(self.optimizer, self.reduction, base_batch=base) if scales else None
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         start = time.perf_counter()
@@ -83,11 +119,11 @@ class Training:
             self.reduction.detach()
 
 
-def adapt(training: Training, largest: int, steps: int, length: int | None = None) -> dadplug.AdaptiveDataLoader:
+def adapt(training: Training, largest: int, steps: int, base: int = BASE) -> dadplug.AdaptiveDataLoader:
     """Train with a batch that follows goodput, for some steps; return the loader."""
     reset_progress()
-    data = digits()
-    loader = dadplug.AdaptiveDataLoader(data, BASE, shuffle=True, drop_last=True)
+    data = SlowData(digits(COPIES if base == BASE else SLOW_COPIES), training.delay)
+    loader = dadplug.AdaptiveDataLoader(data, base, shuffle=True, drop_last=True)
     loader.autoscale_batch_size(largest, local_bsz_bounds=(4, largest), reduction=training.reduction)
     taken = 0
     while taken < steps:
@@ -139,8 +175,8 @@ def slow_site(arguments: argparse.Namespace) -> dict:
     """Train an epoch with a site that is four times slower; return its time and what the sum of speeds allows."""
     rank = dist.get_rank()
     delay = 3.0 * (rank == 1)
-    training = Training("dsgd", network(), delay)
-    loader = adapt(training, arguments.largest, arguments.steps)
+    training = Training("dsgd", convolutions(), delay, SLOW_BASE)
+    loader = adapt(training, 2 * SLOW_BASE, arguments.steps, SLOW_BASE)
     sizes, began, rows, steps = [], time.perf_counter(), 0, 0
     for inputs, targets in loader:
         training.step(inputs, targets)
@@ -148,15 +184,17 @@ def slow_site(arguments: argparse.Namespace) -> dict:
         rows, steps = rows + len(inputs), steps + 1
     spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
     training.end()
-    own = int(statistics.median(sizes))
-    alone = Training(None, network(), delay)
-    data, began = digits(), time.perf_counter()
-    for _, (inputs, targets) in zip(range(arguments.sweep), torch.utils.data.DataLoader(data, own), strict=False):
-        alone.step(inputs, targets)
-    speed = own * min(arguments.sweep, len(data) // own) / (time.perf_counter() - began)
-    both = torch.tensor([speed, rows], dtype=torch.float64)
+    half = loader.current_batch_size // 2
+    alone, seconds = Training(None, convolutions(), delay), []
+    batches = iter(DataLoader(SlowData(digits(SLOW_COPIES), delay), half, drop_last=True))
+    dist.barrier()
+    for _ in range(arguments.sweep):
+        began = time.perf_counter()
+        alone.step(*next(batches))
+        seconds.append(time.perf_counter() - began)
+    both = torch.tensor([half / statistics.median(seconds), rows], dtype=torch.float64)
     shares = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
-    dist.all_gather(shares, torch.tensor([float(own)], dtype=torch.float64))
+    dist.all_gather(shares, torch.tensor([statistics.median(sizes)], dtype=torch.float64))
     dist.all_reduce(both)
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
     bound = float(both[1] / both[0])

@@ -2,10 +2,12 @@
 
     python benchmarks/serving.py             # all parts; about four minutes
     python benchmarks/serving.py throughput  # one of throughput, slow, zipf
+    python benchmarks/serving.py throughput --bentoml PYTHON  # with BentoML, an interpreter that has it and torch
 
 The load generator runs on the same cores, so that only ratios mean something. Servers that are not measured are stopped
-(SIGSTOP) meanwhile. `throughput` compares with LitServe unbatched and with a grid of its fixed settings; the caches are
-off. `slow` lets the model become four times slower under load. `zipf` compares with and without a cache.
+(SIGSTOP) meanwhile. `throughput` compares with LitServe, unbatched and with a grid of its fixed settings, and with
+BentoML's adaptive batching if it is there; the caches are off. `slow` lets the model become four times slower under
+load. `zipf` compares with and without a cache. See `serving_models.py` for selection among models and tables.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -94,7 +97,7 @@ class LitApi(_Base):
         self.model = Served(str(Path(self.folder) / "slow")).eval()
         self.model.load_state_dict(torch.load(Path(self.folder) / "weights.pt", weights_only=True))
 
-    def decode_request(self, request: Any) -> Any:
+    def decode_request(self, request):  # type: ignore[no-untyped-def]  # LitServe takes annotations for its schema
         """Return the input as a tensor."""
         return torch.tensor(request["input"], dtype=torch.float32)
 
@@ -111,7 +114,7 @@ class LitApi(_Base):
         """Split outputs."""
         return list(output)
 
-    def encode_response(self, output: Any) -> Any:
+    def encode_response(self, output):  # type: ignore[no-untyped-def]
         """Return the output as lists."""
         return {"output": output.reshape(-1).tolist()}
 
@@ -123,7 +126,15 @@ class Server:
         self.name, self.port = name, free_port()
         kind, *rest = map(str, arguments)
         command = [sys.executable, __file__, "serve", kind, str(self.port), *rest]
-        self._process = psutil.Process(subprocess.Popen(command, stderr=subprocess.DEVNULL).pid)
+        self._start(command)
+
+    def _start(self, command: Sequence[str], **environment: str) -> None:
+        quiet, settings = subprocess.DEVNULL, os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        self._process = psutil.Process(subprocess.Popen(command, stdout=quiet, stderr=quiet, env=settings).pid)
+
+    def wrap(self, bodies: Sequence[bytes]) -> Sequence[bytes]:
+        """Return requests in the form that it takes."""
+        return bodies
 
     def tree(self) -> list[psutil.Process]:
         """Return its processes."""
@@ -163,6 +174,33 @@ class Server:
         for process in reversed(self.tree()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+class BentoServer(Server):
+    """BentoML's adaptive batching; a request is a batch of one."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self.name, self.port = "bentoml, adaptive", free_port()
+        place = ["--host", "127.0.0.1", "--port", str(self.port), "--working-dir", str(Path(__file__).parent)]
+        command = [python, "-m", "bentoml", "serve", "serving_bentoml:Adaptive", *place]
+        self._start(command, SERVING_FOLDER=str(folder), BENTOML_DO_NOT_TRACK="True")
+
+    def wrap(self, bodies: Sequence[bytes]) -> Sequence[bytes]:
+        """Return requests whose inputs have one row."""
+        inputs = (json.loads(body.split(b"\r\n\r\n", 1)[1])["input"] for body in bodies)
+        return [request_of(np.array([each])) for each in inputs]
+
+
+def bentoml_server(python: str | None, folder: Path) -> list[Server]:
+    """Return BentoML's server, or none with a message where the interpreter has no BentoML."""
+    if python is None:
+        print("without BentoML: pass --bentoml PYTHON, an interpreter that has bentoml, torch and psutil")
+        return []
+    found = subprocess.run([python, "-c", "import bentoml, psutil, torch"], capture_output=True, text=True)
+    if found.returncode:
+        print(f"without BentoML: {python}: {found.stderr.strip().splitlines()[-1]}")
+        return []
+    return [BentoServer(python, folder)]
 
 
 def free_port() -> int:
@@ -227,7 +265,7 @@ async def load(port: int, bodies: Sequence[bytes], clients: int, seconds: float)
 
 def request_of(x: np.ndarray[Any, Any]) -> bytes:
     """Return a whole HTTP request with an input as JSON."""
-    body = json.dumps({"input": [round(float(each), 4) for each in x]}).encode()
+    body = json.dumps({"input": np.round(x.astype(float), 4).tolist()}).encode()
     head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -246,17 +284,20 @@ def throughput(folder: Path, options: argparse.Namespace) -> None:
     bodies = requests_of(500)
     servers = [Server("dadplug", ("dadplug", folder, 0)), Server("litserve, unbatched", ("litserve", folder, 1, 0.0))]
     servers += [Server(f"litserve, {n}, {t} s", ("litserve", folder, n, t)) for n, t in GRID[: options.grid]]
+    servers += bentoml_server(options.bentoml, folder)
+    wrapped = {server.name: server.wrap(bodies) for server in servers}
     found: dict[tuple[str, int], list[Load]] = {}
     try:
         for server in servers:
-            server.wait(bodies[0])
+            server.wait(wrapped[server.name][0])
             server.signal(signal.SIGSTOP)
         for _ in range(options.rounds):
             for clients in CLIENTS:
                 for server in servers:
                     with server.running():
-                        asyncio.run(load(server.port, bodies, clients, options.seconds / 3))  # warm up
-                        measured = asyncio.run(load(server.port, bodies, clients, options.seconds))
+                        own = wrapped[server.name]
+                        asyncio.run(load(server.port, own, clients, options.seconds / 2))  # warm up
+                        measured = asyncio.run(load(server.port, own, clients, options.seconds))
                         found.setdefault((server.name, clients), []).append(measured)
         with servers[0].running() as server:
             before = server.processor_time()
@@ -346,6 +387,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="of a segment (default: %(default)g)")
     parser.add_argument("--rounds", type=int, default=2, help="segments of each kind (default: %(default)d)")
     parser.add_argument("--grid", type=int, default=len(GRID), help="settings of LitServe (default: all)")
+    parser.add_argument("--bentoml", metavar="PYTHON", help="interpreter with bentoml, torch and psutil")
     parser.add_argument("--clients", type=int, default=16, help="clients of slow and zipf (default: %(default)d)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

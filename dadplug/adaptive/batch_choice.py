@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..exchange.codec import register
 from .goodput import BatchSplit, StepModel, divide, efficiency, goodput
@@ -12,6 +12,8 @@ from .goodput import BatchSplit, StepModel, divide, efficiency, goodput
 MIN_GAIN = 1.05  # predicted goodput of a new split, as a multiple of that of the present one
 _GROWTH = 2.0  # times the largest batch that has been measured
 _RATIO = 1.1  # between two batches that are compared
+_LESS, _MORE = 2.0, 4.0  # times the fewest and the most samples that a site has been measured with
+_SHARES = 4  # that are compared with those of equal times of computing
 _MICRO_BATCHES = 16
 
 
@@ -109,12 +111,31 @@ def _divided(
 def best_split(batch: int, micro: int, model: StepModel, limits: BatchLimits) -> BatchSplit:
     """Return the fastest split of a batch.
 
+    Where bytes grow with samples, the site that sends most decides about the time of the exchange. Then shares between
+    those of equal times of computing and equal ones are compared.
+
     Args:
         batch: samples of all sites.
         micro: number of micro-batches.
         model: model of the time of a step.
         limits: the limits, within which the batch is.
     """
+    balanced = _balanced_split(batch, micro, model, limits)
+    grows = model.link.per_byte > 0.0 and any(site.payload_per_row > 0.0 for site in model.sites)
+    if not grows or limits.weights is not None:
+        return balanced
+    equal, most = math.ceil(batch / len(balanced.sizes)), max(balanced.sizes)
+    splits = [balanced]
+    for part in range(_SHARES) if most > equal else ():
+        highest = math.ceil((equal + (most - equal) * part / _SHARES) / micro)
+        bounds = tuple((low, max(low, min(high, highest))) for low, high in limits.bounds)
+        if _fits(batch, micro, capped := replace(limits, bounds=bounds)):
+            splits.append(_balanced_split(batch, micro, model, capped))
+    return min(splits, key=model.seconds)
+
+
+def _balanced_split(batch: int, micro: int, model: StepModel, limits: BatchLimits) -> BatchSplit:
+    """Return the split of a batch for which the slowest site computes as briefly as possible."""
     if limits.weights is not None:
         per_row = [1 / max(each, 1e-9) for each in limits.weights]
         return _divided(batch, micro, limits, [0.0] * len(per_row), per_row)
@@ -137,6 +158,26 @@ def batches(limits: BatchLimits, present: int, measured: int) -> list[int]:
     return sorted(found | ({present} if least <= present <= most else set()))
 
 
+def measured_limits(model: StepModel, limits: BatchLimits) -> BatchLimits:
+    """Return limits within which the model is to be trusted.
+
+    No site gets less than half of the fewest samples that it has been measured with, and none more than four times the
+    most, so that no share becomes small by a wrong fit alone.
+
+    Args:
+        model: model of the time of a step, with the splits that have been measured.
+        limits: the limits of the program.
+    """
+    splits = [each.split for each in model.residuals if limits.allow(each.split)]
+    if not splits or limits.weights is not None:
+        return limits
+    bounds = []
+    for rank, (low, high) in enumerate(limits.bounds):
+        rows = [split.sizes[rank] / split.micro_batches for split in splits]
+        bounds.append((max(low, math.floor(min(rows) / _LESS)), min(high, math.ceil(max(rows) * _MORE))))
+    return replace(limits, bounds=tuple(bounds))
+
+
 def choose(
     model: StepModel, present: BatchSplit, measured: Collection[int], limits: BatchLimits, noise_scale: float
 ) -> tuple[BatchSplit, float]:
@@ -155,6 +196,7 @@ def choose(
     Returns:
         The split, and its predicted goodput in samples of the base batch per second.
     """
+    limits = measured_limits(model, limits)
     known = not math.isnan(noise_scale)
     scale = noise_scale if known else math.inf
     candidates = batches(limits, present.batch, max(measured)) if known else [present.batch]
@@ -165,12 +207,13 @@ def choose(
         if worth > MIN_GAIN:
             return best_split(larger, micro, model, limits), most
     needed = MIN_GAIN * most
+    splits = [each.split for each in model.residuals if each.split.batch in candidates and limits.allow(each.split)]
     for batch in candidates:
         for micro in range(1, (_MICRO_BATCHES if limits.accumulate else 1) + 1):
-            if not _fits(batch, micro, limits):
-                continue
-            split = best_split(batch, micro, model, limits)
-            value = goodput(model, split, scale, limits.base_batch)
-            if value > max(needed, most):
-                best, most = split, value
+            if _fits(batch, micro, limits):
+                splits.append(best_split(batch, micro, model, limits))
+    for split in splits:
+        value = goodput(model, split, scale, limits.base_batch)
+        if value > max(needed, most):
+            best, most = split, value
     return best, most

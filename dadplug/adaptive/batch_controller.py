@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import MismatchError
 from ..exchange import Transport
@@ -17,6 +17,7 @@ from .goodput import BatchSplit
 from .goodput_fit import Measurement, Period, fit
 from .gradient_sources import GradientSource, StepWatch
 
+_Item = TypeVar("_Item")
 _FIRST_INTERVAL, _LAST_INTERVAL = 8, 64  # steps between two decisions
 _LEFT_OUT = 2  # first steps with a split, in which buffers grow
 _FEWEST = 3  # measured steps of a split
@@ -276,11 +277,11 @@ class BatchController:
 
         Raises:
             SiteError: if a site is gone or does not answer.
+            RuntimeError: if a site cannot report, or the first one cannot decide; on all sites.
         """
         assert self.split is not None
-        reports = transport.gather_objects(self._report())
-        decision = self._choose(reports) if transport.rank == 0 else None
-        decision = transport.gather_objects(decision)[0]
+        reports = _gather(self._report, transport)
+        decision = _gather(lambda: self._choose(reports) if transport.rank == 0 else None, transport)[0]
         self._since = 0
         self._interval = min(2 * self._interval, _LAST_INTERVAL)
         if decision is None:
@@ -305,7 +306,7 @@ class BatchController:
         assert self.split is not None
         assert self._limits is not None
         tables = [dict(report.periods) for report in reports]
-        common = [each for each in tables[0] if all(each in table for table in tables)]
+        common = [each for each in tables[0] if all(each in table for table in tables)]  # the present split comes last
         periods = [Period(each, tuple(table[each] for table in tables)) for each in common]
         if self.split not in common:
             return None
@@ -327,6 +328,21 @@ class BatchController:
         """Restore what `state_dict` returned; with another number of sites the batch is divided anew."""
         sizes, self.progress, self.split = tuple(state["sizes"]), state["progress"], None
         self._saved = BatchSplit(sizes, state["micro_batches"]) if sizes else None
+
+
+def _gather(produce: Callable[[], _Item], transport: Transport) -> list[_Item]:
+    """Gather what each site produces, or raise the error of a site at all of them, so that none waits for another."""
+    item: _Item | str
+    failure: Exception | None = None
+    try:
+        item = produce()
+    except Exception as error:
+        item, failure = f"{type(error).__name__}: {error}", error
+    every = transport.gather_objects(item)
+    for site, each in zip(transport.sites, every, strict=True):
+        if isinstance(each, str):
+            raise RuntimeError(f"{site} cannot choose the batch: {each}") from failure
+    return every
 
 
 def payload_of(plan: Any, rows: int) -> tuple[float, float]:

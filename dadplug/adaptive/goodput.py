@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from ..exchange.codec import register
 
+_REACH = 0.5  # binary logarithm of the ratio of batches within which a deviation from the model counts
+_SHRINK = 0.3  # weight of no deviation
+
 
 @register
 @dataclass(frozen=True)
@@ -93,16 +96,41 @@ class ExchangeCosts:
 
 @register
 @dataclass(frozen=True)
+class Residual:
+    """Deviation of a measured step from the model.
+
+    Attributes:
+        split: the split that has been measured.
+        error: logarithm of the measured seconds divided by the predicted ones.
+        weight: weight of the measurement, at most 1.
+    """
+
+    split: BatchSplit
+    error: float
+    weight: float
+
+    def near(self, split: BatchSplit) -> float:
+        """Return the weight of the measurement for another split, the less the more the batches of sites differ."""
+        pairs = list(zip(self.split.sizes, split.sizes, strict=True))
+        squares = [math.log2(max(one, 1) / max(other, 1)) ** 2 for one, other in pairs]
+        squares.append(math.log2(self.split.micro_batches / split.micro_batches) ** 2)
+        return self.weight * math.exp(-max(squares) / _REACH**2)
+
+
+@register
+@dataclass(frozen=True)
 class StepModel:
     """Model of the time of a step.
 
     Attributes:
         sites: costs of each site, by rank.
         link: costs of the exchange.
+        residuals: deviations of measured steps; predictions for splits near to these are corrected by them.
     """
 
     sites: tuple[SiteCosts, ...]
     link: ExchangeCosts
+    residuals: tuple[Residual, ...] = ()
 
     def seconds(self, split: BatchSplit) -> float:
         """Predict the seconds of a step.
@@ -116,7 +144,9 @@ class StepModel:
         compute = max(site.compute(rows, split) for site, rows in pairs)
         exchange = self.link.exchange(max(site.sent(rows) for site, rows in pairs))
         last = compute / split.micro_batches
-        return compute - last + combined(last, exchange, self.link.overlap)
+        seconds = compute - last + combined(last, exchange, self.link.overlap)
+        near = [(each.near(split), each.error) for each in self.residuals]
+        return seconds * math.exp(sum(weight * error for weight, error in near) / (_SHRINK + sum(w for w, _ in near)))
 
 
 def combined(compute: float, exchange: float, overlap: float) -> float:

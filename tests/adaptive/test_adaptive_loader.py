@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import (
 
 import dadplug
 from dadplug.adaptive import adaptive_loader, reset_progress
+from dadplug.adaptive.batch_controller import BatchController
 from dadplug.exchange import Traffic
 
 
@@ -318,3 +320,29 @@ def test_bounds_of_all_sites_are_compared(sites):
     for message in sites(2).run(contradicts, None, (8, 9)):
         assert "8, 64, False at site 0" in message
         assert "9, 64, False at site 1" in message
+
+
+def fails(part):
+    """Train where the first site cannot decide, or the second one not report; return the error."""
+    reset_progress()
+    gradients = Gradients()
+
+    def fail(*_):
+        raise ZeroDivisionError("no step has a time")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive_loader, "time", gradients)
+        if part == "_choose" or dist.get_rank() == 1:
+            patch.setattr(BatchController, part, fail)
+        data = loader(600, 24)
+        data.autoscale_batch_size(64, reduction=gradients)
+        try:
+            train(data, gradients)
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_an_error_in_a_decision_is_raised_at_all_sites(sites):
+    for part, rank in (("_choose", 0), ("_report", 1)):
+        for message in sites(2).run(fails, part):
+            assert re.match(rf"site {rank}\b.* cannot choose the batch: ZeroDivisionError: no step has a time", message)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dadplug.adaptive.batch_choice import BatchLimits, best_split, choose, initial_split
-from dadplug.adaptive.goodput import BatchSplit, ExchangeCosts, SiteCosts, StepModel, divide, efficiency, goodput
+from dadplug.adaptive.batch_choice import BatchLimits, best_split, choose, initial_split, measured_limits
+from dadplug.adaptive.goodput import (
+    BatchSplit,
+    ExchangeCosts,
+    SiteCosts,
+    StepModel,
+    combined,
+    divide,
+    efficiency,
+    goodput,
+)
 from dadplug.adaptive.goodput_fit import Measurement, Period, fit
 
 costs = st.floats(0.0, 1.0)
@@ -49,16 +60,31 @@ TRUE = StepModel(
 )
 
 
-def measured(split: BatchSplit, model: StepModel = TRUE) -> Period:
-    """Return what sites measure whose steps take the time of a model."""
-    seconds = model.seconds(split)
-    return Period(
-        split,
-        tuple(
-            Measurement(seconds, site.compute(rows, split), site.sent(rows), 16)
-            for site, rows in zip(model.sites, split.sizes, strict=True)
-        ),
-    )
+def measured(
+    split: BatchSplit,
+    model: StepModel = TRUE,
+    noise: float = 0.0,
+    slower: Callable[[int, int], float] = lambda site, rows: 1.0,
+    seed: int = 0,
+) -> Period:
+    """Return what sites measure whose steps take the time of a model.
+
+    Args:
+        split: samples of each site.
+        model: the model.
+        noise: standard deviation of the logarithms of the times.
+        slower: for a site and its samples, its time of computing as a multiple of that of the model.
+        seed: seed of the noise.
+    """
+    drawn = random.Random(f"{split} {seed}")
+    compute = [
+        site.compute(rows, split) * slower(rank, rows) * math.exp(drawn.gauss(0.0, noise))
+        for rank, (site, rows) in enumerate(zip(model.sites, split.sizes, strict=True))
+    ]
+    sent = [site.sent(rows) for site, rows in zip(model.sites, split.sizes, strict=True)]
+    last = max(compute) / split.micro_batches
+    seconds = max(compute) - last + combined(last, model.link.exchange(max(sent)), model.link.overlap)
+    return Period(split, tuple(Measurement(seconds, *each, 16) for each in zip(compute, sent, strict=True)))
 
 
 SPLITS = [
@@ -99,6 +125,43 @@ def test_a_site_alone_is_fitted():
     assert model.seconds(BatchSplit((100,))) == pytest.approx(0.11, rel=0.01)
 
 
+FIXED = (2e-3, 20e-3)
+
+
+@pytest.mark.parametrize("fixed", FIXED)
+@pytest.mark.parametrize("global_rows", [0.0, 1e-4])
+def test_the_fit_recovers_shares_from_few_noisy_measurements(fixed, global_rows):
+    """The first splits of a training: equal ones, whose samples and totals are collinear, then by speed."""
+    sites = tuple(SiteCosts(fixed * slow, 4e-4 * slow, global_rows * slow) for slow in (1.0, 4.0))
+    model = StepModel(sites, ExchangeCosts(2e-3, 0.0))
+    splits = [BatchSplit((128, 128)), BatchSplit((409, 103)), BatchSplit((430, 82))]
+    wanted = best_split(512, 1, model, limits()).sizes[1] / 512
+    shares = []
+    for seed in range(12):
+        periods = [measured(each, model, 0.03, seed=seed) for each in splits]
+        found = fit(periods, [(0.0, 0.0)] * 2)
+        shares.append(best_split(512, 1, found, limits()).sizes[1] / 512)
+    assert sum(shares) / len(shares) == pytest.approx(wanted, abs=0.02)
+    assert all(share == pytest.approx(wanted, abs=0.05) for share in shares)
+
+
+def test_costs_of_a_site_with_one_batch_follow_the_proportions_of_the_others():
+    model = StepModel((SiteCosts(0.02, 1e-3), SiteCosts(0.04, 2e-3)), ExchangeCosts(0.0, 0.0))
+    found = fit([measured(BatchSplit(sizes), model) for sizes in ((16, 16), (48, 16))], [(0.0, 0.0)] * 2)
+    assert found.sites[1].fixed == pytest.approx(0.04, rel=0.1)
+    assert found.sites[1].per_row == pytest.approx(2e-3, rel=0.1)
+
+
+def test_no_share_becomes_small_without_measurements_near_to_it():
+    periods = [measured(BatchSplit(sizes)) for sizes in ((64, 64), (96, 32))]
+    within = measured_limits(fit(periods, PAYLOADS), limits())
+    assert within.bounds == ((32, 384), (16, 256))
+    assert measured_limits(TRUE, limits()) == limits()
+    wrong = StepModel((SiteCosts(0.0, 1e-6), SiteCosts(0.0, 1e-2)), ExchangeCosts(0.0, 0.0))
+    found = fit([measured(BatchSplit((64, 64)), wrong)], [(0.0, 0.0)] * 2)
+    assert choose(found, BatchSplit((64, 64)), [128, 64], limits(), 5000.0)[0].sizes[1] == 32
+
+
 def test_efficiency_is_that_of_pollux():
     assert efficiency(32, 100.0, 32) == 1.0
     assert efficiency(132, 100.0, 32) == pytest.approx(132 / 232)
@@ -109,17 +172,71 @@ def limits(**changes) -> BatchLimits:
     return BatchLimits(**{"base_batch": 32, "max_batch": 1024, "bounds": ((1, 1024), (1, 1024))} | changes)
 
 
-def train(model: StepModel, noise_scale: float, within: BatchLimits, decisions: int = 12) -> list[BatchSplit]:
-    """Return the splits of a training whose steps take the time of a model, from decision to decision."""
+def train(
+    model: StepModel,
+    noise_scale: float,
+    within: BatchLimits,
+    decisions: int = 12,
+    noise: float = 0.0,
+    slower: Callable[[int, int, int], float] = lambda decision, site, rows: 1.0,
+) -> list[BatchSplit]:
+    """Return the splits of a training whose steps take the time of a model, from decision to decision.
+
+    Args:
+        model: the model.
+        noise_scale: gradient noise scale.
+        within: the limits.
+        decisions: number of decisions.
+        noise: standard deviation of the logarithms of measured times.
+        slower: for a decision, a site and its samples, its time of computing as a multiple of that of the model.
+    """
     present = initial_split(within)
     periods: dict[BatchSplit, Period] = {}
     taken = [present]
-    for _ in range(decisions):
-        periods[present] = measured(present, model)
+    for number in range(decisions):
+        periods.pop(present, None)  # the present one is the last one
+        periods[present] = measured(present, model, noise, lambda *each, number=number: slower(number, *each), number)
         found = fit(list(periods.values()), [(site.payload, site.payload_per_row) for site in model.sites])
         present, _ = choose(found, present, [each.batch for each in periods], within, noise_scale)
         taken.append(present)
     return taken
+
+
+UNEQUAL = StepModel((SiteCosts(8e-3, 4e-4), SiteCosts(16e-3, 8e-4)), ExchangeCosts(3e-3, 0.0))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_splits_that_measurements_refute_are_given_up(noise):
+    """A site has three times the costs beyond a batch, such as that of its cache, which no fit of lines predicts."""
+
+    def cliff(site: int, rows: int) -> float:
+        return 3.0 if site == 0 and rows > 150 else 1.0
+
+    def value(split: BatchSplit) -> float:
+        seconds = measured(split, UNEQUAL, slower=cliff).sites[0].seconds
+        return split.batch / seconds * efficiency(split.batch, 5000.0, 32)
+
+    taken = train(UNEQUAL, 5000.0, limits(), 16, noise, lambda _, site, rows: cliff(site, rows))
+    values = [value(each) for each in taken]
+    assert min(values[3:]) < 0.5 * max(values)  # a batch beyond has been tried
+    for number in range(3, len(values) - 1):  # a bad split is kept for no second decision
+        assert values[number] > 0.7 * max(values[: number + 1]) or taken[number + 1] != taken[number]
+    assert min(values[-4:]) > 0.85 * max(values)
+
+
+def test_a_site_that_becomes_slower_gets_fewer_samples():
+    def slower(decision: int, site: int, rows: int) -> float:
+        return 4.0 if site == 1 and decision >= 6 else 1.0
+
+    taken = train(UNEQUAL, 300.0, limits(), 12, 0.0, slower)
+    assert taken[6].sizes[1] > 0.25 * taken[6].batch
+    late = StepModel((UNEQUAL.sites[0], SiteCosts(64e-3, 32e-4)), UNEQUAL.link)
+    best = max(
+        goodput(late, BatchSplit((batch - rows, rows)), 300.0, 32)
+        for batch in range(64, 300, 8)
+        for rows in range(1, 32)
+    )
+    assert goodput(late, taken[-1], 300.0, 32) > 0.9 * best
 
 
 @pytest.mark.parametrize("growing", [0.0, 2e3, 2e4])
@@ -142,6 +259,15 @@ def test_the_best_batch_depends_on_the_method():
     link = ExchangeCosts(1e-3, 8e-8)
     dense, factors = (train(StepModel((site, site), link), 500.0, limits())[-1].batch for site in (fast, rows))
     assert dense > 4 * factors
+
+
+def test_shares_are_equal_where_bytes_grow_and_the_link_is_slow():
+    sites = (SiteCosts(1e-3, 5e-5, 0.0, 1e3, 2e3), SiteCosts(1e-3, 2e-4, 0.0, 1e3, 2e3))
+    slow, fast = (
+        best_split(256, 1, StepModel(sites, ExchangeCosts(1e-3, each)), limits()).sizes for each in (1e-5, 0.0)
+    )
+    assert slow == (128, 128)
+    assert fast == pytest.approx((208, 48), abs=8)
 
 
 def test_the_split_stays_without_a_gain_of_five_percent_or_an_estimate_of_the_noise():
