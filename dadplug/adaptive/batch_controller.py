@@ -339,9 +339,9 @@ def _gather(produce: Callable[[], _Item], transport: Transport) -> list[_Item]:
     except Exception as error:
         item, failure = f"{type(error).__name__}: {error}", error
     every = transport.gather_objects(item)
-    for site, each in zip(transport.sites, every, strict=True):
+    for rank, each in enumerate(every):
         if isinstance(each, str):
-            raise RuntimeError(f"{site} cannot choose the batch: {each}") from failure
+            raise RuntimeError(f"{transport.sites[rank]} cannot choose the batch: {each}") from failure
     return every
 
 
