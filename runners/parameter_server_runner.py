@@ -56,6 +56,7 @@ class ParameterServerRunner(BaseRunner):
     ) -> None:
         given, options = split_keywords(RunnerArguments, arguments)
         checked = ServerOptions.create(mode=mode, **options)
+        checked.check_for_trainer()
         super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
         self._clip: Callable[[Any], Any] | None = None
         self._hook: Any = None

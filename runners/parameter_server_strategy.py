@@ -54,7 +54,9 @@ class ParameterServerStrategyBase(SiteStrategy):
     @takes_keywords_of(StrategyArguments, ServerOptions)
     def __init__(self, mode: str = ServerOptions.mode, **arguments: Any) -> None:
         given, options = split_keywords(StrategyArguments, arguments)
-        super().__init__(ServerOptions.create(mode=mode, **options), given)
+        checked = ServerOptions.create(mode=mode, **options)
+        checked.check_for_trainer()
+        super().__init__(checked, given)
         self._in_step = False
         self._has_stepped = False  # since the sites held one model
 

@@ -46,12 +46,13 @@ def order_of_sampler(sampler: Any, *key: int) -> Tensor:
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(key[1])
     digest = hashlib.sha256(repr(key).encode()).digest()
-    with _seeded(int.from_bytes(digest[:4], "little")):
+    with seeded(int.from_bytes(digest[:4], "little")):
         return torch.tensor(list(sampler), dtype=torch.int64)
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
+    """Draw random numbers of torch, numpy and Python from a seed, inside a ``with`` block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed)

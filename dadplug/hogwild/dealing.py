@@ -116,8 +116,13 @@ class _DealtBatches:
         return batches
 
 
-def check_loader(loader: Any) -> None:
-    """Raise TypeError or ValueError if the batches of a loader cannot be dealt."""
+def check_loader(loader: Any, by: str = "Hogwild!") -> None:
+    """Raise TypeError or ValueError if the batches of a loader cannot be dealt.
+
+    Args:
+        loader: the loader.
+        by: who deals them, for messages.
+    """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"batches of a DataLoader can be dealt, not of {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
@@ -129,6 +134,6 @@ def check_loader(loader: Any) -> None:
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
         raise ValueError(
-            "the loader has a DistributedSampler, which splits the data already: leave it out, since Hogwild! deals "
+            f"the loader has a DistributedSampler, which splits the data already: leave it out, since {by} deals "
             "the batches of the whole data set"
         )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, codec
 from ..exchange.sites import Sites
+from .dealer import Deal
 from .sequencer import Decision, Entry
 from .streams import Frame, Kind, StreamThread
 
@@ -45,6 +46,8 @@ class Log:
     Attributes:
         left: by rank, the reason why a site has left, in the order in which they did.
         outstanding: number of this site's contributions that are neither committed nor dropped.
+        deals: answers of the dealer that have arrived.
+        over: number of the last epoch of the phase that is over at all sites; -1 if none is.
     """
 
     def __init__(
@@ -59,6 +62,9 @@ class Log:
     ) -> None:
         self.left: dict[int, str] = {}
         self.outstanding = 0
+        self.deals: deque[Frame] = deque()
+        self.over = -1
+        self._epochs = 0  # that this site has begun in the phase
         self._sequencer = sequencer
         self._sites = sites
         self._timeout = timeout
@@ -82,13 +88,14 @@ class Log:
         """Whether this site's last contribution has not left yet."""
         return self._thread.blocked(self._sequencer)
 
-    def contribute(self, base: int, reached: int, samples: int, body: bytes) -> None:
+    def contribute(self, base: int, reached: int, samples: int, used: int, body: bytes) -> None:
         """Send a contribution.
 
         Args:
             base: version that it was computed at.
             reached: version at which this site goes on.
             samples: samples that it stands for.
+            used: number of dealt batches that it stands for.
             body: its content.
         """
         rank = self._sites.rank
@@ -96,11 +103,28 @@ class Log:
             number, self._count = self._count, self._count + 1
             self._bodies[rank, number] = body
             self.outstanding += 1
-        self._thread.send(self._sequencer, Frame(Kind.CONTRIBUTION, rank, number, base, reached, samples, body))
+        self._thread.send(self._sequencer, Frame(Kind.CONTRIBUTION, rank, number, base, reached, samples, used, body))
 
     def reach(self, version: int) -> None:
         """Send the version at which this site goes on."""
         self._thread.send(self._sequencer, Frame(Kind.REACHED, self._sites.rank, reached=version))
+
+    def send(self, kind: Kind, number: int = 0, *, samples: int = 0, used: int = 0, body: bytes = b"") -> None:
+        """Send a message of the kinds that concern data; for the arguments see `Kind`."""
+        frame = Frame(kind, self._sites.rank, number, samples=samples, used=used, body=body)
+        self._thread.send(self._sequencer, frame)
+
+    def begin_epoch(self, *, samples: int = 0, used: int = 0) -> int:
+        """Send that this site begins an epoch; return its number in the phase.
+
+        Args:
+            samples: what the site's share of the step size is proportional to; 0 if that is not given.
+            used: number of batches that are dealt in the epoch.
+        """
+        number, self._epochs = self._epochs, self._epochs + 1
+        self.deals.clear()
+        self.send(Kind.BEGIN, number, samples=samples, used=used)
+        return number
 
     def finish(self, body: bytes) -> None:
         """Send that this site has no further contribution in this phase.
@@ -135,11 +159,12 @@ class Log:
                 raise self._failure()
             return commits
 
-    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
+    def wait(self, until: Callable[[], bool] = lambda: False, *, entries: bool = True) -> None:
         """Wait until an entry has arrived.
 
         Args:
             until: ends the wait, too, once it holds; called with the log's lock held.
+            entries: whether an entry ends it.
 
         Raises:
             SiteError: if the sequencer is lost, or nothing arrives within the timeout; the message names the sites that
@@ -147,7 +172,7 @@ class Log:
         """
         deadline = time.monotonic() + self._timeout
         with self._traffic.waiting(), self._changed:
-            while not self._commits and not until():
+            while not (entries and self._commits) and not until():
                 if self._error is not None:
                     raise self._failure()
                 left = deadline - time.monotonic()
@@ -194,6 +219,10 @@ class Log:
             self._ended[frame.site] = frame.body
         elif frame.kind is Kind.DECISION:
             self._append(frame.body)
+        elif frame.kind is Kind.DEAL:
+            self.deals.append(frame)
+            if frame.used == Deal.OVER:
+                self.over = max(self.over, frame.number)
         elif frame.kind is Kind.ALIVE:
             self._awaited = [site for site in codec.decode(frame.body) if 0 <= site < len(self._sites)]
         elif frame.kind is Kind.LEFT:
@@ -213,4 +242,5 @@ class Log:
         ended: dict[int, bytes | bytearray] = {}
         if decision.over:
             ended, self._ended = dict(sorted(self._ended.items())), {}
+            self.over, self._epochs = -1, 0
         self._commits.append(Commit(decision, bodies, ended))

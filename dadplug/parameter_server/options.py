@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..options import Options
-from .rules import Rules, check_mode, make_rules
+from .rules import Rules, check_deal, check_mode, make_rules
 
 _REDUCTION = {option.name: option for option in dataclasses.fields(Options)}
-_OWN = ("staleness", "quorum", "late")  # not those of a reduction
+_OWN = ("staleness", "quorum", "late", "deal")  # not those of a reduction
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -39,6 +39,11 @@ class ServerOptions:
         "treatment of a gradient that is t > 0 versions late: scale (learning rate times 1 / (1 + t)), keep, or drop "
         "(above the staleness; then no site waits)",
     )
+    deal: str = _option(
+        "own",
+        "data of loaders that server.loader() returns: own (of each site; a fast site makes further passes), or shared "
+        "(one data set, whose batches are handed out on demand)",
+    )
     site_timeout: float = _option(30.0, "seconds of silence after which a site counts as lost; the others go on")
     rank: int = _as_in_reductions("rank")
     iterations: int = _as_in_reductions("iterations")
@@ -55,12 +60,21 @@ class ServerOptions:
     def __post_init__(self) -> None:
         check_mode(self.mode)
         make_rules(self.staleness, self.quorum, self.late)
+        check_deal(self.deal)
         self.of_reduction()
 
     @property
     def rules(self) -> Rules:
         """Rules of the sequencer."""
         return make_rules(self.staleness, self.quorum, self.late)
+
+    def check_for_trainer(self) -> None:
+        """Raise ValueError for options that need a loop of the program's own."""
+        if self.deal != "own":
+            raise ValueError(
+                f"deal={self.deal!r} is for plain loops, over server.loader(...): a trainer needs the number of each "
+                "site's batches before an epoch, and splits the data itself"
+            )
 
     def of_reduction(self) -> Options:
         """Return those options that a gradient reduction has, too."""

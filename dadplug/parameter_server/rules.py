@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LATE = ("scale", "drop", "keep")
+DEALS = ("own", "shared")
 MODES = ("dsgd", "dad", "rankdad")
 
 
@@ -56,6 +57,12 @@ def make_rules(staleness: object, quorum: object, late: object) -> Rules:
 
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_deal(deal: object) -> None:
+    """Raise ValueError for an unknown value of the option ``deal``."""
+    if deal not in DEALS:
+        raise ValueError(f"unknown deal {deal!r}; valid ones are {', '.join(map(repr, DEALS))}")
 
 
 def check_mode(mode: object) -> None:

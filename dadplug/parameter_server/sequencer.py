@@ -18,6 +18,14 @@ every commit therefore contains a contribution of every site.
 With ``late="drop"`` no commit waits for a site that is behind. A contribution whose age would be above `staleness` is
 dropped. With ``staleness=0`` and ``quorum=m`` this is m-synchronous SGD (arXiv:2602.03802).
 
+**Shares.** With ``balanced=True`` the summed step size of each site is proportional to its data, however fast it is. A
+commit alone would be a step of size m = sum of n_j s_j / sum of n_j, for contributions of n_j samples with the factor
+s_j of their ages. Each site earns the part p_i m of it, by its share p_i of the data, and a site that contributes
+spends what it has earned since its last contribution: that is the weight of its contributions, in place of s_j.
+
+**Idle sites.** A site that waits for data is idle: no commit waits for it. It resumes at the version that the log has
+then.
+
 **Phases.** A site that has no further contribution for now finishes. Once all have, and nothing is pending, the phase
 is over, all replicas have one version, and the next phase begins with all sites that have not left.
 """
@@ -45,7 +53,7 @@ class Entry(NamedTuple):
         number: number of the contribution, among those of its site.
         base: version that it was computed at.
         samples: samples that it stands for.
-        scale: factor of the learning rate, by its age.
+        scale: factor of the learning rate, by its age and by its site's share.
     """
 
     site: int
@@ -87,6 +95,9 @@ class _Site:
         pending: contributions that are not committed yet.
         finished: whether it has no further contribution in this phase.
         here: whether it has not left.
+        idle: whether it waits for data.
+        data: what its share is proportional to; 0 until it is declared.
+        credit: step size that it has earned and not spent.
     """
 
     reached: int = 0
@@ -94,6 +105,14 @@ class _Site:
     pending: list[_Pending] = field(default_factory=list)
     finished: bool = False
     here: bool = True
+    idle: bool = False
+    data: float = 0.0
+    credit: float = 0.0
+
+    @property
+    def working(self) -> bool:
+        """Whether a further contribution is to be expected of it before it is given anything."""
+        return not self.finished and not self.idle
 
 
 class Sequencer:
@@ -102,14 +121,16 @@ class Sequencer:
     Args:
         sites: ranks of the sites that contribute.
         rules: staleness, quorum, and treatment of late contributions.
+        balanced: whether sites that declare their data have shares of the step size in proportion to it.
 
     Attributes:
         version: number of commits so far.
     """
 
-    def __init__(self, sites: Iterable[int], rules: Rules) -> None:
+    def __init__(self, sites: Iterable[int], rules: Rules, balanced: bool = False) -> None:
         self.version = 0
         self._rules = rules
+        self._balanced = balanced
         self._sites = {site: _Site() for site in sorted(sites)}
 
     # Events
@@ -134,6 +155,8 @@ class Sequencer:
             raise SequenceError(f"contribution {number} follows {state.count} contributions")
         if not state.reached <= base <= self.version:
             raise SequenceError(f"contribution {number} was computed at version {base} of {self.version}")
+        if self._balanced and not state.data and any(each.data for each in self._sites.values()):
+            raise SequenceError("other sites train on loaders of server.loader(...), and this one does not")
         if samples < 1:
             raise SequenceError(f"contribution {number} has {samples} samples")
         if reached < base:
@@ -163,12 +186,37 @@ class Sequencer:
         """
         if self._sites[site].finished:
             raise SequenceError("the end of the phase was announced twice")
-        self._sites[site].finished = True
+        self._sites[site].finished, self._sites[site].idle = True, False
 
     def leave(self, site: int) -> None:
         """Record that a site has left; what it has contributed stays valid."""
-        self._sites[site].here = False
-        self._sites[site].finished = True
+        state = self._sites[site]
+        state.here, state.finished, state.idle, state.credit = False, True, False, 0.0
+
+    def join(self, site: int) -> int:
+        """Record that a site that has left is back, and works at the present version.
+
+        Returns:
+            The number of its next contribution.
+        """
+        state = self._sites[site]
+        state.here, state.finished = True, False
+        self.resume(site)
+        return state.count
+
+    def idle(self, site: int) -> None:
+        """Record that a site waits for data."""
+        self._sites[site].idle = True
+
+    def resume(self, site: int) -> None:
+        """Record that a site goes on at the present version, which it knows before it goes on."""
+        state = self._sites[site]
+        if not state.finished:
+            state.idle, state.reached = False, self.version
+
+    def declare(self, site: int, data: float) -> None:
+        """Record what a site's share is proportional to."""
+        self._sites[site].data = data
 
     # Decisions
 
@@ -197,8 +245,15 @@ class Sequencer:
 
     def _commits(self) -> bool:
         contributing = [site for site, state in self._sites.items() if state.pending]
-        working = [site for site, state in self._sites.items() if state.pending or not state.finished]
-        return len(contributing) >= min(self._rules.quorum, len(working)) > 0 and not self._held_back()
+        working = [site for site, state in self._sites.items() if state.pending or state.working]
+        enough = len(contributing) >= min(self._rules.quorum, len(working)) > 0
+        return enough and not self._undeclared() and not self._held_back()
+
+    def _undeclared(self) -> list[int]:
+        """Return the sites without which shares are not known yet."""
+        if not self._balanced or not any(state.data for state in self._sites.values()):
+            return []
+        return [site for site, state in self._sites.items() if state.working and not state.data]
 
     def _held_back(self) -> list[int]:
         """Return the sites that would be too far behind after a commit."""
@@ -207,7 +262,7 @@ class Sequencer:
         behind = []
         for site, state in self._sites.items():
             waits = len(state.pending) > staleness  # and goes on at the version that the commit makes
-            if not state.finished and not waits and self.version + 1 - state.reached > limit:
+            if state.working and not waits and self.version + 1 - state.reached > limit:
                 behind.append(site)
         return behind
 
@@ -219,7 +274,30 @@ class Sequencer:
                 entries.append(Entry(site, each.number, each.base, each.samples, scale))
             state.pending = []
         self.version += 1
-        return tuple(entries)
+        return tuple(self._shared(entries) if self._balanced else entries)
+
+    def _shared(self, entries: list[Entry]) -> list[Entry]:
+        """Return the contributions of a commit with scales by the shares of their sites."""
+        contributing = {entry.site for entry in entries}
+        earning = {
+            site: state
+            for site, state in self._sites.items()
+            if state.data and (site in contributing or not state.finished)
+        }
+        if not contributing <= earning.keys():  # nobody has declared anything
+            return entries
+        data, samples = sum(state.data for state in earning.values()), sum(entry.samples for entry in entries)
+        size = sum(entry.samples * entry.scale for entry in entries) / samples
+        for state in earning.values():
+            state.credit += size * state.data / data
+        shared = []
+        for entry in entries:
+            scales = sum(other.samples * other.scale for other in entries if other.site == entry.site)
+            factor = earning[entry.site].credit * samples / scales
+            shared.append(entry._replace(scale=entry.scale * factor))
+        for site in contributing:
+            earning[site].credit = 0.0
+        return shared
 
     # Reports
 
@@ -232,7 +310,7 @@ class Sequencer:
     def awaited(self) -> list[int]:
         """Sites without whose next message nothing more can be decided."""
         if any(state.pending for state in self._sites.values()):
-            if behind := self._held_back():
+            if behind := self._undeclared() or self._held_back():
                 return behind
-            return [site for site, state in self._sites.items() if not state.pending and not state.finished]
+            return [site for site, state in self._sites.items() if not state.pending and state.working]
         return [site for site, state in self._sites.items() if not state.finished]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,19 +15,22 @@ from ..exchange import Transport
 from ..exchange.exit_reasons import add_announcer, remove_announcer
 from ..local_steps.checks import raise_problems
 from ..methods import Quality, make_method
-from ..model_sync.replicas import tables_with_max_norm
 from ..model_sync.replicated_model import ReplicatedModel
-from ..model_sync.structure import is_managed
 from ..signature import takes_keywords_of
 from .averages import average_buffers, pack_buffers
 from .collector import GradientCollector
 from .connect import connect_star
 from .contribution import ContributionCodec
+from .dealer import OwnDealer, SharedDealer
+from .dealing import LogLink, OwnLoader, SharedLoader, SiteLoader
 from .gradients import HeldGradients
 from .log import Commit, Log
 from .optimizer import LoggedOptimizer
 from .options import ServerOptions
+from .replica import Replica, check_site_model
+from .sequencer import Sequencer
 from .service import SequencerService
+from .streams import Kind
 
 _LEAST_LIMIT = 1 << 26  # bytes of a contribution that are possible in any case
 _ROLES = ("worker", "server")
@@ -52,7 +55,6 @@ class ParameterServer(ReplicatedModel):
 
     Attributes:
         server_options: the options.
-        dropped: number of this site's contributions that have been dropped as too late.
 
     Raises:
         ValueError: on all sites, if an option of one is unknown, its value not valid, or the optimizer cannot be used.
@@ -84,22 +86,22 @@ class ParameterServer(ReplicatedModel):
             if role not in _ROLES:
                 raise ValueError(f"unknown role {role!r}; valid ones are {', '.join(map(repr, _ROLES))}")
             self.server_options = ServerOptions.create(mode=mode, **options)
-            _check_model(model)
+            check_site_model(model)
             self._optimizer = LoggedOptimizer(optimizer, model)
         except ValueError as error:  # raised once the other sites know
             self._problem = str(error)
             self.server_options = ServerOptions()
         self._rules = self.server_options.rules
         super().__init__(model, process_group, self.server_options.of_reduction())
-        self.dropped = 0
-        self._applied = 0  # version of the sequencer's log
         self._earlier = 0  # versions before the start, of a training that this one resumes
         self._method = make_method(self.options)
         self._collector = GradientCollector(model, self._method, self.options)
         self._gradients = self._collector.gradients
         self._codec = ContributionCodec(self._gradients, self._method, self.options)
+        self._replica = Replica(self._gradients, self._codec, self._method, self._optimizer, self._transport.sites)
         self._held = HeldGradients()
         self._detached = False
+        self._loader: SiteLoader | None = None  # the last one
         self._reported: set[int] = set()  # sites of which a warning has been given that they have left
         self._connect()
         self._optimizer.guard()
@@ -125,8 +127,11 @@ class ParameterServer(ReplicatedModel):
         own, served = connect_star(self._transport, 0, options.timeout)
         self._service: SequencerService | None = None
         if served:
+            shared = self.server_options.deal == "shared"
+            dealer = SharedDealer(self._workers) if shared else OwnDealer(self._workers)
+            sequencer = Sequencer(self._workers, self._rules, balanced=not shared)
             self._service = SequencerService(
-                served, self._workers, self._rules, limit, options.site_timeout, self.traffic, self.site_rank
+                served, self._workers, sequencer, dealer, limit, options.site_timeout, self.traffic, self.site_rank
             )
         sites = self._transport.sites
         self._log = Log(own, 0, sites, limit, options.site_timeout, options.timeout, self.traffic)
@@ -136,15 +141,21 @@ class ParameterServer(ReplicatedModel):
         self._log.leave(reason)
 
     def _describe(self) -> dict[str, str]:
-        rules = {f"option {name}": repr(value) for name, value in self._rules._asdict().items()}
+        rules = self._rules._asdict() | {"deal": self.server_options.deal}
+        rules = {f"option {name}": repr(value) for name, value in rules.items()}
         return super()._describe() | rules | self._optimizer.describe()
 
     # Steps
 
     @property
+    def dropped(self) -> int:
+        """Number of this site's contributions that have been dropped as too late."""
+        return self._replica.dropped
+
+    @property
     def version(self) -> int:
         """Number of commits that this site has applied, with those before a checkpoint that it has loaded."""
-        return self._earlier + self._applied
+        return self._earlier + self._replica.version
 
     def step(self) -> None:
         """Send the gradients of the backward passes since the last call, and apply what has been committed.
@@ -166,13 +177,13 @@ class ParameterServer(ReplicatedModel):
         self._apply_arrived()
         if self._held.samples and (not self._log.blocked or self._log.outstanding >= self._rules.staleness):
             self._send()
-        before, waits = self._applied, self._log.outstanding > self._rules.staleness
+        before, waits = self._replica.version, self._log.outstanding > self._rules.staleness
         while self._log.outstanding > self._rules.staleness:
             self._log.wait(lambda: self._log.outstanding <= self._rules.staleness)
             self._apply_arrived()
         self._apply_arrived()  # what has arrived meanwhile
-        if waits and self._rules.staleness and self._applied > before and not self._held.samples:
-            self._log.reach(self._applied)
+        if waits and self._rules.staleness and self._replica.version > before and not self._held.samples:
+            self._log.reach(self._replica.version)
         self._warn_of_left()
         self.traffic.end_step()
 
@@ -181,13 +192,20 @@ class ParameterServer(ReplicatedModel):
         taken, samples = self._collector.collect(self._transport)
         self._epoch_samples += self._collector.counted
         if taken and samples:
-            self._held.add(taken, samples, self._applied)
+            self._held.add(taken, samples, self._replica.version)
 
     def _send(self) -> None:
         """Send what is held."""
         held, self._held = self._held, HeldGradients()
         body = self._codec.encode(held.mean(), held.samples, self._optimizer.settings())
-        self._log.contribute(held.base, self._applied, held.samples, body)
+        self._log.contribute(held.base, self._replica.version, held.samples, self._take_used(), body)
+
+    def _take_used(self) -> int:
+        """Return the number of dealt batches that nothing has reported as used."""
+        if self._loader is None:
+            return 0
+        used, self._loader.unreported = self._loader.unreported, 0
+        return used
 
     def _apply_arrived(self) -> Commit | None:
         """Apply the commits that have arrived; return the one that ends the phase, if it has."""
@@ -198,23 +216,7 @@ class ParameterServer(ReplicatedModel):
 
     def _apply(self, commit: Commit) -> None:
         """Make the optimizer's step of one commit."""
-        decision = commit.decision
-        self.dropped += sum(site == self.site_rank for site, _ in decision.dropped)
-        if not decision.entries:
-            return
-        sites = self._transport.sites
-        unpacked = [
-            self._codec.unpack(body, sites[entry.site])
-            for entry, body in zip(decision.entries, commit.bodies, strict=True)
-        ]
-        samples = [float(entry.samples) for entry in decision.entries]
-        scales = [entry.scale for entry in decision.entries]
-        with torch.no_grad():
-            self._gradients.write(self._codec.merge([content for _, content in unpacked], samples, scales))
-        scale = sum(count * each for count, each in zip(samples, scales, strict=True)) / sum(samples)
-        self._optimizer.step(unpacked[0][0], scale)
-        self._gradients.clear()
-        self._applied = decision.version
+        self._replica.apply(commit)
 
     def finish(self) -> None:
         """End a phase of training: send what is held, and wait until all sites have done so and all is applied.
@@ -226,12 +228,10 @@ class ParameterServer(ReplicatedModel):
         Raises:
             SiteError: if the sequencer's site is gone, or a site does not call it within the timeout.
         """
-        self._collect()
         averages = self.options.average_buffers
+        self._flush(True)
         if self._role == "worker":
             self._apply_arrived()
-            if self._held.samples:
-                self._send()
             self._log.finish(pack_buffers(self.model, self._epoch_samples) if averages else b"")
         while (end := self._apply_arrived()) is None:
             self._log.wait()
@@ -240,6 +240,60 @@ class ParameterServer(ReplicatedModel):
         self._epoch_samples = 0
         self._warn_of_left(besides=_DETACHED)  # as a site may after the last phase
         self.traffic.end_step()
+
+    def loader(self, loader: Any, *, samples: int | None = None, seed: int = 0) -> SiteLoader:
+        """Return a loader whose epochs are those of all sites; every site trains on one, or none does.
+
+        Call `step` for its batches, and `finish` after an epoch, or after several. With ``deal="shared"`` all sites have one data set. Its batches are handed out on demand, in an order that
+        depends on `seed` and epoch only, and an epoch is over when each has been used once. The batches of a site that
+        is lost, and that it has sent no gradient of, go to others.
+
+        With ``deal="own"`` each site has data of its own. An epoch is over once every site has passed over its data; a
+        fast site makes further passes meanwhile. The summed step size of each site is proportional to its samples, or
+        the same for each with ``weighting="uniform"``.
+
+        Args:
+            loader: a DataLoader; with ``deal="shared"`` over the same data on all sites, without a DistributedSampler.
+            samples: with ``deal="own"``, number of samples of this site; by default that of the loader's data set.
+            seed: with ``deal="shared"``, seed of the order, the same on all sites.
+
+        Raises:
+            TypeError: if batches of the loader cannot be dealt, since it is no DataLoader.
+            ValueError: if they cannot be dealt for another reason, or the number of samples is not known.
+            RuntimeError: in a process with ``role="server"``.
+        """
+        if self._role == "server":
+            raise RuntimeError("a process with role='server' trains on no data: call finish() where the others do")
+        self._flush(False)  # batches of another loader
+        link = LogLink(self._log, self._flush, self._wait)
+        if self.server_options.deal == "shared":
+            self._loader = SharedLoader(loader, seed, link)
+        else:
+            self._loader = OwnLoader(loader, samples, self.options.weighting == "samples", link)
+        return self._loader
+
+    def _flush(self, completes: bool) -> None:
+        """Send the gradients that are held, and report dealt batches without gradients.
+
+        Args:
+            completes: whether to take part in the reports on the first step, if that has not been made.
+        """
+        if self._collector.pending or completes:
+            self._collect()
+        if self._held.samples:
+            self._send()
+        if used := self._take_used():
+            self._log.send(Kind.USED, used=used)
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Apply commits until a condition holds, and those that have arrived by then, unless gradients accumulate."""
+        if self._collector.pending:
+            self._log.wait(until, entries=False)
+            return
+        while not until():
+            self._log.wait(until)
+            self._apply_arrived()
+        self._apply_arrived()
 
     @property
     def syncing(self) -> bool:
@@ -295,8 +349,7 @@ class ParameterServer(ReplicatedModel):
         """
         if self._held.samples or self._log.outstanding or self._collector.pending:
             raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
-        state = {"version": self.version, "dropped": self.dropped, "reference": self._gradients.reference}
-        return state | {"method": self._method.state_dict(), "codec": self._codec.state_dict()}
+        return {"version": self.version} | self._replica.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; all sites must do so, before their first step.
@@ -304,10 +357,8 @@ class ParameterServer(ReplicatedModel):
         Args:
             state: the state.
         """
-        self._earlier, self.dropped = state["version"] - self._applied, state["dropped"]
-        self._gradients.expected_reference = state["reference"]
-        self._method.load_state_dict(state["method"])
-        self._codec.load_state_dict(state["codec"])
+        self._earlier = state["version"] - self._replica.version
+        self._replica.load_state_dict(state)
 
     def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
         """Restore this site's state from those of all sites, as a checkpoint contains them.
@@ -322,8 +373,8 @@ class ParameterServer(ReplicatedModel):
         if own is not None:
             self.load_state_dict(own)
         elif other is not None:
-            empty = {"method": self._method.state_dict(), "codec": self._codec.state_dict()}
-            self.load_state_dict(dict(other) | empty | {"dropped": 0})
+            empty = self._replica.state_dict() | {"reference": other["reference"]}
+            self.load_state_dict(dict(other) | empty)
 
     def abort(self, reason: str) -> None:
         self._announce(reason, False)
@@ -344,12 +395,3 @@ class ParameterServer(ReplicatedModel):
         self._log.leave(_DETACHED)
         if self._service is not None:
             self._service.close()
-
-
-def _check_model(model: nn.Module) -> None:
-    """Raise ValueError for models whose parameters change outside of the optimizer's steps."""
-    if tables_with_max_norm(model):
-        raise ValueError("a ParameterServer cannot train embeddings with max_norm, whose lookups change parameters")
-    for name, parameter in model.named_parameters():
-        if is_managed(parameter):
-            raise ValueError(f"a ParameterServer cannot train {name!r}, whose rows are spread over the sites")

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Collection, Mapping
 
 from ..exchange import Traffic, codec
-from .rules import Rules
+from .dealer import Answer, Dealer
 from .sequencer import Decision, SequenceError, Sequencer
 from .streams import Frame, Kind, StreamThread
 
@@ -20,7 +20,8 @@ class SequencerService:
     Args:
         sockets: connected sockets, by rank of the site at the other end.
         contributors: ranks of the sites that contribute; the others receive the log.
-        rules: rules of the sequencer.
+        sequencer: the sequencer of these.
+        dealer: the dealer of their data.
         limit: bytes of the largest contribution.
         timeout: seconds of silence after which a site counts as lost.
         traffic: meter of sent bytes.
@@ -31,13 +32,15 @@ class SequencerService:
         self,
         sockets: Mapping[int, socket.socket],
         contributors: Collection[int],
-        rules: Rules,
+        sequencer: Sequencer,
+        dealer: Dealer,
         limit: int,
         timeout: float,
         traffic: Traffic,
         own: int,
     ) -> None:
-        self._sequencer = Sequencer(contributors, rules)
+        self._sequencer = sequencer
+        self._dealer = dealer
         self._contributors = set(contributors)
         self._connected = set(sockets)
         self._thread = StreamThread(
@@ -58,7 +61,7 @@ class SequencerService:
                 continue
             try:
                 self._handle(site, frame)
-            except SequenceError as error:
+            except ValueError as error:
                 self._leave(site, f"the sequencer has refused it: {error}")
         self._decide()
 
@@ -70,20 +73,51 @@ class SequencerService:
             return
         if site not in self._contributors or frame.site != site:
             raise SequenceError(f"site {site} has sent a {frame.kind.name} of site {frame.site}")
-        if frame.kind is Kind.CONTRIBUTION:
-            self._sequencer.contribute(site, frame.number, frame.base, frame.reached, frame.samples)
+        if frame.kind in (Kind.CONTRIBUTION, Kind.FINISH):
+            if frame.kind is Kind.CONTRIBUTION:
+                self._sequencer.contribute(site, frame.number, frame.base, frame.reached, frame.samples)
+            else:
+                self._sequencer.finish(site)
+            self._send_all(frame, besides=site)
+            contributes = frame.kind is Kind.CONTRIBUTION
+            self._answer(self._dealer.use(site, frame.used) if contributes else self._dealer.finish(site))
         elif frame.kind is Kind.REACHED:
             self._sequencer.reach(site, frame.reached)
-            return
-        elif frame.kind is Kind.FINISH:
-            self._sequencer.finish(site)
         else:
-            raise SequenceError(f"a site sends no {frame.kind.name}")
-        self._send_all(frame, besides=site)
+            self._answer(self._deal(site, frame))
+
+    def _deal(self, site: int, frame: Frame) -> list[Answer]:
+        """Pass a message to the dealer; return its answers."""
+        if frame.kind in (Kind.BEGIN, Kind.DRAW):
+            if frame.kind is Kind.DRAW:
+                answers = self._dealer.draw(site, bool(frame.used))
+            else:
+                if frame.samples:
+                    self._sequencer.declare(site, frame.samples)
+                answers = self._dealer.begin(site, frame.number, frame.used)
+            if self._dealer.makes_wait(site):
+                self._sequencer.idle(site)
+            return answers
+        if frame.kind is Kind.USED:
+            return self._dealer.use(site, frame.used)
+        if frame.kind is Kind.PASSED:
+            return self._dealer.passed(site, frame.number)
+        if frame.kind is Kind.ORDER:
+            self._dealer.order(frame.number, bytes(frame.body))
+            return []
+        raise SequenceError(f"a site sends no {frame.kind.name}")
+
+    def _answer(self, answers: list[Answer]) -> None:
+        for site, deal, number, resumes in answers:
+            if resumes:
+                self._sequencer.resume(site)
+            self._thread.send(site, Frame(Kind.DEAL, site, number, used=deal))
 
     def _decide(self) -> None:
         while (decision := self._sequencer.decide()) is not None:
             self._send_all(Frame(Kind.DECISION, body=pack(decision)))
+            if decision.over:
+                self._dealer.end_phase(self._sequencer.present)
 
     def _on_lost(self, site: int, error: Exception) -> None:
         self._leave(site, str(error))
@@ -91,11 +125,12 @@ class SequencerService:
 
     def _leave(self, site: int, reason: str) -> None:
         if site in self._connected:
+            self._send_all(Frame(Kind.LEFT, site, body=reason.encode()))  # to that site, too, if it can be reached
             self._connected.discard(site)
+            self._thread.drop(site)
             if site in self._contributors:
                 self._sequencer.leave(site)
-            self._send_all(Frame(Kind.LEFT, site, body=reason.encode()), besides=None)
-            self._thread.drop(site)
+                self._answer(self._dealer.leave(site))
 
     def _send_all(self, frame: Frame, besides: int | None = None) -> None:
         for peer in list(self._connected):

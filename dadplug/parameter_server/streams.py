@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..exchange import Traffic
 
-_HEAD = struct.Struct("<BxHxxxxQQQQQ")  # kind, site, number, base, reached, samples, bytes of the body
+_HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
 _CHUNK = 1 << 18  # bytes read at a time
 _SEND_BUFFER = 1 << 17  # bytes that the kernel holds: more would hide that contributions do not get away
 _BEATS = 6  # heartbeats within the time after which a silent site counts as lost
@@ -41,6 +41,18 @@ class Kind(IntEnum):
     """Heartbeat; that of the sequencer names the sites that it waits for."""
     BYE = 7
     """A site closes its connection; the body is the reason."""
+    BEGIN = 8
+    """A site begins an epoch: its number in the phase; its samples; the batches in `used`."""
+    ORDER = 9
+    """A digest of the order of the batches of an epoch at a site; `number` is the epoch since the start."""
+    DRAW = 10
+    """A site asks for a batch; `used` is 1 if it waits until there is one."""
+    USED = 11
+    """A site has used batches without a contribution."""
+    PASSED = 12
+    """A site has passed over all of its data."""
+    DEAL = 13
+    """Answer of the dealer; its kind is in `used`."""
 
 
 class Frame(NamedTuple):
@@ -53,6 +65,7 @@ class Frame(NamedTuple):
         base: version that it was computed at.
         reached: version that the site goes on at.
         samples: samples that it stands for.
+        used: number of dealt batches that it stands for.
         body: further content.
     """
 
@@ -62,6 +75,7 @@ class Frame(NamedTuple):
     base: int = 0
     reached: int = 0
     samples: int = 0
+    used: int = 0
     body: bytes | bytearray = b""
 
 
@@ -154,10 +168,10 @@ class _Stream:
     def _advance(self, frames: list[Frame]) -> None:
         """Go on after the head or the body of a frame has arrived."""
         if self._frame is None:
-            kind, site, number, base, reached, samples, size = _HEAD.unpack(self._head)
+            kind, site, number, base, reached, samples, used, size = _HEAD.unpack(self._head)
             if kind not in Kind._value2member_map_ or size > self._limit:
                 raise FrameError(f"a frame of kind {kind} with {size} bytes: at most {self._limit} are possible")
-            self._frame = Frame(Kind(kind), site, number, base, reached, samples, bytearray(size))
+            self._frame = Frame(Kind(kind), site, number, base, reached, samples, used, bytearray(size))
         else:
             size = 0
         if size:

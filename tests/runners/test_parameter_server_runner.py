@@ -78,6 +78,8 @@ def uneven() -> None:
         ParameterServerRunner(staleness=0.5)
     with pytest.raises(ValueError, match="'edad' recomputes"):
         ParameterServerRunner(mode="edad")
+    with pytest.raises(ValueError, match="deal='shared' is for plain loops"):
+        ParameterServerRunner(deal="shared")
 
 
 def test_steps_are_synchronous_without_staleness_and_unequal_sites_hold_one_model(sites):

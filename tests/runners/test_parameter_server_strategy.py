@@ -177,6 +177,7 @@ def names_and_errors() -> None:
         ({"quorum": 0}, "quorum must be"),
         ({"mode": "edad"}, "'edad' recomputes"),
         ({"mode": "powersgd"}, "'powersgd' sums"),
+        ({"deal": "shared"}, "deal='shared' is for plain loops"),
         ({"min_sites": 1}, "no option 'min_sites'"),
         ({"stalenes": 1}, "did you mean 'staleness'"),
     ):

@@ -1,0 +1,97 @@
+"""Replica of one site: the model that the log is applied to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..exchange.sites import Sites
+from ..methods import Method
+from ..model_sync.replicas import tables_with_max_norm
+from ..model_sync.structure import is_managed
+from .contribution import ContributionCodec
+from .gradients import ModelGradients
+from .log import Commit
+from .optimizer import LoggedOptimizer
+
+
+class Replica:
+    """Replica of the model at one site.
+
+    Args:
+        gradients: the model's gradients.
+        codec: codec of contributions.
+        method: the method.
+        optimizer: the optimizer.
+        sites: the sites by name.
+
+    Attributes:
+        version: number of commits of the sequencer's log that have been applied.
+        dropped: number of this site's contributions that have been dropped as too late.
+    """
+
+    def __init__(
+        self,
+        gradients: ModelGradients,
+        codec: ContributionCodec,
+        method: Method,
+        optimizer: LoggedOptimizer,
+        sites: Sites,
+    ) -> None:
+        self.version = self.dropped = 0
+        self._gradients = gradients
+        self._codec = codec
+        self._method = method
+        self._optimizer = optimizer
+        self._sites = sites
+
+    def apply(self, commit: Commit) -> None:
+        """Make the optimizer's step of one commit.
+
+        Raises:
+            MismatchError: if a contribution does not fit this site's model.
+        """
+        decision = commit.decision
+        self.dropped += sum(site == self._sites.rank for site, _ in decision.dropped)
+        if not decision.entries:
+            return
+        unpacked = [
+            self._codec.unpack(body, self._sites[entry.site])
+            for entry, body in zip(decision.entries, commit.bodies, strict=True)
+        ]
+        samples = [float(entry.samples) for entry in decision.entries]
+        scales = [entry.scale for entry in decision.entries]
+        with torch.no_grad():
+            self._gradients.write(self._codec.merge([content for _, content in unpacked], samples, scales))
+        scale = sum(count * each for count, each in zip(samples, scales, strict=True)) / sum(samples)
+        self._optimizer.step(unpacked[0][0], scale)
+        self._gradients.clear()
+        self.version = decision.version
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this site has beside its model and its optimizer."""
+        state = {"dropped": self.dropped, "reference": self._gradients.reference}
+        return state | {"method": self._method.state_dict(), "codec": self._codec.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: the state.
+        """
+        self.dropped = state["dropped"]
+        self._gradients.expected_reference = state["reference"]
+        self._method.load_state_dict(state["method"])
+        self._codec.load_state_dict(state["codec"])
+
+
+def check_site_model(model: nn.Module) -> None:
+    """Raise ValueError for models whose parameters change outside of the optimizer's steps."""
+    if tables_with_max_norm(model):
+        raise ValueError("a ParameterServer cannot train embeddings with max_norm, whose lookups change parameters")
+    for name, parameter in model.named_parameters():
+        if is_managed(parameter):
+            raise ValueError(f"a ParameterServer cannot train {name!r}, whose rows are spread over the sites")
