@@ -30,6 +30,10 @@ class Sites(ABC):
     def __len__(self) -> int:
         return len(self._names)
 
+    def name(self, rank: int) -> str:
+        """Return the name of a site, without its number."""
+        return self._names[rank]
+
     def __getitem__(self, rank: int) -> str:
         return f"site {rank} ({self._names[rank]})"
 

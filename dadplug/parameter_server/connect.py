@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..exchange import Transport
+from torch import nn
+
+from ..exchange import Traffic, Transport
+from ..local_steps.checks import raise_problems
+from .dealer import OwnDealer, SharedDealer
+from .log import Log
+from .options import ServerOptions
+from .returning import Listener
+from .sequencer import Sequencer
+from .service import SequencerService
+
+_LEAST_LIMIT = 1 << 26  # bytes of a message that are possible in any case
 
 
 class Connections(NamedTuple):
@@ -50,3 +61,85 @@ def connect_star(transport: Transport, sequencer: int, timeout: float) -> Connec
         return Connections(sockets[sequencer], {})
     inner, outer = socket.socketpair()
     return Connections(outer, {rank: inner} | sockets)
+
+
+class Opened(NamedTuple):
+    """What a site has of the parameter server.
+
+    Attributes:
+        log: the log.
+        service: at the site that has the sequencer, its service; else None.
+        address: address for sites that return, without the rank; empty where none can.
+    """
+
+    log: Log
+    service: SequencerService | None
+    address: str
+
+
+def check_role(role: str, rejoin: str | None) -> None:
+    """Raise ValueError for a role that there is not."""
+    roles = ("worker", "server") if rejoin is None else ("worker",)
+    if role not in roles:
+        raise ValueError(f"unknown role {role!r}; valid ones are {', '.join(map(repr, roles))}")
+
+
+def gather_workers(transport: Transport, role: str, quorum: int, problem: str) -> list[int]:
+    """Return the ranks of the sites that contribute; all sites must call it together.
+
+    Args:
+        transport: the transport.
+        role: role of this site.
+        quorum: number of sites whose gradients make a commit.
+        problem: what is wrong with this site's arguments; empty if nothing is.
+
+    Raises:
+        ValueError: on all sites, if something is wrong at one.
+    """
+    roles = transport.gather_objects(role)
+    workers = [rank for rank, each in enumerate(roles) if each == "worker"]
+    if not problem and not workers:
+        problem = "no process has role='worker'"
+    if not problem and quorum > len(workers):
+        problem = f"quorum={quorum} needs as many sites, and there are {len(workers)}"
+    raise_problems(problem, transport)
+    return workers
+
+
+def largest_message(model: nn.Module) -> int:
+    """Return the number of bytes that a contribution, or the state of a site, may have at most."""
+    return _LEAST_LIMIT + 16 * sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def open_log(
+    transport: Transport, options: ServerOptions, workers: Sequence[int], limit: int, traffic: Traffic
+) -> Opened:
+    """Start the sequencer at site 0, and connect this site to it; all sites must call it together.
+
+    Args:
+        transport: the transport.
+        options: the options.
+        workers: ranks of the sites that contribute.
+        limit: bytes of the largest message.
+        traffic: meter of sent bytes.
+
+    Raises:
+        SiteError: if a site does not connect.
+    """
+    own, served = connect_star(transport, 0, options.timeout)
+    service, address = None, ""
+    if served:
+        shared = options.deal == "shared"
+        dealer = SharedDealer(workers) if shared else OwnDealer(workers)
+        sequencer = Sequencer(workers, options.rules, balanced=not shared)
+        service = SequencerService(
+            served, workers, sequencer, dealer, limit, options.site_timeout, traffic, transport.rank
+        )
+        if transport.is_direct and transport.world_size > 1:
+            service.listener = Listener(
+                [transport.sites.name(rank) for rank in range(transport.world_size)], service.admit
+            )
+            address = service.listener.address
+    address = transport.gather_objects(address)[0]
+    log = Log(own, 0, transport.sites, limit, options.site_timeout, options.timeout, traffic)
+    return Opened(log, service, address)

@@ -15,6 +15,7 @@ from ..exchange import codec
 from ..hogwild.dealing import check_loader
 from .dealer import Deal
 from .log import Log
+from .options import ServerOptions
 from .streams import Frame, Kind
 
 _AHEAD, _MOST_AHEAD = 2, 16  # batches that a site asks for before it needs them
@@ -185,6 +186,13 @@ class _Sampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._draw()
+
+
+def make_loader(options: ServerOptions, loader: Any, samples: int | None, seed: int, link: LogLink) -> SiteLoader:
+    """Return the loader of a site, as the option ``deal`` says; see `OwnLoader` and `SharedLoader`."""
+    if options.deal == "shared":
+        return SharedLoader(loader, seed, link)
+    return OwnLoader(loader, samples, options.weighting == "samples", link)
 
 
 def _count_samples(loader: Any) -> int:

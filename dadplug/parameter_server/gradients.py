@@ -99,6 +99,7 @@ class ModelGradients:
     Attributes:
         units: the units, in the model's order.
         reference: samples of all sites in the first step; 0 before it.
+        reports: reports of all sites on their first steps; empty before it.
         expected_reference: `reference` of a training that this one resumes, which it takes over; else 0.
     """
 
@@ -111,6 +112,7 @@ class ModelGradients:
         found = partition_parameters(model, method, (), options.dense == "lowrank")
         self._capture, self.units = found.capture, found.units
         self._order: list[Unit] = []
+        self.reports: Sequence[FirstStepReport] = ()
         self.reference = self.expected_reference = 0
         for unit in self.units:
             unit.watch(arrived)
@@ -141,7 +143,12 @@ class ModelGradients:
         reports = transport.gather_objects(own)
         if not any(each.samples for each in reports):
             return
-        merged = merge_reports(reports, self.units, self._method, transport.world_size)
+        self.merge(reports)
+
+    def merge(self, reports: Sequence[FirstStepReport]) -> None:
+        """Complete the units by the reports of all sites, by rank."""
+        self.reports = reports
+        merged = merge_reports(reports, self.units, self._method, len(reports))
         self.units = [new for unit in self.units for new in self._unless_dense(unit, merged.reasons.get(unit.name))]
         self.reference = self.expected_reference or merged.samples
 

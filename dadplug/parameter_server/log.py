@@ -24,11 +24,13 @@ class Commit(NamedTuple):
         decision: the entry.
         bodies: the contributions' content, in the entry's order.
         ended: if the phase is over, what each site has sent at its end, by rank in ascending order; else empty.
+        asks: rank of a site that returns, which needs this site's state at this place of the log; None without one.
     """
 
     decision: Decision
     bodies: tuple[bytes | bytearray, ...]
     ended: dict[int, bytes | bytearray]
+    asks: int | None = None
 
 
 class Log:
@@ -42,11 +44,14 @@ class Log:
         silence: seconds of silence after which the sequencer counts as lost.
         timeout: seconds that a wait may take.
         traffic: meter of sent bytes.
+        returns: whether this site returns into a training.
 
     Attributes:
         left: by rank, the reason why a site has left, in the order in which they did.
         outstanding: number of this site's contributions that are neither committed nor dropped.
         deals: answers of the dealer that have arrived.
+        snapshot: state of another site, if this one returns and has got it.
+        first: number of this site's first contribution; None if it returns and the number has not arrived.
         over: number of the last epoch of the phase that is over at all sites; -1 if none is.
     """
 
@@ -59,10 +64,13 @@ class Log:
         silence: float,
         timeout: float,
         traffic: Traffic,
+        returns: bool = False,
     ) -> None:
         self.left: dict[int, str] = {}
         self.outstanding = 0
         self.deals: deque[Frame] = deque()
+        self.snapshot: bytes | bytearray | None = None
+        self.first: int | None = None if returns else 0
         self.over = -1
         self._epochs = 0  # that this site has begun in the phase
         self._sequencer = sequencer
@@ -223,6 +231,14 @@ class Log:
             self.deals.append(frame)
             if frame.used == Deal.OVER:
                 self.over = max(self.over, frame.number)
+        elif frame.kind is Kind.SNAPSHOT and frame.body:
+            self.snapshot = frame.body
+        elif frame.kind is Kind.SNAPSHOT:
+            self._commits.append(Commit(Decision(0), (), {}, frame.number))
+        elif frame.kind is Kind.READY:
+            self.first = self._count = frame.number
+        elif frame.kind is Kind.RETURNED:
+            self.left.pop(frame.site, None)
         elif frame.kind is Kind.ALIVE:
             self._awaited = [site for site in codec.decode(frame.body) if 0 <= site < len(self._sites)]
         elif frame.kind is Kind.LEFT:
@@ -238,7 +254,10 @@ class Log:
             del self._bodies[key]
         bodies = tuple(self._bodies.pop((each.site, each.number)) for each in decision.entries)
         own = self._sites.rank
-        self.outstanding -= sum(site == own for site, *_ in [*decision.entries, *dropped])
+        keys = [*((entry.site, entry.number) for entry in decision.entries), *dropped]
+        self.outstanding -= sum(
+            site == own and self.first is not None and number >= self.first for site, number in keys
+        )
         ended: dict[int, bytes | bytearray] = {}
         if decision.over:
             ended, self._ended = dict(sorted(self._ended.items())), {}

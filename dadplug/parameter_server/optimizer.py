@@ -56,6 +56,14 @@ class LoggedOptimizer:
         described["state of the optimizer"] = hashlib.sha256(codec.encode(state)).hexdigest()[:16] if state else "none"
         return described
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of the optimizer."""
+        self._optimizer.load_state_dict(state)
+
     def settings(self) -> Settings:
         """Return the present settings of the groups."""
         return [

@@ -8,14 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import SiteError
 from ..exchange.sites import Sites
 from ..methods import Method
-from ..model_sync.replicas import tables_with_max_norm
+from ..model_sync.join_state import JoinState
+from ..model_sync.replicas import tables_with_max_norm, tensors_of
 from ..model_sync.structure import is_managed
 from .contribution import ContributionCodec
 from .gradients import ModelGradients
 from .log import Commit
 from .optimizer import LoggedOptimizer
+
+ANY_STATE = {"state of the optimizer": "that of the training"}
+"""Description of an optimizer's state where it need not be the same, since it is taken over."""
 
 
 class Replica:
@@ -86,6 +91,33 @@ class Replica:
         self._gradients.expected_reference = state["reference"]
         self._method.load_state_dict(state["method"])
         self._codec.load_state_dict(state["codec"])
+
+    def snapshot(self, model: nn.Module, description: dict[str, str], further: dict[str, Any]) -> JoinState:
+        """Return the state that a site needs which takes over this version.
+
+        Args:
+            model: the model.
+            description: what has to be the same at that site.
+            further: further state.
+        """
+        further = further | {"optimizer": self._optimizer.state_dict(), "reference": self._gradients.reference}
+        return JoinState(description, tensors_of(model), self.version, list(self._gradients.reports), further)
+
+    def take_over(self, state: JoinState) -> None:
+        """Take over the version of another site, whose tensors the model has already.
+
+        Args:
+            state: result of `snapshot` there.
+
+        Raises:
+            SiteError: if the sites have not made their first step.
+        """
+        if not state.plan:
+            raise SiteError("the sites have not made their first step, which needs all of them: start them again")
+        self._gradients.merge(state.plan)
+        self._gradients.reference = state.further["reference"]
+        self._optimizer.load_state_dict(state.further["optimizer"])
+        self.version = state.step
 
 
 def check_site_model(model: nn.Module) -> None:

@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..exchange import Transport
+from ..exchange import Transport, codec
 from ..exchange.exit_reasons import add_announcer, remove_announcer
-from ..local_steps.checks import raise_problems
 from ..methods import Quality, make_method
+from ..model_sync.join_state import JoinState
 from ..model_sync.replicated_model import ReplicatedModel
 from ..signature import takes_keywords_of
 from .averages import average_buffers, pack_buffers
 from .collector import GradientCollector
-from .connect import connect_star
+from .connect import check_role, gather_workers, largest_message, open_log
 from .contribution import ContributionCodec
-from .dealer import OwnDealer, SharedDealer
-from .dealing import LogLink, OwnLoader, SharedLoader, SiteLoader
+from .dealing import LogLink, SiteLoader, make_loader
 from .gradients import HeldGradients
-from .log import Commit, Log
+from .log import Commit
 from .optimizer import LoggedOptimizer
 from .options import ServerOptions
-from .replica import Replica, check_site_model
-from .sequencer import Sequencer
+from .replica import ANY_STATE, Replica, check_site_model
+from .returning import ReturnedTransport
 from .service import SequencerService
 from .streams import Kind
+from .trainer_calls import TrainerCalls
 
-_LEAST_LIMIT = 1 << 26  # bytes of a contribution that are possible in any case
-_ROLES = ("worker", "server")
 _DETACHED = "it has called detach()"
 
 
-class ParameterServer(ReplicatedModel):
+class ParameterServer(TrainerCalls, ReplicatedModel):
     """Asynchronous training: each site sends its gradients, and nobody waits for the parameters of others.
 
     No parameters travel. Each site sends its gradient, compressed as in `dadplug.GradientReduction`. A sequencer, which
@@ -51,10 +48,13 @@ class ParameterServer(ReplicatedModel):
         role: ``"worker"``, or ``"server"`` for a process that makes no batches: it calls `finish` where the others do,
             and then holds their model, to evaluate it and to write checkpoints. Rank 0 orders the log in any case.
         process_group: the processes that are the sites; the default group where None.
+        rejoin: in a process that replaces one that was lost: the `return_address` of that one. It needs no connection
+            by `dadplug.connect`, and has no process group.
         options: the options, with the names and defaults of `dadplug.parameter_server.ServerOptions`.
 
     Attributes:
         server_options: the options.
+        phases: number of phases that have ended, by `finish`.
 
     Raises:
         ValueError: on all sites, if an option of one is unknown, its value not valid, or the optimizer cannot be used.
@@ -78,13 +78,16 @@ class ParameterServer(ReplicatedModel):
         *,
         role: str = "worker",
         process_group: dist.ProcessGroup | None = None,
+        rejoin: str | None = None,
         **options: Any,
     ) -> None:
         self._problem = ""  # of the arguments
         self._role = role
+        self._rejoin = rejoin
+        self._limit = largest_message(model)
+        self._service: SequencerService | None = None
         try:
-            if role not in _ROLES:
-                raise ValueError(f"unknown role {role!r}; valid ones are {', '.join(map(repr, _ROLES))}")
+            check_role(role, rejoin)
             self.server_options = ServerOptions.create(mode=mode, **options)
             check_site_model(model)
             self._optimizer = LoggedOptimizer(optimizer, model)
@@ -93,6 +96,8 @@ class ParameterServer(ReplicatedModel):
             self.server_options = ServerOptions()
         self._rules = self.server_options.rules
         super().__init__(model, process_group, self.server_options.of_reduction())
+        self._described = self._describe() | ANY_STATE
+        self.phases = 0
         self._earlier = 0  # versions before the start, of a training that this one resumes
         self._method = make_method(self.options)
         self._collector = GradientCollector(model, self._method, self.options)
@@ -103,39 +108,36 @@ class ParameterServer(ReplicatedModel):
         self._detached = False
         self._loader: SiteLoader | None = None  # the last one
         self._reported: set[int] = set()  # sites of which a warning has been given that they have left
-        self._connect()
+        add_announcer(self._announce)
+        if self._joined is None:
+            opened = open_log(self._transport, self.server_options, self._workers, self._limit, self.traffic)
+            self._log, self._service, self._address = opened
+        else:
+            self._take_over(self._joined)
         self._optimizer.guard()
         self.traffic.start()
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
+        if self._rejoin is not None:
+            if self._problem:
+                raise ValueError(self._problem)
+            returned = ReturnedTransport.open(self._rejoin, self.model, self._limit, self.server_options, self.traffic)
+            self._log, self._address = returned.log, self._rejoin.rpartition("/")[0]
+            return returned
         transport = super()._open_transport(process_group)
-        roles = transport.gather_objects(self._role)
-        self._workers = [rank for rank, role in enumerate(roles) if role == "worker"]
-        quorum, workers = self._rules.quorum, len(self._workers)
-        if not self._problem and not workers:
-            self._problem = "no process has role='worker'"
-        if not self._problem and quorum > workers:
-            self._problem = f"quorum={quorum} needs as many sites, and there are {workers}"
-        raise_problems(self._problem, transport)
+        self._workers = gather_workers(transport, self._role, self._rules.quorum, self._problem)
         return transport
 
-    def _connect(self) -> None:
-        """Start the sequencer at site 0, and connect this site to it."""
-        options = self.options
-        parameters = list(self.model.parameters())
-        limit = _LEAST_LIMIT + 16 * sum(each.numel() * each.element_size() for each in parameters)
-        own, served = connect_star(self._transport, 0, options.timeout)
-        self._service: SequencerService | None = None
-        if served:
-            shared = self.server_options.deal == "shared"
-            dealer = SharedDealer(self._workers) if shared else OwnDealer(self._workers)
-            sequencer = Sequencer(self._workers, self._rules, balanced=not shared)
-            self._service = SequencerService(
-                served, self._workers, sequencer, dealer, limit, options.site_timeout, self.traffic, self.site_rank
-            )
-        sites = self._transport.sites
-        self._log = Log(own, 0, sites, limit, options.site_timeout, options.timeout, self.traffic)
-        add_announcer(self._announce)
+    def _take_over(self, state: JoinState) -> None:
+        """Go on from the state of another site: apply what has been committed since, and take part."""
+        self._replica.take_over(state)
+        self._earlier, self.phases = state.further["earlier"], state.further["phases"]
+        self._log.send(Kind.READY)
+        while self._log.first is None:
+            self._log.wait(lambda: self._log.first is not None)
+            while (end := self._apply_arrived()) is not None:  # of a phase that this site has not taken part in
+                self._end_phase(end)
+        self._joined = None
 
     def _announce(self, reason: str, _: bool) -> None:
         self._log.leave(reason)
@@ -143,7 +145,8 @@ class ParameterServer(ReplicatedModel):
     def _describe(self) -> dict[str, str]:
         rules = self._rules._asdict() | {"deal": self.server_options.deal}
         rules = {f"option {name}": repr(value) for name, value in rules.items()}
-        return super()._describe() | rules | self._optimizer.describe()
+        described = super()._describe() | rules | self._optimizer.describe()
+        return described if self._rejoin is None else described | ANY_STATE
 
     # Steps
 
@@ -217,6 +220,10 @@ class ParameterServer(ReplicatedModel):
     def _apply(self, commit: Commit) -> None:
         """Make the optimizer's step of one commit."""
         self._replica.apply(commit)
+        if commit.asks is not None:
+            further = {"earlier": self._earlier, "phases": self.phases}
+            state = self._replica.snapshot(self.model, self._described, further)
+            self._log.send(Kind.SNAPSHOT, commit.asks, body=codec.encode(state))
 
     def finish(self) -> None:
         """End a phase of training: send what is held, and wait until all sites have done so and all is applied.
@@ -228,25 +235,31 @@ class ParameterServer(ReplicatedModel):
         Raises:
             SiteError: if the sequencer's site is gone, or a site does not call it within the timeout.
         """
-        averages = self.options.average_buffers
         self._flush(True)
         if self._role == "worker":
             self._apply_arrived()
+            averages = self.options.average_buffers
             self._log.finish(pack_buffers(self.model, self._epoch_samples) if averages else b"")
         while (end := self._apply_arrived()) is None:
             self._log.wait()
-        if averages and end.ended:
-            average_buffers(self.model, end.ended, self._transport.sites)
-        self._epoch_samples = 0
+        self._end_phase(end)
         self._warn_of_left(besides=_DETACHED)  # as a site may after the last phase
         self.traffic.end_step()
+
+    def _end_phase(self, end: Commit) -> None:
+        """Average buffers at the end of a phase."""
+        if self.options.average_buffers and end.ended:
+            average_buffers(self.model, end.ended, self._transport.sites)
+        self._epoch_samples = 0
+        self.phases += 1
 
     def loader(self, loader: Any, *, samples: int | None = None, seed: int = 0) -> SiteLoader:
         """Return a loader whose epochs are those of all sites; every site trains on one, or none does.
 
-        Call `step` for its batches, and `finish` after an epoch, or after several. With ``deal="shared"`` all sites have one data set. Its batches are handed out on demand, in an order that
-        depends on `seed` and epoch only, and an epoch is over when each has been used once. The batches of a site that
-        is lost, and that it has sent no gradient of, go to others.
+        Call `step` for its batches, and `finish` after an epoch, or after several. With ``deal="shared"`` all sites
+        have one data set. Its batches are handed out on demand, in an order that depends on `seed` and epoch only, and
+        an epoch is over when each has been used once. The batches of a site that is lost, and that it has sent no
+        gradient of, go to others.
 
         With ``deal="own"`` each site has data of its own. An epoch is over once every site has passed over its data; a
         fast site makes further passes meanwhile. The summed step size of each site is proportional to its samples, or
@@ -263,21 +276,14 @@ class ParameterServer(ReplicatedModel):
             RuntimeError: in a process with ``role="server"``.
         """
         if self._role == "server":
-            raise RuntimeError("a process with role='server' trains on no data: call finish() where the others do")
+            raise RuntimeError("a process with role='server' trains on no data")
         self._flush(False)  # batches of another loader
         link = LogLink(self._log, self._flush, self._wait)
-        if self.server_options.deal == "shared":
-            self._loader = SharedLoader(loader, seed, link)
-        else:
-            self._loader = OwnLoader(loader, samples, self.options.weighting == "samples", link)
+        self._loader = make_loader(self.server_options, loader, samples, seed, link)
         return self._loader
 
     def _flush(self, completes: bool) -> None:
-        """Send the gradients that are held, and report dealt batches without gradients.
-
-        Args:
-            completes: whether to take part in the reports on the first step, if that has not been made.
-        """
+        """Send what is held, and report batches without gradients; `completes` joins in reports on the first step."""
         if self._collector.pending or completes:
             self._collect()
         if self._held.samples:
@@ -295,18 +301,6 @@ class ParameterServer(ReplicatedModel):
             self._apply_arrived()
         self._apply_arrived()
 
-    @property
-    def syncing(self) -> bool:
-        """Always False: `synchronize` is not due after a backward pass."""
-        return False
-
-    def synchronize(self) -> None:
-        """Do nothing: `step` sends the gradients. For trainers that call it after each backward pass."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return an empty context: gradients accumulate until `step` in any case."""
-        return nullcontext()
-
     def samples(self, count: int) -> Any:
         """State the number of samples of the forward passes inside, where the inputs' first dimension is not that.
 
@@ -322,6 +316,7 @@ class ParameterServer(ReplicatedModel):
 
     def _warn_of_left(self, besides: str = "") -> None:
         """Warn of sites that have left since the last call, except those with a certain reason."""
+        self._reported &= self._log.left.keys()
         for site, reason in list(self._log.left.items()):
             if site not in self._reported and reason != besides:
                 self._reported.add(site)
@@ -331,6 +326,14 @@ class ParameterServer(ReplicatedModel):
     def present_sites(self) -> list[int]:
         """Ranks of the sites that have not left."""
         return [rank for rank in range(self.world_size) if rank not in self._log.left]
+
+    @property
+    def return_address(self) -> str:
+        """Address for a process that replaces this one, if this one is lost, as its argument `rejoin`.
+
+        It contains a secret, and holds as long as the training goes on; empty where no site can return.
+        """
+        return f"{self._address}/{self.site_rank}" if self._address else ""
 
     @property
     def quality(self) -> dict[str, Quality]:

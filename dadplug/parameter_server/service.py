@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 from ..exchange import Traffic, codec
 from .dealer import Answer, Dealer
+from .returning import Listener
 from .sequencer import Decision, SequenceError, Sequencer
 from .streams import Frame, Kind, StreamThread
 
@@ -26,6 +27,9 @@ class SequencerService:
         timeout: seconds of silence after which a site counts as lost.
         traffic: meter of sent bytes.
         own: rank of the site that has the sequencer.
+
+    Attributes:
+        listener: the socket for sites that return, which is closed with the service.
     """
 
     def __init__(
@@ -43,13 +47,33 @@ class SequencerService:
         self._dealer = dealer
         self._contributors = set(contributors)
         self._connected = set(sockets)
+        self._own = own
+        self.listener: Listener | None = None
+        self._open: dict[tuple[int, int], Frame] = {}  # contributions that are not decided on
+        self._ends: dict[int, Frame] = {}  # of sites that have ended the phase
+        self._left: dict[int, Frame] = {}
         self._thread = StreamThread(
-            "dadplug-sequencer", sockets, limit, timeout, traffic, own, self._on_frames, self._on_lost, self._awaited
+            "dadplug-sequencer",
+            sockets,
+            limit,
+            timeout,
+            traffic,
+            own,
+            self._on_frames,
+            self._on_lost,
+            self._awaited,
+            self._on_adopted,
         )
         self._thread.start()
 
+    def admit(self, site: int, connected: socket.socket) -> None:
+        """Take over the connection of a site that returns; called in any thread."""
+        self._thread.adopt(site, connected)
+
     def close(self) -> None:
         """Close the connections after sending the last frames."""
+        if self.listener is not None:
+            self.listener.close()
         self._thread.close()
 
     def _awaited(self) -> bytes:
@@ -71,6 +95,10 @@ class SequencerService:
         if frame.kind is Kind.BYE:
             self._leave(site, frame.body.decode(errors="replace"))
             return
+        if frame.kind is Kind.SNAPSHOT and site == self._own:
+            if frame.number in self._connected:
+                self._thread.send(frame.number, frame)
+            return
         if site not in self._contributors or frame.site != site:
             raise SequenceError(f"site {site} has sent a {frame.kind.name} of site {frame.site}")
         if frame.kind in (Kind.CONTRIBUTION, Kind.FINISH):
@@ -80,9 +108,17 @@ class SequencerService:
                 self._sequencer.finish(site)
             self._send_all(frame, besides=site)
             contributes = frame.kind is Kind.CONTRIBUTION
+            if contributes:
+                self._open[site, frame.number] = frame
+            else:
+                self._ends[site] = frame
             self._answer(self._dealer.use(site, frame.used) if contributes else self._dealer.finish(site))
         elif frame.kind is Kind.REACHED:
             self._sequencer.reach(site, frame.reached)
+        elif frame.kind is Kind.READY:
+            count = self._sequencer.join(site)
+            self._dealer.join(site)
+            self._thread.send(site, Frame(Kind.READY, site, count))
         else:
             self._answer(self._deal(site, frame))
 
@@ -116,7 +152,10 @@ class SequencerService:
     def _decide(self) -> None:
         while (decision := self._sequencer.decide()) is not None:
             self._send_all(Frame(Kind.DECISION, body=pack(decision)))
+            for key in [*decision.dropped, *((entry.site, entry.number) for entry in decision.entries)]:
+                del self._open[key]
             if decision.over:
+                self._ends.clear()
                 self._dealer.end_phase(self._sequencer.present)
 
     def _on_lost(self, site: int, error: Exception) -> None:
@@ -125,12 +164,25 @@ class SequencerService:
 
     def _leave(self, site: int, reason: str) -> None:
         if site in self._connected:
-            self._send_all(Frame(Kind.LEFT, site, body=reason.encode()))  # to that site, too, if it can be reached
+            self._left[site] = Frame(Kind.LEFT, site, body=reason.encode())
+            self._send_all(self._left[site])  # to that site, too, if it can be reached
             self._connected.discard(site)
             self._thread.drop(site)
             if site in self._contributors:
                 self._sequencer.leave(site)
                 self._answer(self._dealer.leave(site))
+
+    def _on_adopted(self, site: int) -> None:
+        """Send a site that returns what is open; the state that the log up to here makes follows."""
+        if site not in self._contributors:
+            self._thread.drop(site)
+            return
+        self._left.pop(site, None)
+        self._send_all(Frame(Kind.RETURNED, site))
+        self._connected.add(site)
+        for frame in [*self._open.values(), *self._ends.values(), *self._left.values()]:
+            self._thread.send(site, frame)
+        self._thread.send(self._own, Frame(Kind.SNAPSHOT, self._own, site))
 
     def _send_all(self, frame: Frame, besides: int | None = None) -> None:
         for peer in list(self._connected):

@@ -53,6 +53,12 @@ class Kind(IntEnum):
     """A site has passed over all of its data."""
     DEAL = 13
     """Answer of the dealer; its kind is in `used`."""
+    RETURNED = 14
+    """A site is back."""
+    SNAPSHOT = 15
+    """The state of a site, for one that returns, whose rank is `number`; without a body the request for it."""
+    READY = 16
+    """A site that returns has loaded the state; in the answer, `number` is that of its next contribution."""
 
 
 class Frame(NamedTuple):
@@ -196,6 +202,7 @@ class StreamThread:
         on_frames: called with the frames that have arrived, as pairs of rank and frame.
         on_lost: called with the rank and the error of a connection that is lost.
         heartbeat: returns the body of a heartbeat.
+        on_adopted: called with the rank of a site whose new connection replaces a lost one.
     """
 
     def __init__(
@@ -209,6 +216,7 @@ class StreamThread:
         on_frames: Callable[[list[tuple[int, Frame]]], None],
         on_lost: Callable[[int, Exception], None],
         heartbeat: Callable[[], bytes] = bytes,
+        on_adopted: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._timeout = timeout
         self._traffic = traffic
@@ -216,6 +224,9 @@ class StreamThread:
         self._on_frames = on_frames
         self._on_lost = on_lost
         self._heartbeat = heartbeat
+        self._on_adopted = on_adopted
+        self._limit = limit
+        self._adopted: deque[tuple[int, socket.socket]] = deque()
         self._streams = {peer: _Stream(each, limit) for peer, each in sockets.items()}
         self._selector = selectors.DefaultSelector()
         self._wake_writer, self._wake_reader = socket.socketpair()
@@ -241,6 +252,21 @@ class StreamThread:
                 self._traffic.add(count)
             if stream.blocked and threading.current_thread() is not self._thread:
                 self._wake()
+
+    def adopt(self, peer: int, connected: socket.socket) -> None:
+        """Take over a new connection to a site; may be called from any thread."""
+        self._adopted.append((peer, connected))
+        self._wake()
+
+    def _take_adopted(self) -> None:
+        while self._adopted:
+            peer, connected = self._adopted.popleft()
+            if peer in self._streams:
+                self.drop(peer)
+                self._on_lost(peer, ConnectionError("it has connected anew"))
+            self._streams[peer] = _Stream(connected, self._limit)
+            self._selector.register(connected, selectors.EVENT_READ, peer)
+            self._on_adopted(peer)
 
     def blocked(self, peer: int) -> bool:
         """Return whether a frame to a site has not left yet."""
@@ -274,6 +300,7 @@ class StreamThread:
         last = time.monotonic()
         while not self._ending:
             self._poll(self._timeout / _BEATS)
+            self._take_adopted()
             now = time.monotonic()
             if now - last > self._timeout / 2:  # this process was suspended
                 for stream in self._streams.values():

@@ -19,3 +19,18 @@ def test_without_staleness_it_has_the_bits_of_the_reduction_over_a_hub(tmp_path)
         group.run(ON_ONE_NETWORK.follows_reduction, "rankdad", 50, {})
         found = group.run(ON_ONE_NETWORK.follows_its_log, "dad", {"staleness": 4})
     assert 0 <= found[0]["oldest"] <= 4
+
+
+def test_the_others_go_on_without_a_killed_site_over_a_hub(tmp_path):
+    names = ("a", "b", "c")
+    with (
+        running_hub(tmp_path / "kits", names) as hub,
+        support.Sites(3, kits=[hub.kits / name for name in names]) as group,
+    ):
+        group.start(ON_ONE_NETWORK.loses_a_site, 2, 3)
+        first, second, third = group.outcomes()
+    assert third.kind == "ended"
+    assert first.kind == second.kind == "ok", first.value + second.value
+    assert first.value == second.value  # the same log, the same parameters
+    assert "site 2" in first.value
+    assert "has left, and the others go on" in first.value

@@ -1,0 +1,142 @@
+"""A site that is killed in mid-training, and returns from the state of another one and the log."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import support
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dadplug
+
+SAMPLES, PHASES = 96, 3
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SAMPLES, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def made(rejoin: str | None = None) -> tuple[nn.Module, dadplug.ParameterServer]:
+    model, optimizer = network()
+    options = {"mode": "rankdad", "rank": 2, "staleness": 3, "deal": "shared", "timeout": 100.0}
+    return model, dadplug.ParameterServer(model, optimizer, rejoin=rejoin, **options)
+
+
+def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, process: str, killed: bool = False) -> list:
+    """Train in the phases that are left; return the log, with what each of this process's contributions was of."""
+    data = TensorDataset(torch.eye(SAMPLES), torch.arange(SAMPLES))
+    loader = server.loader(DataLoader(data, batch_size=4, shuffle=True))
+    log, apply = [], server._apply
+
+    def record(commit):
+        log.extend((entry.site, entry.number) for entry in commit.decision.entries)
+        apply(commit)
+
+    server._apply = record
+    with (folder / process).open("a", buffering=1) as file:
+        for phase in range(server.phases, PHASES):
+            for number, (inputs, indices) in enumerate(loader):
+                file.write(f"{phase} " + " ".join(map(str, indices.tolist())) + "\n")
+                nn.functional.cross_entropy(model(inputs), indices % 3).backward()
+                if killed and phase == 1 and number == 2:
+                    (folder / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if process == "1" and phase == 1 and number == 1:
+                    wait_for(folder / "returned")  # so that it finds work
+                server.step()
+            server.finish()
+    return log
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 100
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def summary(model: nn.Module, server: dadplug.ParameterServer) -> tuple:
+    state = [value.numpy().tobytes() for value in model.state_dict().values()]
+    state += [
+        value.numpy().tobytes() for each in server._optimizer.state_dict()["state"].values() for value in each.values()
+    ]
+    return hashlib.sha256(b"".join(state)).hexdigest(), server.version, server.phases
+
+
+def trains(folder: str) -> tuple:
+    rank = dist.get_rank()
+    model, server = made()
+    (Path(folder) / f"address{rank}").write_text(server.return_address)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log = train(model, server, Path(folder), str(rank), killed=rank == 2)
+    found = summary(model, server)
+    if rank == 0:  # the sequencer's process ends last
+        for other in ("1", "back"):
+            wait_for(Path(folder) / f"done{other}")
+    (Path(folder) / f"done{rank}").touch()
+    server.detach()
+    return found, log, [str(each.message) for each in caught]
+
+
+def returns(folder: str) -> tuple:
+    folder = Path(folder)
+    wait_for(folder / "address2")
+    address = (folder / "address2").read_text()
+    with pytest.raises(ValueError, match="rejoin should be the return_address"):
+        made("nowhere")
+    with pytest.raises(dadplug.SiteError, match="cannot be reached"):
+        made(f"{address.split('/')[0]}/{'0' * 32}/2")
+    with pytest.raises(ValueError, match="unknown role 'server'"):
+        dadplug.ParameterServer(*network(), role="server", rejoin=address)
+    wait_for(folder / "killed")
+    with pytest.raises(dadplug.MismatchError, match="option staleness is 3 at the other sites and 1 at site 2"):
+        dadplug.ParameterServer(*network(), rank=2, staleness=1, deal="shared", rejoin=address)
+    model, server = made(address)
+    assert server.phases == 1
+    assert server.version > 0
+    (folder / "returned").touch()
+    with pytest.raises(RuntimeError, match="this site has returned into a training"):
+        server.gather_objects(1)
+    log = train(model, server, folder, "back")
+    found = summary(model, server)
+    (folder / "doneback").touch()
+    server.detach()
+    return found, log
+
+
+def test_a_killed_site_returns_and_has_the_bits_of_the_others(tmp_path):
+    with support.Sites(3) as group, support.Sites(1) as other:
+        group.start(trains, str(tmp_path))
+        other.start(returns, str(tmp_path))
+        first, second, third = group.outcomes()
+        (back,) = other.outcomes()
+    assert third.kind == "ended"
+    assert [each.kind for each in (first, second, back)] == ["ok"] * 3, [first.value, second.value, back.value]
+    assert first.value[0] == second.value[0] == back.value[0]
+    assert first.value[0][2] == PHASES
+    log = first.value[1]
+    assert second.value[1] == log
+    assert log[-len(back.value[1]) :] == back.value[1]
+    assert any("site 2" in each and "has left, and the others go on" in each for each in first.value[2])
+    assert len(set(log)) == len(log)
+    lines = [[line.split() for line in (tmp_path / name).read_text().splitlines()] for name in ("0", "1", "2", "back")]
+    lost = sorted(number for site, number in log if site == 2)
+    assert lost == list(range(len(lost)))  # each number once, over both processes
+    by_number = {(site, number): line for site in (0, 1) for number, line in enumerate(lines[site])}
+    by_number |= {(2, number): line for number, line in enumerate(lines[2][: len(lost) - len(lines[3])] + lines[3])}
+    assert lines[3]
+    for phase in range(PHASES):
+        used = [int(index) for key in log for index in by_number[key][1:] if by_number[key][0] == str(phase)]
+        assert sorted(used) == list(range(SAMPLES))
