@@ -53,7 +53,7 @@ def read(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def run_sites(program: list[str], loopback: bool, results: Path, limit: float) -> str:
+def run_sites(program: list[str], loopback: bool, results: Path, limit: float, round_trip: float = 0.0) -> str:
     """Run a program of this folder on two sites, joined by benchmarks/link.py or on loopback.
 
     Args:
@@ -61,11 +61,13 @@ def run_sites(program: list[str], loopback: bool, results: Path, limit: float) -
         loopback: whether they meet on loopback.
         results: file that grows as the program gets on.
         limit: seconds in which it must have grown; else the program is ended.
+        round_trip: milliseconds of the link's round trip; 0 for that of the kernel.
 
     Returns:
         Why the program has failed; an empty string if it has not.
     """
-    command = [sys.executable, str(HERE / "link.py"), "none", sys.executable]
+    link = ["--round-trip", str(round_trip), "none"]
+    command = [sys.executable, str(HERE / "link.py"), *link, sys.executable]
     if loopback:
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
         command = [sys.executable, *launch, "--master-port", str(free_port())]

@@ -1,24 +1,33 @@
 """Runs a program on two sites joined by a link of a given rate and latency, each site a network namespace of its own.
 
-    sudo python benchmarks/link.py RATE PROGRAM [ARGUMENT…]
+    sudo python benchmarks/link.py [--round-trip MS] RATE PROGRAM [ARGUMENT…]
     sudo python benchmarks/link.py 100mbit python benchmarks/step_time.py
+    sudo python benchmarks/link.py --round-trip 40 100mbit python benchmarks/step_time.py
 
-RATE is as tc writes it (10mbit, 1gbit), or none for an unshaped link. Linux only; needs root, iproute2, and the
-kernel's tbf. The program starts once for each site with torchrun's variables and GLOO_SOCKET_IFNAME set, so that the
-interface's counters in /sys/class/net tell what was sent. Site 0's standard output is passed on; of a site that fails,
-the end of its messages is shown.
+RATE is as tc writes it (10mbit, 1gbit), or none for an unshaped link. A round trip in milliseconds is made by a relay
+of packets in this program, which takes some processor time. Linux only; needs root, iproute2, and the kernel's tbf. The
+program starts once for each site with torchrun's variables and GLOO_SOCKET_IFNAME set, so that the interface's counters
+in /sys/class/net tell what was sent. Site 0's standard output is passed on; of a site that fails, the end of its
+messages is shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import re
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections import deque
+from contextlib import suppress
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -30,10 +39,49 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-class Link:
-    """Two namespaces and the link between them, which go when the block ends."""
+class Relay(threading.Thread):
+    """Thread that passes packets between two devices, each after a delay. It ends with the program.
 
-    def __init__(self, rate: str) -> None:
+    Args:
+        devices: file descriptors of the devices.
+        delay: seconds that each packet takes.
+    """
+
+    def __init__(self, devices: list[int], delay: float) -> None:
+        super().__init__(name="relay", daemon=True)
+        self._devices, self._delay = devices, delay
+
+    def run(self) -> None:
+        """Pass packets on."""
+        other = dict(zip(self._devices, self._devices[::-1], strict=True))
+        waiting: deque[tuple[float, int, bytes]] = deque()
+        while True:
+            left = None if not waiting else max(0.0, waiting[0][0] - time.monotonic())
+            for device in select.select(self._devices, (), (), left)[0]:
+                waiting.append((time.monotonic() + self._delay, other[device], os.read(device, 1 << 16)))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, device, packet = waiting.popleft()
+                with suppress(OSError):  # the interface is not up yet, or not any more
+                    os.write(device, packet)
+
+
+def make_device(name: str) -> int:
+    """Make a network interface whose packets a program reads and writes; return its file descriptor."""
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, 0x400454CA, struct.pack("16sH", name.encode(), 0x1001))  # TUNSETIFF, IFF_TUN | IFF_NO_PI
+    return device
+
+
+class Link:
+    """Two namespaces and the link between them, which go when the block ends.
+
+    Args:
+        rate: rate of the link, as tc writes it, or none.
+        round_trip: milliseconds of a round trip; 0 for that of the kernel.
+    """
+
+    def __init__(self, rate: str, round_trip: float = 0.0) -> None:
+        self.round_trip = round_trip
         self.spaces = [f"site{rank}-{os.getpid()}" for rank in range(2)]
         self.interfaces = [f"dp{rank}-{os.getpid()}" for rank in range(2)]
         self.rate = rate
@@ -41,7 +89,11 @@ class Link:
     def __enter__(self) -> Link:
         for space in self.spaces:
             run("ip", "netns", "add", space)
-        run("ip", "link", "add", self.interfaces[0], "type", "veth", "peer", "name", self.interfaces[1])
+        if self.round_trip:
+            devices = [make_device(interface) for interface in self.interfaces]
+            Relay(devices, self.round_trip / 2000).start()
+        else:
+            run("ip", "link", "add", self.interfaces[0], "type", "veth", "peer", "name", self.interfaces[1])
         for space, interface, address in zip(self.spaces, self.interfaces, ADDRESSES, strict=True):
             run("ip", "link", "set", interface, "netns", space)
             inside = ("ip", "netns", "exec", space)
@@ -120,6 +172,7 @@ def burst(rate: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds")
     parser.add_argument("rate")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
@@ -129,7 +182,7 @@ def main() -> int:
         parser.error("network namespaces need root")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go, too
     with (
-        Link(arguments.rate) as link,
+        Link(arguments.rate, arguments.round_trip) as link,
         tempfile.TemporaryFile() as errors,
         tempfile.TemporaryFile() as other,
     ):

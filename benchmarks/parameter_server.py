@@ -3,6 +3,7 @@
     sudo python benchmarks/parameter_server.py --data-dir FOLDER           MNIST's files, over a link of 100 Mbit/s
     sudo python benchmarks/parameter_server.py --data-dir FOLDER --quick   one seed, two ways, a low target
     python benchmarks/parameter_server.py --quick                          scikit-learn's digits, on loopback
+    sudo python benchmarks/parameter_server.py --batches 60 --round-trip 40     milliseconds a batch, no target
 
 MNISTNet, Adam, batches of 32 on each of two sites with one thread. Cases: `equal` sites; site 1 is four times `slow`er;
 the slow site `moves`, drawn anew every two seconds. A site is slowed down by sleeping three times the processor time
@@ -14,6 +15,10 @@ server:rank=16+wire=bf16+staleness=8      dadplug.ParameterServer with mode rank
 rankdad:rank=16+sync_batchnorm=true       synchronous steps; any mode of dadplug.GradientReduction
 localsgd:every=32+wire=bf16               dadplug.LocalSGD; diloco:... with DiLoCo's outer optimizer
 ddp, postlocal:every=16                   DistributedDataParallel, alone and with torch's PostLocalSGD
+rpc                                       a server by torch.distributed.rpc and distributed autograd, beside site 0
+
+With --batches each site makes so many batches, and the table has milliseconds a batch of the site that takes longer.
+--round-trip is that of the link, in milliseconds.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from attach import parse
 from drive import check_rates, read, run_sites, title
 from held_out import accuracy, batches
 from link import may_make_links, reshape
+from rpc_server import RpcTrainer
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -66,14 +72,22 @@ class Way:
         waits: whether each step waits for the other site, so that laps have as many steps at both.
     """
 
+    made = 0  # ways of this process so far
+
     def __init__(self, model: nn.Module, name: str, optimizer: str) -> None:
         kind, options = parse(name)
+        Way.made += 1
         self.model, self.waits = model, True
         parameters = model.parameters()
         self.optimizer: Any = (
             torch.optim.Adam(parameters, lr=1e-3) if optimizer == "adam" else torch.optim.SGD(parameters, lr=0.05)
         )
-        if kind == "server":
+        self.trainer: RpcTrainer | None = None
+        if kind == "rpc":
+            self.exchange, self.waits, port = None, False, str(29600 + Way.made)
+            settings = {"lr": 1e-3 if optimizer == "adam" else 0.05}
+            self.trainer = RpcTrainer(model, dist.get_rank(), type(self.optimizer), port, **settings)
+        elif kind == "server":
             self.exchange: Any = dadplug.ParameterServer(model, self.optimizer, **options)
             self.step, self.waits = self.exchange.step, False
         elif kind in ("localsgd", "diloco"):
@@ -98,8 +112,19 @@ class Way:
         self.exchange.synchronize()
         self.optimizer.step()
 
+    def train(self, inputs: Tensor, labels: Tensor) -> None:
+        """Make the step of a batch."""
+        if self.trainer is not None:
+            self.trainer.train(inputs, labels)
+            return
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(inputs), labels).backward()
+        self.step()
+
     def prepare_evaluation(self) -> None:
-        """Average the statistics of batch normalisation."""
+        """Average the statistics of batch normalisation, or fetch the model of a server."""
+        if self.trainer is not None:
+            self.trainer.fetch()
         if self.exchange is not None:
             self.exchange.average_buffers()
 
@@ -107,9 +132,15 @@ class Way:
     def megabytes(self) -> float | None:
         return None if self.exchange is None else self.exchange.traffic.total_bytes_sent / 1e6
 
-    def close(self) -> None:
-        if not self.waits:
+    def finish(self) -> None:
+        """Wait until all that has been sent has been applied."""
+        if self.exchange is not None and not self.waits:
             self.exchange.finish()
+
+    def close(self) -> None:
+        if self.trainer is not None:
+            self.trainer.close()
+        self.finish()
         if self.exchange is not None:
             self.exchange.detach(discard=True)
 
@@ -148,9 +179,7 @@ def train_lap(
     while (steps < LAP_STEPS) if way.waits else (time.perf_counter() - start < LAP_SECONDS):
         spent = time.thread_time()
         inputs, labels = next(source)
-        way.optimizer.zero_grad()
-        nn.functional.cross_entropy(way.model(inputs), labels).backward()
-        way.step()
+        way.train(inputs, labels)
         factor = slowness.factor(before + time.perf_counter() - start)
         if factor > 1:
             time.sleep((factor - 1) * (time.thread_time() - spent))
@@ -178,6 +207,25 @@ def train(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, se
             return run | {"MB": way.megabytes, "curve": curve}
 
 
+def time_batches(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, seed: int) -> dict[str, Any]:
+    """Make a number of batches at each site; return the seconds a batch of the site that takes longer."""
+    source, slowness = batches(data, arguments.split, seed), Slowness(case, seed)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(arguments.batches):
+        inputs, labels = next(source)
+        spent = time.thread_time()
+        way.train(inputs, labels)
+        if (factor := slowness.factor(time.perf_counter() - start)) > 1:
+            time.sleep((factor - 1) * (time.thread_time() - spent))
+    way.finish()
+    seconds = [torch.zeros(1) for _ in range(2)]
+    dist.all_gather(seconds, torch.tensor([time.perf_counter() - start]))
+    failed = 0 if way.trainer is None else way.trainer.failed
+    longest = float(max(seconds)) / arguments.batches
+    return {"seconds": longest, "batches": 2 * arguments.batches, "failed": failed, "MB": way.megabytes}
+
+
 def run_site(arguments: argparse.Namespace) -> None:
     """Measure one way in all cases; site 0 writes the results."""
     torch.set_num_threads(1)
@@ -196,8 +244,9 @@ def run_site(arguments: argparse.Namespace) -> None:
                     source = batches(sized, arguments.split, seed)
                     for _ in range(WARM_UP):
                         inputs, labels = next(source)
-                        nn.functional.cross_entropy(way.model(inputs), labels).backward()
-                        way.step()
+                        way.train(inputs, labels)
+                elif arguments.batches:
+                    run = time_batches(arguments, way, sized, case, seed)
                 else:
                     run = train(arguments, way, sized, case, seed)
                 way.close()
@@ -224,7 +273,8 @@ def table(rows: list[dict[str, Any]]) -> str:
                 cells.append(f"not reached: {statistics.fmean(row['best'] for row in runs):.3f}")
             else:
                 mean = statistics.fmean(row["seconds"] for row in runs)
-                cells.append(f"{mean:.1f} s ({mean / first.setdefault(case, mean):.2f})")
+                unit = f"{1000 * mean:.1f} ms" if "failed" in runs[0] else f"{mean:.1f} s"
+                cells.append(f"{unit} ({mean / first.setdefault(case, mean):.2f})")
         lines.append(f"| {title(method)} | " + " | ".join(cells) + " |")
     errors = [f"{row['method']}: {row['error']}" for row in rows if "error" in row]
     return "\n\n".join(["\n".join(lines), *errors])
@@ -235,7 +285,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
     for method in arguments.methods.split(","):
         program = ["parameter_server.py", *sys.argv[1:], "--method", method, "--result", str(results)]
         program += ["--loopback"] if arguments.loopback else []
-        if reason := run_sites(program, arguments.loopback, results, 2 * arguments.limit + 120):
+        if reason := run_sites(program, arguments.loopback, results, 2 * arguments.limit + 120, arguments.round_trip):
             with results.open("a") as file:
                 file.write(json.dumps({"method": method, "error": reason}) + "\n")
 
@@ -250,6 +300,8 @@ def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--split", default="iid", help="iid or by-class")
     parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"))
     parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds of the link's round trip")
+    parser.add_argument("--batches", type=int, default=0, help="measure the time of so many batches, and no target")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds of training after which a run is given up")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -261,6 +313,8 @@ def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.methods, arguments.target = 1, f"{SYNCHRONOUS},{SERVER}", arguments.target or 0.6
+    if arguments.batches and arguments.cases == ",".join(CASES):
+        arguments.cases = "equal"
     arguments.dataset = arguments.dataset or ("mnist" if arguments.data_dir else "digits")
     arguments.target = arguments.target or TARGETS[arguments.dataset]
     arguments.data_dir = arguments.data_dir or "data"

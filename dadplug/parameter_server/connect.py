@@ -64,7 +64,7 @@ def connect_star(transport: Transport, sequencer: int, timeout: float) -> Connec
 
 
 class Opened(NamedTuple):
-    """What a site has of the parameter server.
+    """Parts of a parameter server at one site.
 
     Attributes:
         log: the log.
@@ -82,6 +82,12 @@ def check_role(role: str, rejoin: str | None) -> None:
     roles = ("worker", "server") if rejoin is None else ("worker",)
     if role not in roles:
         raise ValueError(f"unknown role {role!r}; valid ones are {', '.join(map(repr, roles))}")
+
+
+def raise_problem(problem: str) -> None:
+    """Raise ValueError if the arguments of a site that returns are not valid."""
+    if problem:
+        raise ValueError(problem)
 
 
 def gather_workers(transport: Transport, role: str, quorum: int, problem: str) -> list[int]:

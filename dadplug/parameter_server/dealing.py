@@ -225,7 +225,7 @@ def draw_order(loader: Any, seed: int, epoch: int) -> list[list[int]]:
     generators = {id(each): each for each in (getattr(sampler, "generator", None) for sampler in samplers)}
     number = int.from_bytes(hashlib.sha256(repr((seed, epoch)).encode()).digest()[:4], "little")
     for sampler in samplers:
-        if hasattr(sampler, "set_epoch"):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
     with ExitStack() as stack:
         stack.enter_context(seeded(number))

@@ -48,6 +48,7 @@ class Log:
 
     Attributes:
         left: by rank, the reason why a site has left, in the order in which they did.
+        losses: sites that have left and their reasons, of which the program has not been warned.
         outstanding: number of this site's contributions that are neither committed nor dropped.
         deals: answers of the dealer that have arrived.
         snapshot: state of another site, if this one returns and has got it.
@@ -67,6 +68,7 @@ class Log:
         returns: bool = False,
     ) -> None:
         self.left: dict[int, str] = {}
+        self.losses: list[tuple[int, str]] = []
         self.outstanding = 0
         self.deals: deque[Frame] = deque()
         self.snapshot: bytes | bytearray | None = None
@@ -244,6 +246,7 @@ class Log:
         elif frame.kind is Kind.LEFT:
             reason = frame.body.decode(errors="replace")
             self.left[frame.site] = reason
+            self.losses.append((frame.site, reason))
             if frame.site == self._sites.rank:
                 self._error = SiteError(f"the sequencer goes on without this site: {reason}")
 

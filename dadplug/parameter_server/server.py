@@ -18,7 +18,7 @@ from ..model_sync.replicated_model import ReplicatedModel
 from ..signature import takes_keywords_of
 from .averages import average_buffers, pack_buffers
 from .collector import GradientCollector
-from .connect import check_role, gather_workers, largest_message, open_log
+from .connect import check_role, gather_workers, largest_message, open_log, raise_problem
 from .contribution import ContributionCodec
 from .dealing import LogLink, SiteLoader, make_loader
 from .gradients import HeldGradients
@@ -84,6 +84,7 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         self._problem = ""  # of the arguments
         self._role = role
         self._rejoin = rejoin
+        self._workers: list[int] = []
         self._limit = largest_message(model)
         self._service: SequencerService | None = None
         try:
@@ -107,7 +108,6 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         self._held = HeldGradients()
         self._detached = False
         self._loader: SiteLoader | None = None  # the last one
-        self._reported: set[int] = set()  # sites of which a warning has been given that they have left
         add_announcer(self._announce)
         if self._joined is None:
             opened = open_log(self._transport, self.server_options, self._workers, self._limit, self.traffic)
@@ -119,8 +119,7 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         if self._rejoin is not None:
-            if self._problem:
-                raise ValueError(self._problem)
+            raise_problem(self._problem)
             returned = ReturnedTransport.open(self._rejoin, self.model, self._limit, self.server_options, self.traffic)
             self._log, self._address = returned.log, self._rejoin.rpartition("/")[0]
             return returned
@@ -316,11 +315,10 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
 
     def _warn_of_left(self, besides: str = "") -> None:
         """Warn of sites that have left since the last call, except those with a certain reason."""
-        self._reported &= self._log.left.keys()
-        for site, reason in list(self._log.left.items()):
-            if site not in self._reported and reason != besides:
-                self._reported.add(site)
-                warnings.warn(f"{self._transport.sites[site]} has left, and the others go on: {reason}", stacklevel=3)
+        for loss in [each for each in self._log.losses if each[1] != besides]:
+            self._log.losses.remove(loss)
+            site, reason = loss
+            warnings.warn(f"{self._transport.sites[site]} has left, and the others go on: {reason}", stacklevel=3)
 
     @property
     def present_sites(self) -> list[int]:

@@ -81,7 +81,7 @@ def shares_data(workers: int) -> None:
     assert loader.batch_size == 4
     own, orders = [], []
     for epoch in range(4):
-        used = train(server, loader, model, 0.004 * rank, 1 + (epoch == 1))
+        used = train(server, loader, model, 0.002 * rank, 1 + (epoch == 1))
         orders.append(server.gather_objects(used) if epoch == 2 else None)  # a phase has ended before the third epoch
         own += used
         if epoch in (1, 2, 3):
@@ -89,8 +89,6 @@ def shares_data(workers: int) -> None:
             assert server.first_difference() is None
     everything = server.gather_objects(own)
     assert sum(len(each) for each in everything) == len(log)
-    by_site = [len(each) for each in everything]
-    assert by_site[0] > by_site[2] > 0
     samples = sorted(index for each in everything for found in each for index in found)
     assert samples == sorted(list(range(SAMPLES)) * 4)
     third = sorted(index for each in orders[2] for found in each for index in found)
