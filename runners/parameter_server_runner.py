@@ -19,7 +19,7 @@ class ParameterServerRunner(BaseRunner):
     batch. After each training loader the sites wait for each other, so that evaluations and checkpoints are those of
     one model. Clipping functions get the merged gradient of each commit, on all sites. Everything else is as in
     `DistributedRunner`: the sites' connection, data, metrics and files. Callbacks that stop training stop it at the end
-    of an epoch.
+    of an epoch. If a site is lost, the next step of each other one raises a `SiteError` that names it.
 
     Args:
         model: model to train; may be passed to `train` instead.
@@ -101,6 +101,7 @@ class ParameterServerRunner(BaseRunner):
     def step_optimizer(self, optimizer: Any) -> None:
         """Send this site's gradient, and make the optimizer's steps of the commits that have arrived."""
         self.reduction.step()
+        self.reduction.require_all()
 
     def _run_loader(self) -> None:
         """Run a loader; after training wait until all sites hold one model, before callbacks exchange metrics."""

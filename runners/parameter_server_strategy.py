@@ -21,7 +21,8 @@ class ParameterServerStrategyBase(SiteStrategy):
     Each site sends its gradients and applies those of all sites in the order of one log; none waits for another one's
     batch. Before an evaluation, for a checkpoint and at the end of a fit the sites wait for each other, and hold one
     model then. Clipping and ``on_before_optimizer_step`` get the merged gradient of each commit, on all sites. Sites
-    may have different numbers of batches: a site with fewer skips some of the others' steps, at no cost. The module
+    may have different numbers of batches: a site with fewer skips some of the others' steps, at no cost. If a site is
+    lost, the next step of each other one raises a `SiteError` that names it. The module
     needs automatic optimization and one optimizer, and no loss scale (``precision="16-mixed"``).
 
     Within ``training_step`` a metric that is logged with ``sync_dist=True`` is this site's own; over an epoch it is
@@ -139,6 +140,7 @@ class ParameterServerStrategyBase(SiteStrategy):
         self._has_stepped = True
         with self._stepping():
             self.server.step()
+        self.server.require_all()
         if self._trainer.is_last_batch:  # before metrics of the epoch, which need all sites
             self._end_phase()
         return output

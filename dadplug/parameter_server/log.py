@@ -246,8 +246,9 @@ class Log:
         elif frame.kind is Kind.LEFT:
             reason = frame.body.decode(errors="replace")
             self.left[frame.site] = reason
-            self.losses.append((frame.site, reason))
-            if frame.site == self._sites.rank:
+            if frame.site != self._sites.rank:
+                self.losses.append((frame.site, reason))
+            else:
                 self._error = SiteError(f"the sequencer goes on without this site: {reason}")
 
     def _append(self, body: bytes | bytearray) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import warnings
 
@@ -164,6 +165,39 @@ def resumes(folder: str) -> None:
 
 def test_a_resumed_run_goes_on_along_the_same_curve(sites, tmp_path):
     sites(2).run(resumes, str(tmp_path))
+
+
+class Dies(pl.Callback):
+    """Kills site 1 in the middle of an epoch; site 0 waits until it knows of it."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 3 and trainer.global_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        deadline = time.monotonic() + 100
+        while batch_idx == 5 and trainer.strategy.server.present_sites == [0, 1]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def loses_a_site() -> int:
+    """Return the batches of site 0 up to the error."""
+    watch = Watch()
+    data = zoo.loader(200, shuffle=False)
+    settings = {"callbacks": [watch, Dies()], "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    with pytest.raises(dadplug.SiteError, match=r"site 1 .* is gone, and epochs of a trainer need all sites"):
+        fit("Plain", ParameterServerStrategy("dad", staleness=8), data, **settings)
+    return len(watch.losses)
+
+
+def test_a_lost_site_ends_training_at_the_next_step():
+    import support
+
+    with support.Sites(2) as group:
+        group.start(loses_a_site)
+        first, second = group.outcomes()
+    assert second.kind == "ended"
+    assert first.kind == "ok", first.value
+    assert first.value <= 5
 
 
 def names_and_errors() -> None:
