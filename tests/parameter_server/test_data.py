@@ -183,8 +183,8 @@ def test_batches_of_a_killed_site_are_dealt_again(tmp_path):
 
 def trains_on_its_own(weighting: str) -> None:
     rank = dist.get_rank()
-    counts = (12, 36, 24)
-    model, server = made(deal="own", weighting=weighting, staleness=4)
+    counts = (12, 60, 24)
+    model, server = made(deal="own", weighting=weighting, staleness=3)
     log = recorded(server)
     if weighting == "samples":
         with pytest.raises(ValueError, match="number of samples of this site is not known"):
@@ -200,7 +200,7 @@ def trains_on_its_own(weighting: str) -> None:
     assert logs[0] == logs[1] == logs[2]
     made_steps = [sum(entry.site == site for entry in log) for site in range(3)]
     assert made_steps[0] > 2 * 3  # it is fast, and has few: it has made further passes
-    shares = (1, 3, 2) if weighting == "samples" else (1, 1, 1)
+    shares = (1, 5, 2) if weighting == "samples" else (1, 1, 1)
     spent, total, left = [0.0] * 3, 0.0, [count // 4 for count in counts]
     for version, entries in enumerate(server.commits):
         samples = sum(entry.samples for entry in entries)
@@ -208,11 +208,11 @@ def trains_on_its_own(weighting: str) -> None:
         for entry in entries:
             spent[entry.site] += entry.samples * entry.scale / samples
             left[entry.site] -= 1
+        if max(left) <= 4:  # some may have finished, and earn no more; up to 4 contributions wait
+            break
         for site in {entry.site for entry in entries}:
             assert spent[site] == pytest.approx(total * shares[site] / sum(shares))
-        if max(left) <= 0:  # the first epoch may be over
-            break
-    assert max(left) <= 0
+    assert version > 8
     server.detach()
 
 
