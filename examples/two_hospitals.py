@@ -162,9 +162,12 @@ def report(lines: dict[str, list[dict]]) -> None:
     equal = len({lines[name][-1]["digest"] for name in SITES}) == 1
     print(f"The two models are {'equal, to the bit' if equal else 'DIFFERENT'}.")
     gaps = [after["time"] - before["time"] for before, after in pairwise(lines[STAYS])]
-    longest = max(range(len(gaps)), key=gaps.__getitem__)
-    print(f"A step takes {1e3 * statistics.median(gaps):.0f} ms (median).")
-    print(f"The longest pause of {STAYS} was {gaps[longest]:.2f} s, after step {lines[STAYS][longest]['step']}.")
+    print(f"A step takes {1e3 * statistics.median(gaps):.0f} ms (median), the longest {max(gaps):.2f} s.")
+    for number, (before, after) in enumerate(pairwise(len(line["present"]) for line in lines[STAYS])):
+        if after < before:
+            print(f"Pause of {STAYS} when {LOST} was lost: {gaps[number]:.2f} s.")
+        elif after > before:  # in the step before it takes part, it gets its state
+            print(f"Pause of {STAYS} when {LOST} returned: {max(gaps[max(0, number - 2) : number + 1]):.2f} s.")
 
 
 def stays(lines: list[dict], slot: int) -> list[list[dict]]:

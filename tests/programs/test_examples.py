@@ -117,6 +117,8 @@ def test_a_hospital_that_is_killed_returns_into_the_run(tmp_path):
     for line in ("lyon is killed", "hub: lyon has left: its connection was lost", "lyon is started again"):
         assert line in only.output
     assert "The two models are equal, to the bit." in only.output
+    for event in ("was lost", "returned"):
+        assert re.search(rf"Pause of berlin when lyon {event}: \d+\.\d\d s\.", only.output)
     rows = {row[0]: row for row in (line.split() for line in only.output.partition("took part")[2].splitlines()) if row}
     assert float(rows["berlin"][1]) > 0.8
     assert rows["berlin"][1:3] == rows["lyon"][1:3]
