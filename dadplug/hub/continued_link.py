@@ -88,7 +88,8 @@ class ContinuedLink(HubConnection):
     def _lose_place(self, reason: str, for_good: bool) -> None:
         """Take note that the hub has dropped this site, which may join again if the sites have agreed on that."""
         if for_good or not (self.rounds.elastic and self.rounds.rejoins):
-            self.fail(SiteError(f"{self.hub} has given this site up: {reason}"))
+            advice = "" if for_good else "; start its program again, and it joins the others"
+            self.fail(SiteError(f"{self.hub} has given this site up: {reason}{advice * self.rounds.elastic}"))
             return
         self.rounds.dropped = self.rounds.dropped or reason
         self._frames.held, self._frames.kept = True, None

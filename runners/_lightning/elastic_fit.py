@@ -117,6 +117,7 @@ class ElasticFit:
             "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": strategy.precision_plugin.state_dict(),
             "callbacks": self._callback_states(),
+            "module": self._module_state(),
             "metrics": {**trainer._logger_connector._callback_metrics},
         }
 
@@ -135,16 +136,37 @@ class ElasticFit:
     def _callback_states(self) -> dict[str, Any]:
         states = {}
         for callback in self._trainer.callbacks:
-            if state := callback.state_dict():
-                try:
-                    codec.encode(state)
-                except TypeError as error:
-                    if not self._started:
-                        raise
-                    warnings.warn(f"{callback.state_key} begins anew at a site that returns: {error}", stacklevel=2)
-                    continue
+            if state := self._sendable(callback.state_key, callback.state_dict()):
                 states[callback.state_key] = state
         return states
+
+    def _sendable(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state if it can be sent; with a warning an empty one if not.
+
+        Raises:
+            TypeError: if it cannot, and the fit begins.
+        """
+        try:
+            codec.encode(state)
+        except TypeError as error:
+            if not self._started:
+                raise
+            warnings.warn(f"{name} begins anew at a site that returns: {error}", stacklevel=2)
+            return {}
+        return state
+
+    def _module_state(self) -> dict[str, Any]:
+        """Return what the module adds to a checkpoint."""
+        checkpoint = self._checkpoint()
+        usual = set(checkpoint)
+        self._strategy.lightning_module.on_save_checkpoint(checkpoint)
+        added = {name: value for name, value in checkpoint.items() if name not in usual}
+        return self._sendable("what the module's on_save_checkpoint adds", added)
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """Return the parts of a checkpoint that a module may look at."""
+        trainer, module = self._trainer, self._strategy.lightning_module
+        return {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "state_dict": module.state_dict()}
 
     @property
     def _started(self) -> bool:
@@ -188,6 +210,8 @@ class ElasticFit:
             _set(count.total, state["counts"][name][0])
         trainer.fit_loop.epoch_loop._batches_that_stepped = state["stepped"]
         trainer._logger_connector._callback_metrics.update(state["metrics"])
+        if state["module"]:
+            strategy.lightning_module.on_load_checkpoint(self._checkpoint() | state["module"])
         trainer._checkpoint_connector._loaded_checkpoint = {}  # of ckpt_path, which is older
         run.callback(setattr, trainer, "num_sanity_val_steps", trainer.num_sanity_val_steps)
         trainer.num_sanity_val_steps = 0

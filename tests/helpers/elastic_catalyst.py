@@ -46,6 +46,10 @@ class Case:
             training can be compared to that in one process.
         stop: file that ends the training after the epoch, once it exists; empty for none.
         bar: whether to show a progress bar.
+        late: option of the runner.
+        late_at: step in which the process waits for the file `go`; -1: never.
+        go: the file.
+        site_timeout: option of the runner.
     """
 
     kit: str
@@ -59,6 +63,10 @@ class Case:
     returns: bool = False
     stop: str = ""
     bar: bool = False
+    late: str = "wait"
+    late_at: int = -1
+    go: str = ""
+    site_timeout: float = 10.0
 
     def start(self) -> list[str]:
         """Return the arguments of the interpreter that run it."""
@@ -89,6 +97,8 @@ class Steps(Callback):
     def on_batch_start(self, runner) -> None:
         if runner.is_train_loader and runner.reduction.step == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
+        while runner.is_train_loader and runner.reduction.step == self.case.late_at and not Path(self.case.go).exists():
+            time.sleep(0.01)
 
     def on_batch_end(self, runner) -> None:
         if not runner.is_train_loader:
@@ -148,7 +158,14 @@ def run(case: Case) -> None:
     optimizer, scheduler = torch.optim.Adam(model.parameters(), lr=0.01), None
     if case.returns:
         optimizer, scheduler = elastic_data.optimisation(model)
-    runner = DistributedRunner(mode=case.mode, min_sites=case.min_sites, split_data=False, timeout=200)
+    runner = DistributedRunner(
+        mode=case.mode,
+        min_sites=case.min_sites,
+        late=case.late,
+        site_timeout=case.site_timeout,
+        split_data=False,
+        timeout=200,
+    )
     loaders = {
         "train": DataLoader(train_data(slot), batch_size=BATCH, shuffle=True),
         "valid": DataLoader(valid_data(slot), batch_size=BATCH),

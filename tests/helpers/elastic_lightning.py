@@ -43,6 +43,10 @@ class Case:
         stop: file that ends the training once it exists at the first site; empty for none.
         accumulate: number of batches of a step.
         bar: whether to show a progress bar.
+        late: option of the strategy.
+        late_at: step in which the process waits for the file `go`; -1: never.
+        go: the file.
+        site_timeout: option of the strategy.
     """
 
     kit: str
@@ -56,6 +60,10 @@ class Case:
     stop: str = ""
     accumulate: int = 1
     bar: bool = False
+    late: str = "wait"
+    late_at: int = -1
+    go: str = ""
+    site_timeout: float = 10.0
 
     def start(self) -> list[str]:
         """Return the arguments of the interpreter that run it."""
@@ -66,6 +74,7 @@ class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = net()
+        self.loaded = -1  # step of the state that `on_load_checkpoint` was given
         self.accuracy = MulticlassAccuracy(3, average="micro")
         self.mean = MeanMetric().set_dtype(torch.float64)
 
@@ -82,6 +91,12 @@ class Module(pl.LightningModule):
         self.log("accuracy", self.accuracy)
         self.log("metric_loss", self.mean)
         self.log("loss", loss, sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["of_module"] = {"step": checkpoint["global_step"]}
+
+    def on_load_checkpoint(self, checkpoint):
+        self.loaded = checkpoint["of_module"]["step"]
 
     def configure_optimizers(self):
         optimizer, scheduler = optimisation(self)
@@ -105,6 +120,8 @@ class Record(pl.Callback):
         self.first = float(batch[0][0, 0])
         if self.case.where == "step" and trainer.global_step == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
+        while trainer.global_step == self.case.late_at and not Path(self.case.go).exists():
+            time.sleep(0.01)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         step = trainer.global_step
@@ -113,6 +130,7 @@ class Record(pl.Callback):
         line |= {"present": trainer.strategy.reduction.present_sites, "digest": digest(module.net)}
         line |= {"weights": [float(each.detach().sum()) for each in module.net.parameters()]}
         line |= {"zero": trainer.is_global_zero, "sites": trainer.progress_bar_metrics["sites"]}
+        line |= {"loaded": module.loaded}
         line |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "reduced": trainer.strategy.reduction.step}
         self.file.write(json.dumps(line) + "\n")
         if self.case.stop and trainer.strategy.broadcast(Path(self.case.stop).exists()):
@@ -149,7 +167,9 @@ def run(case: Case) -> None:
     if case.where == "validation":
         die_in_round(case, record)
     trainer = pl.Trainer(
-        strategy=dadplug.DADStrategy(case.mode, min_sites=case.min_sites, timeout=200),
+        strategy=dadplug.DADStrategy(
+            case.mode, min_sites=case.min_sites, late=case.late, site_timeout=case.site_timeout, timeout=200
+        ),
         accelerator="cpu",
         devices=1,
         max_epochs=case.epochs,

@@ -100,6 +100,9 @@ def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path):
     for line in run.steps("c").values():  # the position in its data, too
         (inputs, _), _ = batch_of(2, line["batch"], length)
         assert line["first"] == float(inputs[0, 0])
+    returned = [number for number, line in run.steps("c").items() if line["loaded"] >= 0]
+    assert run.steps("c")[returned[0]]["loaded"] == returned[0] - 1  # what the module adds to a checkpoint
+    assert returned[0] > LEAVES
     model = net()
     model.load_state_dict(torch.load(tmp_path / "c" / "model.pth", weights_only=True))
     loss, accuracy = scores(model, [0, 1, 2])
