@@ -79,7 +79,8 @@ def idles(
         run = Run(folder, hub, **(settings | {"min_sites": None, "steps": steps}))
         for slot, name in enumerate(names):
             idle = [step for step in range(steps) if slot not in present[step]]
-            run.start(name, idle=idle, cold=[step + 1 for step in idle if resets and step + 1 not in idle])
+            cold = [step + 1 for step in idle if resets and step + 1 not in idle]
+            run.start(name, idle=idle, cold=cold, aside=[] if resets else idle)
         for name in names:
             run.end(name)
         return run.lines("a")

@@ -42,6 +42,7 @@ class Case:
             before that of its second round, "donates" when it is asked for its state, "joins" when it has received one;
             "raise" for an error before the forward pass.
         idle: steps in which the site calls `idle`.
+        aside: steps in which the compressor is put aside, so that an idle site sends nothing of its error memory.
         cold: steps before which the compressor is reset.
         pause: seconds between steps.
         talks: whether sites exchange objects between backward and the end of each step; they try to use what needs all
@@ -55,6 +56,7 @@ class Case:
         other: log of the other site.
         catches_up: whether the site calls `idle` in the steps that the others have ended already.
         bucket_mb: option of the reduction.
+        wire: option of the reduction.
         link: costs of the link that mode "auto" is to plan by, in place of measured ones.
     """
 
@@ -67,6 +69,7 @@ class Case:
     leave: int = -1
     how: str = "before"
     idle: list[int] = field(default_factory=list)
+    aside: list[int] = field(default_factory=list)
     cold: list[int] = field(default_factory=list)
     pause: float = 0.0
     talks: bool = False
@@ -77,6 +80,7 @@ class Case:
     other: str = ""
     catches_up: bool = False
     bucket_mb: float | None = None
+    wire: str = "fp32"
     link: list[float] = field(default_factory=list)
 
     def start(self) -> list[str]:
@@ -213,6 +217,7 @@ def train(case: Case) -> None:
         min_sites=case.min_sites,
         late=case.late,
         bucket_mb=case.bucket_mb,
+        wire=case.wire,
         site_timeout=case.site_timeout,
         state={"optimizer": optimizer},
         timeout=200,
@@ -240,7 +245,12 @@ def train(case: Case) -> None:
                 die(case.how)
             if case.talks:  # ends a round in which payloads have been sent
                 assert reduction.gather_objects(rank)[rank] == rank
+            kept = reduction.state_dict() if step in case.aside else {}
+            if kept:
+                reduction.load_state_dict(cold | {"step": step})
             reduction.idle() if idle else reduction.synchronize()
+            if kept:
+                reduction.load_state_dict(kept | {"step": reduction.step})
             optimizer.step()
             values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
             step = reduction.step - 1  # that of the others, where this site has joined again

@@ -34,7 +34,7 @@ def trains_with_a_late_site(folder: Path, returns: bool, **case: object) -> tupl
     """
     folder.mkdir()
     with running_hub(folder / "kits", ("a", "b", "c")) as hub:
-        settings = {name: case.pop(name) for name in ("mode", "bucket_mb", "link") if name in case}
+        settings = {name: case.pop(name) for name in ("mode", "bucket_mb", "link", "wire") if name in case}
         run = Run(folder, hub, stop=str(folder / "stop"), late="skip", pause=0.01, **settings)
         for name in "ab":
             run.start(name)
@@ -56,6 +56,8 @@ def trains_with_a_late_site(folder: Path, returns: bool, **case: object) -> tupl
         ("dad", {"late_steps": [LATE], "late_in": "backward", "bucket_mb": 1e-4}),
         ("rankdad", {"late_steps": [LATE, LATE + 1], "late_in": "backward", "bucket_mb": 1e-4}),
         ("auto", {"late_steps": [LATE], "late_in": "backward", "link": [1e-4, 1e-8, 2e-8, 1e-11]}),
+        ("topk", {"late_steps": [LATE], "late_in": "backward"}),  # with memories of errors, which the late site keeps
+        ("dsgd", {"late_steps": [LATE], "late_in": "backward", "wire": "int8"}),
     ],
 )
 def test_a_late_site_misses_steps_as_if_it_were_idle(tmp_path, mode, case):
@@ -68,7 +70,7 @@ def test_a_late_site_misses_steps_as_if_it_were_idle(tmp_path, mode, case):
         assert [line["digest"] for line in lines.values()] == [line["digest"] for line in first.values()]
     absent = [step for step in present if 2 not in present[step]]
     assert missed(log, "c") == {*absent}
-    settings = {name: case[name] for name in ("bucket_mb", "link") if name in case}
+    settings = {name: case[name] for name in ("bucket_mb", "link", "wire") if name in case}
     reference = idles(tmp_path / "idle", "abc", present, resets=False, mode=mode, **settings)
     assert [line["digest"] for line in reference.values()] == [line["digest"] for line in first.values()]
 

@@ -13,7 +13,10 @@ from running_hub import running_hub
 from sealed_sites import SENTINEL, SITES, flip, make_kits, opened, packed, sealed_hub, sealed_links
 
 from dadplug.errors import SealingError, SiteError
+from dadplug.exchange import Traffic
+from dadplug.exchange.requirements import Requirements
 from dadplug.hub import provision
+from dadplug.hub.elastic import ElasticTransport
 from dadplug.hub.frames import Frame, Kind
 from dadplug.hub.link_sealing import AGREEMENT
 from dadplug.hub.relay import Relay
@@ -123,6 +126,16 @@ def test_messages_may_come_before_they_are_expected(tmp_path):
         buffer = bytearray(100000)
         second.wait([second.expect(0, 2, memoryview(buffer))], TIMEOUT)
         assert buffer == contents[0]
+
+
+def test_sites_that_may_leave_are_refused_before_anything_is_sent(tmp_path):
+    with sealed_links(tmp_path, ("a", "b")) as links:
+        sent = [link._frames.bytes_sent for link in links]
+        for link in links:
+            with pytest.raises(ValueError, match="min_sites does not go with sealed messages"):
+                ElasticTransport(link, Traffic(), TIMEOUT, Requirements(1, 10_000))
+        assert [link._frames.bytes_sent for link in links] == sent
+        together(lambda rank: gather(links[rank], bytes([rank]), 1, 3), 2)  # all sites have to stay: that works
 
 
 class Attack:
