@@ -15,7 +15,44 @@ from typing import Any
 
 _READ_BYTES = 144 << 10  # received by one system call, at most: more than a full frame
 _RECORD_CONTENT = 1 << 14  # bytes of a full record's content
-_RECORD_BYTES = 22  # of a TLS 1.3 record beside its content: head, type of content, and tag
+_HEAD_BYTES = 5  # of a record's head, which ends with the length of the rest
+_ENCRYPTION_BYTES = 17  # of the rest beside the content: its type, and the tag
+
+
+class _Records:
+    """Boundaries of the records in a stream of TLS, which are not encrypted.
+
+    Attributes:
+        missing: bytes of the last record that have not arrived.
+        content: bytes of that record's content.
+        head: beginning of a record of which less than its head has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.missing = self.content = 0
+        self.head = b""
+
+    def count(self, arrived: memoryview) -> None:
+        """Take note of bytes that have arrived."""
+        if self.head:
+            arrived, self.head = memoryview(self.head + arrived), b""
+        start, end = self.missing, len(arrived)
+        while start < end:
+            if end - start < _HEAD_BYTES:
+                self.head = bytes(arrived[start:])
+                start = end
+                break
+            length = arrived[start + 3] << 8 | arrived[start + 4]
+            self.content = length - _ENCRYPTION_BYTES
+            start += _HEAD_BYTES + length
+        self.missing = start - end
+
+    def bytes_for(self, nbytes: int) -> int:
+        """Return how many bytes have to arrive, at least, until a number of bytes can be received, 1 for any."""
+        left = nbytes - self.content if self.missing else nbytes
+        if left <= 0 or nbytes == 1:
+            return max(1, self.missing)
+        return self.missing - len(self.head) + left + -(-left // _RECORD_CONTENT) * (_HEAD_BYTES + _ENCRYPTION_BYTES)
 
 
 class SecureSocket:
@@ -45,7 +82,7 @@ class SecureSocket:
         self._blocks = connection.gettimeout() != 0
         self._drained = False  # whether the last read has taken all that had arrived
         self._ended = False  # whether the other end has closed the connection
-        self._held = 0  # bytes of records that are incomplete; only right where nothing can be decrypted
+        self._records = _Records()
         self._divided = False  # whether the last read may have left a part of a decrypted record
         self._mark = 1  # low-water mark of the socket
 
@@ -81,7 +118,6 @@ class SecureSocket:
                 raise
             if not self.flush():
                 raise ssl.SSLWantWriteError
-            self._held = self._incoming.pending
             return
 
     # What is sent
@@ -154,7 +190,6 @@ class SecureSocket:
             if not count:  # a closing alert
                 self._ended = True
                 break
-            self._held -= count if pending else count + _RECORD_BYTES
             filled, pending = filled + count, 0  # a read ends with its record, if it has room for it
             self._divided = filled == size
         return filled
@@ -181,14 +216,20 @@ class SecureSocket:
             count = self._socket.recv_into(self._buffer)
         except BlockingIOError:
             return False
-        self._held += count
         if count:
-            self._incoming.write(self._buffer[:count])
+            arrived = self._buffer[:count]
+            self._records.count(arrived)
+            self._incoming.write(arrived)
         else:
             self._ended = True
             self._incoming.write_eof()
         self._drained = not self._blocks and 0 < count < _READ_BYTES
         return True
+
+    @property
+    def partial(self) -> bool:
+        """Whether the beginning of a record has arrived, which cannot be decrypted before its end."""
+        return bool(self._records.missing or self._records.head)
 
     def expect(self, nbytes: int) -> None:
         """Let the socket become readable when so many bytes can be received, or the connection ends.
@@ -201,9 +242,7 @@ class SecureSocket:
         """
         if sys.platform != "linux":
             return
-        # What OpenSSL holds of an incomplete record does not arrive again.
-        records = -(-nbytes // _RECORD_CONTENT)
-        mark = max(1, nbytes + records * _RECORD_BYTES - self._held) if nbytes > 1 else 1
+        mark = self._records.bytes_for(nbytes)
         if mark != self._mark:
             self._mark = mark
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)

@@ -175,7 +175,7 @@ class Session:
     @property
     def partial(self) -> bool:
         """Whether the beginning of a frame has arrived."""
-        return self.stream is not None and self._receiver.missing > 0
+        return self.stream is not None and (self._receiver.missing > 0 or self.stream.connection.partial)
 
     def record(self, head: Head, now: float) -> None:
         """Take note of a frame of a step, for `progress`.
