@@ -12,7 +12,8 @@ from .missed_steps import LIMIT, MissedSteps
 from .open_round import OpenRound
 from .sites import Phase
 
-SHORT_GRACE = 0.3  # seconds for which a site may dial again where others wait for it
+SHORT_GRACE = 0.2  # seconds for which a site may dial again where others wait for it
+_HANDSHAKE = 2  # times as long where a connection is in its handshake, which may be that of the site
 
 
 class ElasticRun:
@@ -107,13 +108,14 @@ class ElasticRun:
                 raise FrameError(f"it ends a round of an unknown kind, number {head.exchange}") from error
         return bool(head.exchange & IDLE)
 
-    def grace(self, seconds: float) -> float:
+    def grace(self, seconds: float, dials: bool) -> float:
         """Return for how long a lost connection is awaited: shortly, where others wait for it.
 
         Args:
             seconds: the time where all sites must stay.
+            dials: whether a connection is in its handshake.
         """
-        return min(seconds, SHORT_GRACE) if self.elastic else seconds
+        return min(seconds, SHORT_GRACE * (_HANDSHAKE if dials else 1)) if self.elastic else seconds
 
     def take(self, action: Action) -> None:
         """Take an action of the membership."""

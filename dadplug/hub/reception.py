@@ -66,6 +66,11 @@ class Reception:
         self._kit = kit
 
     @property
+    def dials(self) -> bool:
+        """Whether a connection is in its handshake, and has sent something."""
+        return any(not each.silent for each in self._pending)
+
+    @property
     def busy(self) -> bool:
         """Whether connections are being ended."""
         return bool(self._closing)

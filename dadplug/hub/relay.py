@@ -166,13 +166,13 @@ class Relay(SessionTable):
         else:
             self._end(session, reason)
 
-    def tick(self, now: float) -> None:
-        """Let time pass."""
+    def tick(self, now: float, dials: bool = False) -> None:
+        """Let time pass, while a connection is in its handshake (`dials`) or none is."""
         for session in list(self.sessions.values()):
             training = session.channel == "training" and not session.waits
             if session.stream is None:
                 since, reason = session.lost
-                grace = self.run.grace(self._grace)
+                grace = self.run.grace(self._grace, dials)
                 if now >= since + grace:
                     text = f"its connection was lost ({reason}), and it has not dialled again within {grace:g} s"
                     self._lose(session, text, now)

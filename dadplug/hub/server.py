@@ -253,7 +253,7 @@ class Hub:
 
     def _tick(self, now: float) -> None:
         if self._stopped is None:
-            self.relay.tick(now)
+            self.relay.tick(now, self.reception.dials)
         self.reception.tick(now)
         for session in [each for each, deadline in self._leaving.items() if now >= deadline]:
             self._lose(session, "it has not read its last frames", now)

@@ -49,3 +49,17 @@ def test_a_site_of_another_version_cannot_join():
     reason = "this site has dadplug 1.1, and b, which trains already, 1.0: all sites need the same version"
     assert answer == Refuse("a", reason, False)
     assert isinstance(relay.greet("a", Hello(VERSION, 9, FRESH, "training", release="1.0"), 0, 2.0)[1], Welcome)
+
+
+def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake():
+    relay = relay_of("a", "b")
+    relay.run.require(Requirements(1, 4000), relay.membership)
+    relay.sessions["training", 1].detach("cut", 1.0)
+    relay.tick(1.19)
+    relay.tick(1.3, dials=True)
+    assert ("training", 1) in relay.sessions
+    relay.tick(1.41, dials=True)
+    assert ("training", 1) not in relay.sessions
+    relay.sessions["training", 0].detach("cut", 2.0)
+    relay.tick(2.21)
+    assert ("training", 0) not in relay.sessions
