@@ -265,6 +265,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50, help="number of departures, stops included")
     parser.add_argument("--stops", type=int, default=2, help="departures in which the process is suspended")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--site-timeout", type=float, default=5.0, help="seconds until a suspended site is given up")
     parser.add_argument("--pace", type=float, default=0.05, help="seconds between steps of a run with kills")
@@ -283,7 +284,7 @@ def main() -> int:
         folder = Path(arguments.out or stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         save_data(arguments, folder / "data")
-        for seed in range(arguments.seeds):
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
             for kills, found in outcomes.items():
                 place = folder / f"{seed}-{kills}"
                 place.mkdir()

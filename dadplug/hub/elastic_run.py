@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..exchange.requirements import Requirements
-from .actions import IDLE, Action, Close, Drop, Join, Round, Rules
+from .actions import IDLE, Accept, Action, Close, Drop, Join, Round, Rules
 from .frames import FrameError, Head
 from .membership import Membership
 from .missed_steps import LIMIT, MissedSteps
@@ -13,6 +13,7 @@ from .open_round import OpenRound
 from .sites import Phase
 
 SHORT_GRACE = 0.2  # seconds for which a site may dial again where others wait for it
+_ABSENT = "it was absent when this site joined"
 _HANDSHAKE = 2  # times as long where a connection is in its handshake, which may be that of the site
 
 
@@ -126,6 +127,14 @@ class ElasticRun:
             self.joined[action.slot] = action
         elif isinstance(action, Drop):
             self.joined.pop(action.slot, None)
+
+    def earlier(self, accept: Accept, world_size: int, membership: Membership) -> list[Action]:
+        """Return the announcements that a site which joins has missed: who is absent, and who joins as well."""
+        if not accept.needs_state:
+            return []
+        others = set(range(world_size)) - {accept.slot, *membership.participants}
+        gone: list[Action] = [Drop(slot, membership.open_step, _ABSENT) for slot in sorted(others)]
+        return [*gone, *self.joined.values()]
 
     def begin_round(self) -> None:
         """Begin a round."""

@@ -330,8 +330,7 @@ class Relay(SessionTable):
         for action in actions:
             self.run.take(action)
             if isinstance(action, Accept):
-                earlier = self.run.joined.values() if action.needs_state else ()
-                for message in (action, *earlier):
+                for message in (action, *self.run.earlier(action, len(self.names), self.membership)):
                     self.sessions["training", action.slot].send(pack_control(message, 0))
                 continue
             if isinstance(action, Replay):  # no others are kept

@@ -47,8 +47,7 @@ class Case:
         stop: file that ends the training after the epoch, once it exists; empty for none.
         bar: whether to show a progress bar.
         late: option of the runner.
-        late_at: step in which the process waits for the file `go`; -1: never.
-        go: the file.
+        hold: file that makes the process wait at its next step, while it exists.
         site_timeout: option of the runner.
     """
 
@@ -64,8 +63,7 @@ class Case:
     stop: str = ""
     bar: bool = False
     late: str = "wait"
-    late_at: int = -1
-    go: str = ""
+    hold: str = ""
     site_timeout: float = 10.0
 
     def start(self) -> list[str]:
@@ -97,7 +95,7 @@ class Steps(Callback):
     def on_batch_start(self, runner) -> None:
         if runner.is_train_loader and runner.reduction.step == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
-        while runner.is_train_loader and runner.reduction.step == self.case.late_at and not Path(self.case.go).exists():
+        while runner.is_train_loader and self.case.hold and Path(self.case.hold).exists():
             time.sleep(0.01)
 
     def on_batch_end(self, runner) -> None:

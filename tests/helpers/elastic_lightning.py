@@ -44,8 +44,7 @@ class Case:
         accumulate: number of batches of a step.
         bar: whether to show a progress bar.
         late: option of the strategy.
-        late_at: step in which the process waits for the file `go`; -1: never.
-        go: the file.
+        hold: file that makes the process wait at its next step, while it exists.
         site_timeout: option of the strategy.
     """
 
@@ -61,8 +60,7 @@ class Case:
     accumulate: int = 1
     bar: bool = False
     late: str = "wait"
-    late_at: int = -1
-    go: str = ""
+    hold: str = ""
     site_timeout: float = 10.0
 
     def start(self) -> list[str]:
@@ -120,7 +118,7 @@ class Record(pl.Callback):
         self.first = float(batch[0][0, 0])
         if self.case.where == "step" and trainer.global_step == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
-        while trainer.global_step == self.case.late_at and not Path(self.case.go).exists():
+        while self.case.hold and Path(self.case.hold).exists():
             time.sleep(0.01)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:

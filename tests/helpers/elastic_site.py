@@ -47,6 +47,7 @@ class Case:
         pause: seconds between steps.
         talks: whether sites exchange objects between backward and the end of each step; they try to use what needs all
             sites before.
+        meets: whether sites exchange objects after the last step.
         stop: file that contains the least number of steps, once it exists; empty for none.
         late: option of the reduction.
         late_steps: steps in which the site waits until another one is ahead, if they are late ones; all after them if
@@ -73,6 +74,7 @@ class Case:
     cold: list[int] = field(default_factory=list)
     pause: float = 0.0
     talks: bool = False
+    meets: bool = False
     stop: str = ""
     late: str = "wait"
     late_steps: list[int] = field(default_factory=list)
@@ -258,6 +260,9 @@ def train(case: Case) -> None:
             line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
             log.write(json.dumps(line) + "\n")
             time.sleep(case.pause)
+        if case.meets:
+            found = reduction.gather_objects(rank)
+            assert found == [each if each in reduction.present_sites else None for each in range(len(found))]
 
 
 if __name__ == "__main__":

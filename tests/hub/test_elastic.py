@@ -63,6 +63,23 @@ def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, n
     }
 
 
+def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = Run(tmp_path, hub, stop=str(tmp_path / "stop"), meets=True, pause=0.01)
+        run.start("a")
+        run.start("b", leave=3)
+        run.start("c", leave=5)
+        for name in "bc":
+            run.end(name, -9)
+            hub.await_line(f"{name} has left", ENDED)
+        run.start("b")  # c has been away for longer
+        hub.await_line("b joins", ENDED)
+        stops(tmp_path, max(run.lines("a")) + 20)
+        for name in "ab":
+            run.end(name)
+        assert run.lines("a")[max(run.lines("a"))]["present"] == [0, 1]
+
+
 def goes_by_way_of(relay: CuttingRelay, kit: Path) -> None:
     """Let a site dial a relay in place of the hub."""
     roster = json.loads((kit / "roster.json").read_text())

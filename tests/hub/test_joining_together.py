@@ -26,6 +26,7 @@ def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tm
         a.send(Kind.END, step=2, exchange=Round.FIRST)
         last = Position(hub.hub.relay.membership.life, 1)
         assert [b.action(Accept).position, b.action(Accept).position] == [None, last]
+        assert b.action(Drop).slot == 2  # it has been away for longer
         assert b.action(Join).slot == 1
         c.control(requirements)  # while b has not got its state
         c.action(Accept)

@@ -16,7 +16,7 @@ from running_hub import free_port, until
 
 HELPERS = Path(mortal_hub.__file__).parent
 ENDED = 200.0  # seconds for a process, on a busy machine
-LATE = 16  # step
+KNOWN = 8  # steps after which the hub knows how long one takes
 TRAINERS = {
     "lightning": ("pytorch_lightning", "elastic_lightning.py", {}),
     "catalyst": ("catalyst", "elastic_catalyst.py", {"returns": True}),
@@ -73,15 +73,18 @@ def test_a_trainer_goes_on_after_each_interruption(tmp_path, trainer):
     support.need(TRAINERS[trainer][0])
     sites = Sites(tmp_path, trainer)
     sites.start("a")
-    sites.start("b", late_at=LATE, go=str(tmp_path / "go"))
+    sites.start("b", hold=str(tmp_path / "hold"))
     sites.await_step("a", 4)
     sites.hub.kill()
     sites.hub.wait(ENDED)
     sites.start_hub()
+    sites.await_line("the run of before the restart goes on")
+    sites.await_step("a", max(sites.lines("a")) + KNOWN)
+    (tmp_path / "hold").touch()
     sites.await_line("b is late: training goes on without it")
-    (tmp_path / "go").touch()
+    (tmp_path / "hold").unlink()
     sites.await_line("b takes part again")
-    sites.await_step("b", LATE + 4)
+    sites.await_step("b", max(sites.lines("b")) + 4)
     sites.processes["b"].send_signal(signal.SIGSTOP)
     sites.await_line("b has left: silent for 3 s")
     sites.processes["b"].send_signal(signal.SIGCONT)
