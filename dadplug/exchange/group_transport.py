@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,12 +34,16 @@ class GroupTransport(Transport):
         timeout: seconds after which a silent site counts as lost.
     """
 
+    used = False
+
     def __init__(
         self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, device: torch.device, timeout: float
     ) -> None:
         self._group: dist.ProcessGroup | None = group
         self._sockets: PeerSockets | None = None
         self._sockets_tried = False
+        self._process = os.getpid()
+        GroupTransport.used = True
         self._tags = 0
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
         buffers = torch.device("cpu") if self._peer_to_peer else device
@@ -45,6 +51,8 @@ class GroupTransport(Transport):
         sites.watch(self)
 
     def close(self) -> None:
+        if self._process != os.getpid():
+            return  # the threads of the process group do not exist in a forked child: destroying it would wait for them
         if self._sockets is not None:
             self._sockets.close()
         group, self._group = self._group, None
@@ -218,3 +226,16 @@ class CollectiveGather(Gather):
             self._work = None
         width = self._padded.numel()
         return [self._gathered[rank * width : rank * width + size] for rank, size in enumerate(self._sizes)]
+
+
+def _freeze_in_child() -> None:
+    """Collect no garbage from before the fork in a child, such as a loader's worker.
+
+    It may hold process groups, whose destructors wait for threads that do not exist in the child, or crash.
+    """
+    if GroupTransport.used:
+        gc.freeze()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_freeze_in_child)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import socket
 import time
 
@@ -203,6 +205,45 @@ except dadplug.SiteError as error:
     finished = support.run_programs(support.site_scripts(code, tmp_path, 2), timeout=200)
     assert "site 1 (" in finished[0].output  # gloo of older releases prints lines of its own before
     assert "is gone" in finished[0].output  # otherwise it has not answered for 40 s
+
+
+def child_status(garbage: str) -> int:
+    """The exit status of a forked child that collects garbage, -1 if it does not end."""
+    meeting = transport()
+    gc.collect()
+    gc.disable()
+    loop = [meeting]
+    loop.append(loop)  # found by the collector only
+    if garbage == "transport":
+        del meeting, loop
+    elif garbage == "group":  # closed already, and still held
+        loop[0] = meeting.group
+        meeting.close()
+        del meeting, loop
+    child = os.fork()
+    if child == 0:
+        if garbage == "closed":
+            meeting.close()
+        gc.collect()
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return -1
+    gc.enable()
+    gc.collect()
+    dist.barrier()
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def test_a_forked_child_leaves_process_groups_alone(sites):
+    """Destructors of process groups wait for threads, which a child such as a loader's worker does not have."""
+    two = sites(2)
+    for garbage in ("transport", "group", "closed"):
+        assert two.run(child_status, garbage) == [0, 0], garbage
 
 
 def sums(dtype_name: str, sizes: tuple[int, ...]) -> tuple[bool, list[float]]:
