@@ -43,6 +43,7 @@ class GroupTransport(Transport):
         self._sockets: PeerSockets | None = None
         self._sockets_tried = False
         self._process = os.getpid()
+        self._last: dist.Work | None = None
         GroupTransport.used = True
         self._tags = 0
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
@@ -125,6 +126,9 @@ class GroupTransport(Transport):
                 work.wait()
         except RuntimeError as error:
             raise self.lost(error, peer) from error
+        # Gloo's thread lets go of the work later than this one. Were it the last, it would free tensors of Python with a
+        # lock of the interpreter, which a loader's worker that is forked meanwhile would find locked for ever.
+        self._last = work
 
     def prefers_gather(self, nbytes: int) -> bool:
         # Two sites send no more that way, and a gather has one latency where an all-reduce has 2 (S - 1).
