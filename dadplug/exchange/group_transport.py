@@ -126,8 +126,8 @@ class GroupTransport(Transport):
                 work.wait()
         except RuntimeError as error:
             raise self.lost(error, peer) from error
-        # Gloo's thread lets go of the work later than this one. Were it the last, it would free tensors of Python with a
-        # lock of the interpreter, which a loader's worker that is forked meanwhile would find locked for ever.
+        # Gloo's thread releases the work later than this one. If it were the last to do so, it would free tensors of
+        # Python, which takes a lock of the interpreter: a loader's worker forked meanwhile would find it locked for ever.
         self._last = work
 
     def prefers_gather(self, nbytes: int) -> bool:
