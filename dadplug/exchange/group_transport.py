@@ -127,7 +127,7 @@ class GroupTransport(Transport):
         except RuntimeError as error:
             raise self.lost(error, peer) from error
         # Gloo's thread releases the work later than this one. If it were the last to do so, it would free tensors of
-        # Python, which takes a lock of the interpreter: a loader's worker forked meanwhile would find it locked for ever.
+        # Python and take a lock of the interpreter: a loader's worker forked meanwhile would find it locked for ever.
         self._last = work
 
     def prefers_gather(self, nbytes: int) -> bool:
