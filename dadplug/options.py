@@ -18,6 +18,7 @@ from .methods import METHODS, method_names
 WEIGHTINGS = ("samples", "uniform")
 WIRES = tuple(FORMATS)
 DENSES = ("allreduce", "lowrank")
+MERGES = ("all", "owner", "auto")
 
 Check = Callable[[str, Any], None]
 """Function of an option's name and value that raises ValueError if the value is not valid."""
@@ -112,6 +113,11 @@ class Options:
     )
     wire: str = _option("fp32", "number format on the network; fp32 stands for the parameters' own", choices=WIRES)
     dense: str = _option("allreduce", "rankdad: treatment of weights that have no factors", choices=DENSES)
+    merge: str = _option(
+        "all",
+        "rankdad: who adds up the sites' factors: all sites, the owner of each layer, or by predicted time",
+        choices=MERGES,
+    )
     share_inputs: bool = _option(True, "False: layers fed by raw data are all-reduced, so that it stays on its site")
     sync_batchnorm: bool = _option(False, "normalise by the statistics of all sites' rows")
     average_buffers: bool = _option(True, "average running statistics over sites before evaluation and checkpoints")
@@ -162,6 +168,7 @@ class Options:
             elif not isinstance(value, bool):
                 raise ValueError(f"{option.name} must be True or False, got {value!r}")
 
+        self._check_merge()
         if self.min_sites is not None:
             self._check_min_sites()
         elif self.late != "wait":
@@ -185,6 +192,17 @@ class Options:
                 f"{trainer} needs all sites until the end: leave min_sites out. Sites may leave and return in loops of "
                 "your own, and with DADStrategy and DistributedRunner"
             )
+
+    def _check_merge(self) -> None:
+        """Refuse an owner for factors that are not merged, or that sites may leave."""
+        if self.merge == "all":
+            return
+        if self.mode != "rankdad":
+            raise ValueError(f"merge={self.merge!r} is an option of mode='rankdad', got mode={self.mode!r}")
+        if self.merge == "owner" and self.min_sites is not None:
+            raise ValueError("merge='owner' needs all sites in every step: leave min_sites out")
+        if self.merge == "owner" and self.hierarchy is not None:
+            raise ValueError("merge='owner' does not work with hierarchy, which merges the gradients of a node")
 
     def _check_min_sites(self) -> None:
         """Refuse what does not go on without a site."""

@@ -47,7 +47,7 @@ class Slot:
 
     def sizes(self, rows: int) -> tuple[int, int, int]:
         """Return the number of elements of the three parts (left, right, bias) for this many rows."""
-        return _aligned(rows * self.out), _aligned(rows * self.width), _aligned(self.bias)
+        return aligned(rows * self.out), aligned(rows * self.width), aligned(self.bias)
 
     def learn(self, rows: Sequence[int]) -> bool:
         """Update the capacities.
@@ -121,7 +121,8 @@ class Slot:
         return FactorPayload(decode(share.left), decode(share.right), None if bias is None else decode(bias[None])[0])
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return a number of elements, rounded up to that of whole cache lines."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -156,7 +157,7 @@ class FactorBucket:
         self._transport = transport
         self._dtype = dtype
         self._wire = wire
-        self._head = _aligned(-(-4 * (1 + len(self.slots)) // wire.itemsize))
+        self._head = aligned(-(-4 * (1 + len(self.slots)) // wire.itemsize))
         self._rows = [0] * len(self.slots)
         self._late: dict[int, FactorPayload] = {}
         self.extra_rows = [0] * len(self.slots)

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .all_to_all import PointToPointAllToAll, SocketAllToAll
 from .objects import MAX_BYTES, gather_objects
 from .sites import Sites
 from .socket_setup import connect_sockets
 from .socket_transport import PeerSockets, SocketGather
 from .traffic import Traffic
-from .transport import Gather, Reduction, Transport
+from .transport import AllToAll, Gather, Reduction, Transport
 
 _FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
@@ -47,6 +48,7 @@ class GroupTransport(Transport):
         GroupTransport.used = True
         self._tags = 0
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
+        self.has_all_to_all = self._peer_to_peer
         buffers = torch.device("cpu") if self._peer_to_peer else device
         super().__init__(sites, traffic, dist.get_rank(group), buffers, timeout)
         sites.watch(self)
@@ -73,14 +75,26 @@ class GroupTransport(Transport):
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         if not self._peer_to_peer:
             return CollectiveGather(self, sizes, dtype)
+        if (sockets := self._open_sockets()) is not None:
+            return SocketGather(self, sockets, sizes, dtype)
+        self._tags += 1
+        return PointToPointGather(self, sizes, dtype, self._tags)
+
+    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype) -> AllToAll:
+        if not self.has_all_to_all:
+            return super().all_to_all(sizes, dtype)
+        if (sockets := self._open_sockets()) is not None:
+            return SocketAllToAll(self, sockets, sizes, dtype)
+        self._tags += 1
+        return PointToPointAllToAll(self, sizes, dtype, self._tags)
+
+    def _open_sockets(self) -> PeerSockets | None:
+        """Return the sites' own connections, which all sites open together when one is first needed."""
         if not self._sockets_tried:
             self._sockets_tried = True
             with self.traffic.apart():
                 self._sockets = connect_sockets(self)
-        if self._sockets is not None:
-            return SocketGather(self, self._sockets, sizes, dtype)
-        self._tags += 1
-        return PointToPointGather(self, sizes, dtype, self._tags)
+        return self._sockets
 
     def all_reduce(self, tensor: Tensor) -> Reduction:
         self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))

@@ -47,6 +47,7 @@ class HierarchicalTransport(GroupTransport):
         self.workers = WorkerThreads()
         super().__init__(group, sites, traffic, torch.device("cpu"), timeout)
         self.nodes = nodes
+        self.has_all_to_all = False  # payloads are forwarded to all processes of a node
         self._global = dist.get_process_group_ranks(group)
         self.copies = nodes.count - 1
         works = nodes.index < nodes.owners

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -30,7 +30,7 @@ KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer in each direction
 _POLL_SECONDS = 0.02
 
 
-class _Message:
+class Message:
     """Header and body that are sent or received.
 
     Attributes:
@@ -72,21 +72,21 @@ class _Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rank = rank
         self.socket = connected
-        self.outgoing: deque[_Message] = deque()
-        self.incoming: deque[_Message] = deque()
+        self.outgoing: deque[Message] = deque()
+        self.incoming: deque[Message] = deque()
         self._sent = self._received = 0
         self._mismatched = False
 
-    def send(self, body: memoryview) -> _Message:
+    def send(self, body: memoryview) -> Message:
         """Append a message to those to be sent."""
-        message = _Message(body, _HEADER.pack(_MAGIC, self._sent & 0xFFFFFFFF, len(body)))
+        message = Message(body, _HEADER.pack(_MAGIC, self._sent & 0xFFFFFFFF, len(body)))
         self._sent += 1
         self.outgoing.append(message)
         return message
 
-    def expect(self, body: memoryview) -> _Message:
+    def expect(self, body: memoryview) -> Message:
         """Append a message to those to be received, into `body`."""
-        message = _Message(body)
+        message = Message(body)
         self.incoming.append(message)
         return message
 
@@ -125,7 +125,7 @@ class _Connection:
             if message.done:
                 self.incoming.popleft()
 
-    def _check_header(self, message: _Message) -> None:
+    def _check_header(self, message: Message) -> None:
         magic, number, size = _HEADER.unpack(message.header)
         if (magic, number, size) != (_MAGIC, self._received & 0xFFFFFFFF, len(message.body)):
             self._mismatched = True
@@ -166,11 +166,11 @@ class PeerSockets:
         self._closed = False
         _open.add(self)
 
-    def launch(self, own: memoryview, others: dict[int, memoryview]) -> list[_Message]:
-        """Start to send to all other sites and to receive from them; return at once.
+    def launch(self, own: Mapping[int, memoryview], others: Mapping[int, memoryview]) -> list[Message]:
+        """Start to send to other sites and to receive from them; return at once.
 
         Args:
-            own: this site's payload; nothing is sent if it is empty.
+            own: this site's payload for each other site, by rank; without those that get none.
             others: room for the payload of each other site, by rank; without those that send none.
 
         Returns:
@@ -181,13 +181,13 @@ class PeerSockets:
             for rank, connection in self.connections.items():
                 if rank in others:
                     messages.append(connection.expect(others[rank]))
-                if len(own):
-                    messages.append(connection.send(own))
+                if rank in own:
+                    messages.append(connection.send(own[rank]))
                     self._transfer(connection, write=True)
         self._wake_helper()
         return messages
 
-    def wait(self, messages: Sequence[_Message]) -> None:
+    def wait(self, messages: Sequence[Message]) -> None:
         """Wait until messages have been sent or received.
 
         Raises:
@@ -211,7 +211,7 @@ class PeerSockets:
             poll.poll(1e3 * min(_POLL_SECONDS, deadline - now + 0.001))
         self._wake_helper()
 
-    def _raise_silence(self, messages: Sequence[_Message]) -> None:
+    def _raise_silence(self, messages: Sequence[Message]) -> None:
         undone = {id(message) for message in messages if not message.done}
         with self._lock:
             open_messages = {
@@ -307,16 +307,14 @@ class SocketGather(Gather):
         self._sockets = sockets
         self._payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
         self.payload = self._payloads[transport.rank]
-        self._own = _bytes_of(self.payload)
-        self._others = {
-            rank: _bytes_of(payload)
-            for rank, payload in enumerate(self._payloads)
-            if rank != transport.rank and payload.numel()
-        }
-        self._messages: list[_Message] = []
+        own = bytes_of(self.payload)
+        self._own = {rank: own for rank in range(len(sizes)) if rank != transport.rank and len(own)}
+        self._bytes = len(self._own) * len(own)
+        self._others = others_of(self._payloads, transport.rank)
+        self._messages: list[Message] = []
 
     def launch(self) -> None:
-        self._transport.traffic.add((self._transport.world_size - 1) * len(self._own))
+        self._transport.traffic.add(self._bytes)
         self._messages = self._sockets.launch(self._own, self._others)
 
     def wait(self) -> list[Tensor]:
@@ -327,8 +325,14 @@ class SocketGather(Gather):
         return self._payloads
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, which share its memory."""
     return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def others_of(payloads: Sequence[Tensor], rank: int) -> dict[int, memoryview]:
+    """Return the bytes of payloads by rank, without that of one site and without empty ones."""
+    return {each: bytes_of(payload) for each, payload in enumerate(payloads) if each != rank and payload.numel()}
 
 
 _open: weakref.WeakSet[PeerSockets] = weakref.WeakSet()

@@ -45,6 +45,35 @@ class Gather(ABC):
         """
 
 
+class AllToAll(ABC):
+    """Exchange that is used step after step, in which every site sends another payload to each site.
+
+    Attributes:
+        payloads: this site's payloads by rank of the receiver, flat tensors, to be filled before `launch`; its own
+            arrives as it is.
+    """
+
+    payloads: list[Tensor]
+
+    def post(self) -> None:  # noqa: B027  (most implementations need no preparation)
+        """Prepare to receive; do nothing when called again before `wait`."""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Start to send the payloads; return at once."""
+
+    @abstractmethod
+    def wait(self) -> list[Tensor]:
+        """Wait for what all sites have sent to this one.
+
+        Returns:
+            The payloads by rank of the sender, valid until the next `post` or `launch`.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+        """
+
+
 class Reduction(ABC):
     """Sum over sites that is in progress."""
 
@@ -73,6 +102,7 @@ class Transport(ABC):
         ring: how many times its own size this site sends of a sum to other nodes.
         nodes: the processes of each node; None where each process counts as a node.
         is_direct: whether sites can open connections to each other.
+        has_all_to_all: whether `all_to_all` is supported.
         elastic: whether training goes on without a site that leaves.
         absent: ranks of the sites that are not part of the last round, the same at all sites; what they have sent does
             not count, and gathers return zeros for them. Always empty unless `elastic`.
@@ -82,6 +112,7 @@ class Transport(ABC):
 
     nodes: Nodes | None = None
     is_direct: bool = True
+    has_all_to_all: bool = False
     elastic = joins = listens = False
     absent: frozenset[int] = frozenset()
     donate: Callable[[], Any] | None = None
@@ -134,6 +165,18 @@ class Transport(ABC):
             sizes: number of elements of each site's payload, by rank.
             dtype: type of the elements.
         """
+
+    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype) -> AllToAll:
+        """Prepare an exchange of different payloads for different sites, in one order with the gathers.
+
+        Args:
+            sizes: number of elements that each site sends to the site of this rank, by rank of the receiver.
+            dtype: type of the elements.
+
+        Raises:
+            NotImplementedError: unless `has_all_to_all`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sends one payload to all sites")
 
     def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         """Prepare a second all-gather of a step, which only the steps have that turn out to need it.

@@ -89,6 +89,9 @@ class MethodOptions(Protocol):
     @property
     def share_inputs(self) -> bool: ...
 
+    @property
+    def merge(self) -> str: ...
+
 
 class Method(ABC):
     """Method of gradient agreement. A new one is a subclass in a file of its own, registered by `register_method`.
@@ -170,6 +173,13 @@ class Method(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  (most methods carry nothing)
         """Restore what `state_dict` returned."""
+
+    def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:  # noqa: B027  (most need their own alone)
+        """Restore what does not depend on the site, after `load_state_dict`.
+
+        Args:
+            states: what `state_dict` returned at all sites that wrote the checkpoint.
+        """
 
 
 def decode(

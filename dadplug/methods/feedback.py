@@ -81,6 +81,11 @@ class ErrorFeedback:
         if staged is not None:
             self._spare[name] = staged
 
+    def forget(self, name: str) -> None:
+        """Drop the memory of a weight, and its buffers."""
+        for kept in (self._errors, self._staged, self._spare):
+            kept.pop(name, None)
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the memory."""
         return {"reference": self._reference, "errors": {name: error.clone() for name, error in self._errors.items()}}

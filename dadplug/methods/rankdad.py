@@ -7,6 +7,7 @@ orthonormalisation, a projection of the gradient whose error is never larger tha
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from ..hooks import Factor
 from ..lowrank import Carry, compress, compress_matrix, squared_norm
 from .base import Method, MethodOptions, Quality, Traits, register_method
 from .feedback import ErrorFeedback
+from .loss_scale import LossScales
 
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 
@@ -50,9 +52,14 @@ class RankDAD(Method):
     def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)
         self.max_rank: int = options.rank
+        self.merger = self._make_merger(options)
+        self._iterations = options.iterations
         self.errors = ErrorFeedback(bool(options.error_feedback))
         self._states: dict[str, _State] = {}
         self._staged: dict[str, _State] = {}
+
+    def _make_merger(self, options: MethodOptions) -> Merger | None:
+        return None if options.merge == "all" else Merger(options, self.loss_scales)
 
     def path(self, out: int, width: int) -> str:
         rank = min(self.options.rank, out, width)
@@ -64,7 +71,7 @@ class RankDAD(Method):
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
         state = self._staged.get(name) or self._states.get(name, _State())
         how: dict[str, Any] = {
-            "iterations": self.options.iterations,
+            "iterations": self._iterations,
             "tolerance": self.options.tolerance,
             "warm_start": state.carry if self.options.warm_start else None,
             "seed": zlib.crc32(name.encode()),
@@ -130,7 +137,7 @@ class RankDAD(Method):
             "errors": self.errors.state_dict(),
             "calls": {name: state.calls for name, state in states},
             "rank": self.max_rank,
-        }
+        } | ({} if self.merger is None else {"merger": self.merger.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
@@ -143,3 +150,54 @@ class RankDAD(Method):
         }
         self.errors.load_state_dict(state["errors"])
         self.max_rank = state.get("rank", self.max_rank)
+        if self.merger is not None:
+            self.max_rank = min(self.max_rank, self.options.rank)
+            self.merger.load_state_dict(state.get("merger", self.merger.state_dict()))
+
+    def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:
+        if self.merger is not None:
+            for state in states:
+                self.merger.add_state(state.get("merger", {}))
+
+
+_MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them
+
+
+class Merger(RankDAD):
+    """Compression of the sum of all sites' factors, for the layers that this site owns.
+
+    Args:
+        options: the options of the reduction.
+        loss_scales: those of the site's own gradients.
+    """
+
+    def __init__(self, options: MethodOptions, loss_scales: LossScales) -> None:
+        super().__init__(options)
+        self.loss_scales = loss_scales
+        self._iterations = max(_MERGE_ITERATIONS, options.iterations)
+
+    def _make_merger(self, options: MethodOptions) -> None:
+        return None
+
+    def add_state(self, state: dict[str, Any]) -> None:
+        """Add what another site has returned by `state_dict`: by a new plan, its layers may be this site's.
+
+        Args:
+            state: the state; empty for none.
+        """
+        own = self.state_dict()
+        for part in ("carried", "lost", "calls"):
+            own[part] = {**state.get(part, {}), **own[part]}
+        if state and state["errors"]["errors"]:
+            other, reference = state["errors"], own["errors"]["reference"] or state["errors"]["reference"]
+            scale = other["reference"] / reference if reference else 1.0
+            errors = {name: error * scale for name, error in other["errors"].items()}
+            own["errors"] = {"reference": reference, "errors": errors | own["errors"]["errors"]}
+        self.load_state_dict(own)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop the state of layers that this site does not own."""
+        for name in names:
+            self.rollback(name)
+            self._states.pop(name, None)
+            self.errors.forget(name)

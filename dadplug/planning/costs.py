@@ -13,6 +13,8 @@ from ..methods.paths import GradientPath
 from ..model_sync.structure import is_managed
 from ..options import Options
 from ..reducer import handler_type
+from ..reducer.owner import owner_copies
+from ..reducer.owners import Owners
 from ..reducer.reducer import Reducer
 from ..units.base import Unit
 from ..units.factor import FactorUnit
@@ -33,13 +35,17 @@ class PayloadCosts:
         transport: the transport.
         reducer: the reducer, which has the rows and buckets of the last steps; None before the first step, when a
             batch of one row is assumed.
+        owners: rank of the owner of each unit that has one, by its name.
     """
 
-    def __init__(self, method: Method, options: Options, transport: Transport, reducer: Reducer | None) -> None:
+    def __init__(
+        self, method: Method, options: Options, transport: Transport, reducer: Reducer | None, owners: Owners
+    ) -> None:
         self._method = method
         self._options = options
         self._transport = transport
         self._reducer = reducer
+        self._owners = owners
 
     def plan(
         self, model: nn.Module, units: Sequence[Unit], paths: Mapping[str, str], reasons: Mapping[str, str]
@@ -78,10 +84,14 @@ class PayloadCosts:
 
     def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
         rows = None if self._reducer is None else self._reducer.room(unit)
-        rate = self._transport.copies * wire_format(self._options.wire, unit.lead.dtype).itemsize
+        copies = self._transport.copies
+        if unit.name in self._owners:
+            copies = owner_copies(self._owners[unit.name], self._transport.rank, self._transport.world_size)
+        rate = copies * wire_format(self._options.wire, unit.lead.dtype).itemsize
         if name == unit.bias:
             sent = self._method.traits.sends_bias and (rows is None or rows > 0)
             return rate * unit.parameters[name].numel() * sent
         if rows is None:
-            rows = self._method.rows_sent(1, *unit.shape)
+            expected = self._options.rank if unit.name in self._owners else 1
+            rows = self._method.rows_sent(expected, *unit.shape)
         return rate * rows * sum(unit.widths)

@@ -108,8 +108,8 @@ def merge_reports(
     rows: dict[str, int] = {}
     chosen: dict[str, str] = {}
     notices: dict[str, str] = {}
-    links = [each.link for each in reports if each.link is not None]
-    link = LinkCosts.worst(links) if links and sites > 1 else None
+    chooses = method.traits.chooses_path and sites > 1
+    link = LinkCosts.worst_of(each.link for each in reports) if chooses else None
     for unit in units:
         if not isinstance(unit, FactorUnit):
             continue

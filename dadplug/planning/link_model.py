@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,12 @@ class LinkCosts:
             max(link.reduce for link in links),
             max(link.multiply for link in links),
         )
+
+    @staticmethod
+    def worst_of(links: Iterable[LinkCosts | None]) -> LinkCosts | None:
+        """Return `worst` of the costs that have been measured; None without any."""
+        known = [link for link in links if link is not None]
+        return LinkCosts.worst(known) if known else None
 
     def dense(self, nbytes: int, multiplications: int) -> float:
         """Predict the seconds of a gradient that is formed and all-reduced.

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..exchange import Transport
 from ..methods import Quality, make_method
 from ..methods.feedback import ErrorFeedback
 from ..model_sync.join_state import JoinState
@@ -17,6 +18,7 @@ from ..model_sync.samples import SampleCounter
 from ..options import Options
 from ..reducer.attached import AttachedGradients
 from ..units.base import Unit
+from .merging import check_merge
 from .plan import Plan
 from .planner import Planner
 
@@ -44,6 +46,15 @@ class PlannedModel(ReplicatedModel, ABC):
     @abstractmethod
     def _arrived(self, unit: Unit) -> None:
         """Record that a backward pass has delivered a unit's gradient."""
+
+    def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
+        transport = super()._open_transport(process_group)
+        try:
+            check_merge(self.options, transport)
+        except ValueError:
+            transport.close()
+            raise
+        return transport
 
     @property
     def plan(self) -> Plan:
@@ -74,6 +85,10 @@ class PlannedModel(ReplicatedModel, ABC):
             raise ValueError(f"mode {self.options.mode!r} has no rank to set")
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
+        if self.options.merge != "all" and rank > self.options.rank:
+            raise ValueError(
+                f"with merge={self.options.merge!r} the rank may be lowered: it is {self.options.rank} at most"
+            )
         self._method.max_rank = rank
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,6 +137,7 @@ class PlannedModel(ReplicatedModel, ABC):
             self.load_state_dict(
                 other | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
             )
+        self._method.load_from_all([each["method"] for each in states if each is not None])
 
     def attach(self, gradients: AttachedGradients) -> None:
         """Weight, check and drop gradients that this reduction does not send with those that it sends.

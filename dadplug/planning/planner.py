@@ -26,6 +26,7 @@ from .chains import collect_chain_reports, link_units, merge_chain_reports, orde
 from .costs import PayloadCosts, dense_bytes
 from .first_step import FirstStepReport, MergedReport, merge_reports
 from .link_model import LinkCosts, measure_link
+from .merging import Merging
 from .partition import partition_parameters
 from .plan import Plan
 from .plan_state import PlanState
@@ -80,9 +81,9 @@ class Planner:
         self._notices: dict[str, str] = {}  # why parameters take their path, in this plan
         self._rounding = ErrorFeedback(True)  # rounding errors that were kept when the reducer was last asked
         self._reference = 0  # samples of all sites in a step, about; 0 before the first
-        self._planned_for = 0  # samples of the site that had most in the first step
-        self._off_plan = 0  # steps in succession with batches of another size
+        self._planned_for = self._off_plan = 0  # samples of the largest site then; steps with batches of another size
         self._link: LinkCosts | None = None
+        self._merging = Merging(method, options, transport)
         self._added: set[str] = set()  # parameters that have been added since the last plan was complete
         self._merged: MergedReport | None = None  # of the last complete plan
         self.on_release: Callable[[], None] = lambda: None
@@ -97,7 +98,8 @@ class Planner:
     @property
     def plan(self) -> Plan:
         """The path and the costs of every parameter; final after the first step."""
-        costs = PayloadCosts(self._method, self._options, self._transport, self._reducer if self._complete else None)
+        reducer, owners = self._reducer if self._complete else None, self._merging.owners(self.units)
+        costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners)
         return costs.plan(self._model, self.units, self._paths, self._notices | self._reasons)
 
     @property
@@ -173,14 +175,14 @@ class Planner:
         if self._added:
             replicas.check_values(self._model, self._added, self._transport)
             self._added.clear()
-        if self._method.traits.chooses_path and self._link is None:
+        if (self._method.traits.chooses_path or self._merging.needs_link) and self._link is None:
             with self._transport.traffic.apart():
                 self._link = measure_link(self._transport)
         check_allowed(self._options)
         own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, self._samples(), self._link)
         reports = [*self._transport.gather_present(own).values()]
-        merged = merge_reports(reports, self.units, self._method, self._transport.world_size)
-        self._conclude(merged)
+        self._merging.link = LinkCosts.worst_of(each.link for each in reports)
+        self._conclude(merge_reports(reports, self.units, self._method, self._transport.world_size))
 
     def _conclude(self, merged: MergedReport) -> None:
         """Complete the plan by what follows from the sites' reports."""
@@ -201,6 +203,7 @@ class Planner:
             self._samples,
             self._reference,
             self._version,
+            self._merging.owners(self.units),
         )
         self._reducer.add_rounding(self._rounding)
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)

@@ -29,6 +29,7 @@ class HandlerContext:
         reference: samples of all sites in a step, about: sums are of gradients times samples over this number, which
             keeps them near the size of a gradient while the samples of the other sites are not known.
         positions: position of each unit in the step headers, by its name.
+        owners: rank of the owner of each unit that has one, by its name.
         faults: the faults of this site in the step.
         complete_payloads: payloads that have arrived in this step, with what the sites did not send, by name of the
             unit and rank; kept where methods recompute deltas from them.
@@ -44,6 +45,7 @@ class HandlerContext:
     samples: Callable[[], int]
     reference: int
     positions: Mapping[str, int]
+    owners: Mapping[str, int] = field(default_factory=dict)
     faults: FaultLog = field(default_factory=FaultLog)
     complete_payloads: dict[str, list[FactorPayload]] = field(default_factory=dict)
     rotation: Iterator[int] = field(default_factory=itertools.count)

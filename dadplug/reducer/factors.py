@@ -241,8 +241,35 @@ class GatheredHandler(BucketHandler):
                 self._decode_unit(unit, payloads[slot], samples)
 
 
+class SiteFactorHandler(GatheredHandler):
+    """Base of handlers whose sites each encode their own rows."""
+
+    def _encode(self, unit: FactorUnit) -> FactorPayload | None:
+        """Encode what has arrived; record NaN and Inf, and send NaN for them."""
+        factor = unit.take()
+        if factor is None:
+            return None
+        self._present.add(unit.name)
+        if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
+            return None
+        method = self.context.method
+        try:
+            if factor.form.encoded:
+                payload = method.encode(unit.name, factor, unit.bias is not None)
+                if method.traits.detects_nonfinite and not payload.left.is_cuda:
+                    return payload
+            else:
+                payload = FactorPayload(factor.deltas, factor.activations)
+            if not self.context.checks_finite or payload.finite():
+                return payload
+        except FloatingPointError:
+            pass
+        self.context.faults.record(Fault.DELTAS if finite(factor.inputs) else Fault.ACTIVATIONS, unit)
+        return self._not_finite(unit)
+
+
 @register_handler(GradientPath.FACTORS, GradientPath.LOWRANK, GradientPath.ACTIVATIONS)
-class FactorHandler(GatheredHandler):
+class FactorHandler(SiteFactorHandler):
     """Gather of rows that each site has encoded itself.
 
     Args:
@@ -276,29 +303,6 @@ class FactorHandler(GatheredHandler):
         assert unit.form is not None
         weight, bias = decode([payload], [1.0], unit.bias is not None, site_by_site=True, form=unit.form)
         return [weight if name == unit.name or bias is None else bias]
-
-    def _encode(self, unit: FactorUnit) -> FactorPayload | None:
-        """Encode what has arrived; record NaN and Inf, and send NaN for them."""
-        factor = unit.take()
-        if factor is None:
-            return None
-        self._present.add(unit.name)
-        if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
-            return None
-        method = self.context.method
-        try:
-            if factor.form.encoded:
-                payload = method.encode(unit.name, factor, unit.bias is not None)
-                if method.traits.detects_nonfinite and not payload.left.is_cuda:
-                    return payload
-            else:
-                payload = FactorPayload(factor.deltas, factor.activations)
-            if not self.context.checks_finite or payload.finite():
-                return payload
-        except FloatingPointError:
-            pass
-        self.context.faults.record(Fault.DELTAS if finite(factor.inputs) else Fault.ACTIVATIONS, unit)
-        return self._not_finite(unit)
 
     def launch(self) -> None:
         self.bucket.launch(self.context.samples())

@@ -243,27 +243,34 @@ def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tens
     return gradient.detach().view(shape)
 
 
-_HANDLERS: Registry[tuple[str, bool], type[BucketHandler]] = Registry("handler")
-"""Handlers by path, and by whether they are for hierarchical groups."""
+_HANDLERS: Registry[tuple[str, str], type[BucketHandler]] = Registry("handler")
+"""Handlers by path and variant."""
 
 
-def register_handler(*paths: str, merged: bool = False) -> Callable[[type[BucketHandler]], type[BucketHandler]]:
+def register_handler(*paths: str, variant: str = "") -> Callable[[type[BucketHandler]], type[BucketHandler]]:
     """Register the handler of units that take one of these paths; a class decorator.
 
     Args:
         paths: the paths.
-        merged: whether it is for hierarchical groups, where the processes of a node send as one site.
+        variant: ``"nodes"`` for hierarchical groups, where the processes of a node send as one site; ``"owner"`` for
+            units that have an owner; empty for all others.
     """
 
     def decorate(handler: type[BucketHandler]) -> type[BucketHandler]:
         for path in paths:
-            _HANDLERS.register((path, merged))(handler)
+            _HANDLERS.register((path, variant))(handler)
         return handler
 
     return decorate
 
 
-def handler_type(path: str, transport: Transport) -> type[BucketHandler]:
-    """Return the handler that is registered for a path."""
-    merged = transport.nodes is not None and (path, True) in _HANDLERS
-    return _HANDLERS[path, merged]
+def handler_type(path: str, transport: Transport, owned: bool = False) -> type[BucketHandler]:
+    """Return the handler that is registered for a path.
+
+    Args:
+        path: the path.
+        transport: the transport.
+        owned: whether the unit has an owner.
+    """
+    variant = "owner" if owned else "nodes" if transport.nodes is not None else ""
+    return _HANDLERS[(path, variant) if (path, variant) in _HANDLERS else (path, "")]

@@ -26,7 +26,7 @@ from .handler import register_handler
 from .step_header import StepHeader
 
 
-@register_handler(GradientPath.LOWRANK, merged=True)
+@register_handler(GradientPath.LOWRANK, variant="nodes")
 class NodeFactorHandler(GatheredHandler):
     """Gather of rows inside a node, compression of what they make, and gather of that between nodes.
 

@@ -20,6 +20,7 @@ from .attached import AttachedGradients
 from .context import HandlerContext
 from .faults import Fault
 from .handler import BucketHandler, handler_type, write_gradient
+from .owners import Owners
 from .request import StepRequest
 from .step_header import HeaderExchange, StepHeader, raise_fault
 
@@ -36,6 +37,7 @@ class Reducer:
         samples: returns the samples that this site's gradients stand for so far in the step.
         reference: samples of all sites in a step, about; a scale that keeps sums near the size of a gradient.
         version: number of the plan that the units belong to.
+        owners: rank of the owner of each unit that has one, by its name.
     """
 
     def __init__(
@@ -48,12 +50,13 @@ class Reducer:
         samples: Callable[[], int],
         reference: int,
         version: int,
+        owners: Owners | None = None,
     ) -> None:
         self._units = list(units)
         self._version = version
         positions = {unit.name: position for position, unit in enumerate(units)}
         transport.begin_plan()
-        self._context = HandlerContext(transport, method, options, samples, max(reference, 1), positions)
+        self._context = HandlerContext(transport, method, options, samples, max(reference, 1), positions, owners or {})
         self._handlers = self._make_handlers(rows)
         self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
         self._launched = 0
@@ -70,7 +73,8 @@ class Reducer:
         handlers: list[BucketHandler] = []
         open_groups: dict[tuple[type[BucketHandler], torch.dtype], tuple[list[Unit], int]] = {}
         for unit in self._units:
-            kind, dtype = handler_type(unit.path, context.transport), unit.lead.dtype
+            kind = handler_type(unit.path, context.transport, unit.name in context.owners)
+            dtype = unit.lead.dtype
             group, size = open_groups.pop((kind, dtype), ([], 0))
             group.append(unit)
             size += kind.payload_size(unit, rows.get(unit.name, 1), context.method) * context.wire(dtype).itemsize

@@ -1,0 +1,334 @@
+"""rankdad with an owner for each layer, held against the exact sum and the best approximation in one process."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparison import off_by
+from torch import nn
+
+import dadplug
+from dadplug.errors import NonFiniteError
+from dadplug.methods.rankdad import Merger
+from dadplug.planning.link_model import LinkCosts
+from dadplug.planning.merging import predict_seconds
+from dadplug.reducer.owners import OwnedLayer, assign_owners, numbers_sent
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(90, 120), nn.Tanh(), nn.LayerNorm(120), nn.Linear(120, 100, bias=False), nn.Linear(100, 80)
+    ).to(dtype)
+
+
+def backward(model, rank, step, rows=None, scale=1.0):
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    rows = 3 + rank + step % 2 if rows is None else rows
+    inputs = torch.randn(rows, 90, generator=generator, dtype=torch.float64).to(next(model.parameters()).dtype)
+    (scale * model(inputs).square().mean()).backward()
+    return rows, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def mean_of_sites(model, step, world_size, active=None):
+    """The gradients that one process with all rows has, by name."""
+    parts = [backward(model, rank, step) for rank in range(world_size) if active is None or rank in active]
+    rows = sum(count for count, _ in parts)
+    return {name: sum(count / rows * own[name] for count, own in parts) for name in parts[0][1]}
+
+
+def is_exact(steps: int, options: dict, limit: float) -> float:
+    """Compare each step with one process, at a rank that leaves nothing out; return the largest error."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, apart = network(), network()
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=30, tolerance=0.0, merge="owner", **options)
+    assert {row.path for row in reduction.plan if len(row.shape) == 2} == {"lowrank"}
+    worst = 0.0
+    for step in range(steps):
+        active = [each for each in range(world_size) if step != 2 or each != 1]
+        apart.load_state_dict(model.state_dict())
+        expected = mean_of_sites(apart, step, world_size, active)
+        if rank in active:
+            backward(model, rank, step)
+            reduction.synchronize()
+        else:
+            model.zero_grad()
+            reduction.idle()
+        for name, p in model.named_parameters():
+            error = off_by(p.grad, expected[name])
+            assert error < limit, (step, name, error)
+            worst = max(worst, error)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    assert reduction.first_difference() is None
+    reduction.detach()
+    return worst
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_with_rank_enough_it_is_the_exact_mean(sites, count):
+    sites(count).run(is_exact, 4, {}, 1e-9)
+
+
+def is_noticed(factor: float) -> None:
+    """A merger that sends zeros, or twice the sum, must not pass."""
+    encode = Merger.encode
+
+    def wrong(self, name, activations, with_bias):
+        payload = encode(self, name, activations, with_bias)
+        return payload._replace(left=factor * payload.left)
+
+    Merger.encode = wrong
+    try:
+        with pytest.raises(AssertionError):
+            is_exact(2, {}, 1e-9)
+    finally:
+        Merger.encode = encode
+
+
+def test_zeros_or_twice_the_gradient_would_fail(sites):
+    for factor in (0.0, 2.0):
+        sites(2).run(is_noticed, factor)
+
+
+def spectrum(kind: str, count: int) -> torch.Tensor:
+    steps = torch.arange(1, count + 1, dtype=torch.float64)
+    return {"flat": torch.ones(count), "power": steps**-1.0, "fast": 0.7**steps}[kind].double()
+
+
+def residuals(kind: str, rank: int) -> list[float]:
+    """Residual of the merged gradient over that of the best approximation of the same rank, by step; at the owner."""
+    site, encode, arrived = dist.get_rank(), Merger.encode, []
+
+    def record(self, name, factor, with_bias):
+        arrived.append(factor.gradient())  # the sum of what the sites have sent
+        return encode(self, name, factor, with_bias)
+
+    model = nn.Sequential(nn.Linear(48, 64, bias=False)).double()
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=rank, tolerance=0.0, merge="owner")
+    common, apart = torch.Generator().manual_seed(7), torch.Generator().manual_seed(site)
+    left, right = (torch.randn(40, n, generator=common, dtype=torch.float64) for n in (64, 48))  # that sites share
+    found = []
+    Merger.encode = record
+    for step in range(4):
+        if step % 2 == 0:
+            deltas, inputs = (
+                t + 0.5 * torch.randn(t.shape, generator=apart, dtype=torch.float64) for t in (left, right)
+            )
+        model.zero_grad()
+        (model(inputs) * deltas * spectrum(kind, 40)[:, None]).sum().backward()
+        reduction.synchronize()
+        if arrived:
+            whole = arrived.pop()
+            assert whole.norm() > 0
+            found.append(float((model[0].weight.grad - whole).norm() / torch.linalg.svdvals(whole)[rank:].norm()))
+    Merger.encode = encode
+    reduction.detach()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["flat", "power", "fast"])
+def test_the_residual_is_that_of_the_best_approximation(sites, kind):
+    for rank in (2, 6):
+        by_site = sites(4).run(residuals, kind, rank)
+        assert [len(found) for found in by_site] == [4, 0, 0, 0]
+        assert max(by_site[0]) < 1.05
+
+
+def sums_up(options: dict, steps: int) -> float:
+    """Largest distance between the mean of many agreed gradients and the true one, by parameter, in its norms."""
+    model = network(torch.float32)
+    true = mean_of_sites(model, 0, dist.get_world_size())
+    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for _ in range(steps):
+        backward(model, dist.get_rank(), 0)
+        reduction.synchronize()
+        assert reduction.first_difference() is None
+        for name, p in model.named_parameters():
+            sums[name] += p.grad
+    reduction.detach()
+    return max(off_by(total / steps, true[name]) for name, total in sums.items())
+
+
+def test_wire_formats_and_error_memory(sites):
+    for wire, limit in (("fp32", 1e-5), ("bf16", 0.01), ("int8", 0.03)):
+        assert max(sites(3).run(sums_up, {"rank": 30, "wire": wire}, 1)) < limit
+    lossy = {"rank": 2, "error_feedback": True}
+    for options in (lossy, lossy | {"wire": "int8"}):
+        few, many = (max(sites(3).run(sums_up, options, steps)) for steps in (1, 60))
+        assert many < 0.06 < few
+    assert max(sites(3).run(sums_up, {"rank": 2}, 30)) > 0.1  # without a memory it never comes
+
+
+def arrives_late() -> None:
+    """A second backward pass after the buckets have left, gradients that are cleared, NaN, and lower ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, apart = network(), network()
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=30, tolerance=0.0, merge="owner", bucket_mb=0.001)
+    for step in range(7):
+        model.zero_grad()
+        expected = mean_of_sites(apart, step, world_size)
+        backward(model, rank, step)
+        if step == 3 and rank == 1:
+            expected_own = {name: p.grad.clone() for name, p in model.named_parameters()}
+            assert all(value.abs().sum() > 0 for value in expected_own.values())
+            model.zero_grad()
+            backward(model, rank, step)
+        if step == 4 and rank == 0:
+            inputs = torch.randn(5, 90, dtype=torch.float64)
+            model(inputs).square().mean().mul(0.0).backward()
+        if step == 5:
+            if rank == 1:
+                model.zero_grad()
+                model(torch.full((4, 90), math.nan, dtype=torch.float64)).square().mean().backward()
+            with pytest.raises(NonFiniteError, match="site 1"):
+                reduction.synchronize()
+            continue
+        reduction.synchronize()
+        if step == 4:
+            weights = [3 + each + step % 2 for each in range(world_size)]
+            parts = [backward(apart, each, step)[1] for each in range(world_size)]
+            weights[0] += 5
+            expected = {
+                name: sum(count * part[name] for count, part in zip(weights, parts, strict=True)) / sum(weights)
+                for name in parts[0]
+            }
+        for name, p in model.named_parameters():
+            assert off_by(p.grad, expected[name]) < 1e-9, (step, name)
+    with pytest.raises(ValueError, match="30 at most"):
+        reduction.max_rank = 31
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+def test_what_changes_after_it_was_sent_counts(sites):
+    sites(3).run(arrives_late)
+
+
+def trains(steps: int, state: list | None) -> tuple:
+    options = {"rank": 2, "error_feedback": True, "wire": "bf16"}
+    model = network(torch.float32)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
+    first = 0
+    if state is not None:
+        model.load_state_dict(state[0])
+        reduction.load_states(state[1])
+        first = state[2]
+    for step in range(first, steps):
+        backward(model, dist.get_rank(), step)
+        reduction.synchronize()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    assert reduction.first_difference() is None
+    states = reduction.gather_objects(reduction.state_dict())
+    reduction.detach()
+    return [p.detach().clone() for p in model.parameters()], [model.state_dict(), states, steps]
+
+
+def test_checkpoints_hold_the_owners_memory(sites):
+    whole, _ = sites(2).run(trains, 7, None)[0]
+    _, states = sites(2).run(trains, 4, None)[0]
+    memories = [state["method"]["merger"]["errors"]["errors"] for state in states[1]]
+    assert all(memories)
+    assert not memories[0].keys() & memories[1].keys()  # of the layers that a site owns
+    resumed, _ = sites(2).run(trains, 7, states)[0]
+    for a, b in zip(whole, resumed, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    _, further = sites(3).run(trains, 5, states)[0]  # the owners are others now
+    found = {name for state in further[1] for name in state["method"]["merger"]["errors"]["errors"]}
+    assert found == memories[0].keys() | memories[1].keys()
+
+
+def bytes_of_a_step(merge: str) -> tuple[int, int, str]:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, merge=merge)
+    planned = reduction.plan.bytes
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        reduction.synchronize()
+    assert reduction.plan.bytes == planned or merge != "owner"
+    return reduction.traffic.bytes_sent, reduction.plan.bytes, reduction.detach()
+
+
+def test_bytes_do_not_grow_with_the_number_of_sites(sites):
+    found = {count: sites(count).run(bytes_of_a_step, "owner") for count in (2, 4, 8)}
+    header = 8 * (9 + 2 * 16)  # the step header, in all modes
+    for count, results in found.items():
+        for sent, planned, _ in results:
+            assert planned <= sent - (count - 1) * header < 1.05 * planned + 1000
+    assert max(planned for _, planned, _ in found[8]) <= 2.2 * max(planned for _, planned, _ in found[2])
+    to_all = sites(8).run(bytes_of_a_step, "all")
+    assert max(sent for sent, *_ in found[8]) < 0.4 * max(sent for sent, *_ in to_all)
+
+
+def deep(count: int) -> list[OwnedLayer]:
+    return [OwnedLayer(str(index), 768, 768 * (1 + index % 4), 768, 8) for index in range(count)]
+
+
+def test_the_prediction_for_many_sites():
+    layers = deep(1024)
+    whole = sum(layer.size for layer in layers)
+    for sites in (2, 8, 64, 1024):
+        sent = numbers_sent(layers, assign_owners(layers, sites), sites)
+        assert sum(sent) == 2 * (sites - 1) * whole
+        assert max(sent) < 2.5 * whole
+    few = deep(64)
+    assert max(numbers_sent(few, assign_owners(few, 2), 2)) == pytest.approx(sum(layer.size for layer in few), rel=0.05)
+
+
+def test_auto_predicts_by_latency_and_bytes():
+    layers = deep(32)
+
+    def owner_is_faster(sites: int, latency: float, bytes_a_second: float) -> bool:
+        link = LinkCosts(latency, (sites - 1) / bytes_a_second, 0.0, 0.0)
+        to_all, to_owner = predict_seconds(layers, assign_owners(layers, sites), sites, link)
+        return to_owner < to_all
+
+    assert owner_is_faster(8, 1e-3, 1e6)
+    assert not owner_is_faster(2, 1e-3, 1e6)  # as many bytes, and twice the latency
+    assert not owner_is_faster(8, 10.0, 1e12)
+
+
+def chooses(merge: str) -> str:
+    model = network(torch.float32)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", merge=merge, rank=2)
+    for step in range(2):
+        backward(model, dist.get_rank(), step)
+        reduction.synchronize()
+    assert reduction.first_difference() is None
+    reduction.detach()
+    return str(reduction.plan)
+
+
+def refuses(options: dict, message: str) -> None:
+    model = network(torch.float32)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+def test_the_option_is_checked(sites):
+    assert len(set(sites(2).run(chooses, "auto"))) == 1
+    sites(2).run(refuses, {"hierarchy": 1}, "hierarchy")
+    for options, message in (({"mode": "dad"}, "mode='rankdad'"), ({"min_sites": 1}, "min_sites"), ({}, "'all'")):
+        with pytest.raises(ValueError, match=message):
+            dadplug.GradientReduction(nn.Linear(2, 2), **{"merge": "owner" if options else "none"} | options)
+
+
+def without_sockets() -> None:
+    os.environ["DADPLUG_STREAMS"] = "0"
+    is_exact(3, {}, 1e-9)
+
+
+def test_it_works_over_messages_of_gloo(sites):
+    sites(3).run(without_sockets)
