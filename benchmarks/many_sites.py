@@ -1,0 +1,218 @@
+"""Eight sites with slow links: step times and bytes of rankdad with and without owners, and steps to an accuracy.
+
+    sudo python benchmarks/many_sites.py                              MNISTNet, 8 sites, 10 and 100 Mbit/s
+    python benchmarks/many_sites.py --rates none --sites 4            without root, on loopback
+    python benchmarks/many_sites.py --digits --seeds 3                steps to 0.93 on the embedded digits, on loopback
+
+Each site is a network namespace of its own behind a link of the given rate in both directions; a bridge joins them. A
+step is forward, backward, the exchange and the optimizer's step, timed at site 0 after a barrier. Bytes are those that
+a site hands to the transport in a step: the mean over sites, and those of the site that sends most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+
+import torch
+import torch.distributed as dist
+from attach import Attached
+from drive import check_rates, title
+from held_out import accuracy
+from link import KEEP_MEMORY, may_make_links, run, shaping
+from torch import nn
+from workloads import WORKLOADS, loss
+
+import dadplug
+from dadplug.data import load_dataset, site_indices
+from dadplug.exchange.addresses import free_port
+from dadplug.models import build_for
+
+METHODS = "alone,rankdad,rankdad:merge=owner,powersgd"
+MERGES = ("rankdad", "rankdad:merge=owner")
+WARM_UP = 5
+
+
+class Star:
+    """Namespaces of some sites, each with a shaped link to a bridge; they go when the block ends.
+
+    Args:
+        rate: rate of each link, as tc writes it, or none.
+        sites: number of sites.
+    """
+
+    def __init__(self, rate: str, sites: int) -> None:
+        self.rate = rate
+        self.middle = f"middle-{os.getpid()}"
+        self.spaces = [f"site{rank}-{os.getpid()}" for rank in range(sites)]
+
+    def __enter__(self) -> Star:
+        run("ip", "netns", "add", self.middle)
+        inside = ("ip", "netns", "exec", self.middle)
+        run(*inside, "ip", "link", "add", "br0", "type", "bridge")
+        run(*inside, "ip", "link", "set", "br0", "up")
+        for rank, space in enumerate(self.spaces):
+            own, far = f"own{rank}", f"far{rank}"
+            run("ip", "netns", "add", space)
+            own_place, far_place = ("netns", space), ("netns", self.middle)
+            run("ip", "link", "add", own, *own_place, "type", "veth", "peer", "name", far, *far_place)
+            run(*inside, "ip", "link", "set", far, "master", "br0")
+            run(*inside, "ip", "link", "set", far, "up")
+            here = ("ip", "netns", "exec", space)
+            run(*here, "ip", "addr", "add", f"10.78.0.{rank + 1}/24", "dev", own)
+            run(*here, "ip", "link", "set", "lo", "up")
+            run(*here, "ip", "link", "set", own, "up")
+            if self.rate != "none":
+                run(*here, *shaping(own, self.rate))
+                run(*inside, *shaping(far, self.rate))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for space in (*self.spaces, self.middle):
+            subprocess.run(["ip", "netns", "del", space], check=False)
+
+    def command(self, rank: int, program: list[str]) -> list[str]:
+        return ["ip", "netns", "exec", self.spaces[rank], *program]
+
+
+def start(arguments: argparse.Namespace, rate: str) -> list[dict]:
+    """Run this program at all sites, and return what site 0 has found."""
+    program = [sys.executable, __file__, *sys.argv[1:], "--site"]
+    star = None if arguments.loopback else Star(rate, arguments.sites)
+    shared = KEEP_MEMORY | os.environ | {"WORLD_SIZE": str(arguments.sites), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "10.78.0.1" if star else "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    with star or contextlib.nullcontext():
+        try:
+            for rank in reversed(range(arguments.sites)):
+                own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": f"own{rank}" if star else "lo"}
+                command = star.command(rank, program) if star else program
+                output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                processes.append(subprocess.Popen(command, env=shared | own, stdout=output, text=True))
+            found, _ = processes[-1].communicate()
+            if any(process.wait() for process in processes):
+                raise SystemExit("a site has failed")
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+    return [json.loads(line) for line in found.splitlines() if line.startswith("{")]
+
+
+def time_steps(arguments: argparse.Namespace) -> None:
+    """Time the steps of each method, and count its bytes."""
+    rank = dist.get_rank()
+    for method in arguments.methods.split(","):
+        torch.manual_seed(0)
+        workload = WORKLOADS[arguments.model]
+        attached = Attached(workload.build(), method, arguments.rank)
+        optimizer = torch.optim.SGD(attached.model.parameters(), lr=1e-3)
+        inputs, targets = workload.draw(workload.batch_size, torch.Generator().manual_seed(rank))
+        times = []
+        for _ in range(WARM_UP + arguments.steps):
+            dist.barrier()
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            loss(attached.model(inputs), targets).backward()
+            attached.synchronize()
+            optimizer.step()
+            times.append(time.perf_counter() - begin)
+        sent: list[int] = [0] * arguments.sites
+        dist.all_gather_object(sent, 0 if attached.reduction is None else attached.reduction.traffic.bytes_sent)
+        if rank == 0:
+            row = {"method": method, "ms": 1e3 * statistics.median(times[WARM_UP:])}
+            print(json.dumps(row | {"mean": statistics.mean(sent) / 1e6, "most": max(sent) / 1e6}), flush=True)
+        attached.detach()
+
+
+def batches(data, rank: int, sites: int, size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Draw this site's batches, epoch after epoch; as many at all sites."""
+    share = site_indices(data.train.labels, rank, sites, "iid", seed)[: len(data.train) // sites]
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        loader = torch.utils.data.DataLoader(
+            data.train.subset(share), size, shuffle=True, drop_last=True, generator=generator
+        )
+        yield from loader
+
+
+def count_steps(arguments: argparse.Namespace) -> None:
+    """Count the steps to the target by both ways of merging, for some seeds."""
+    rank, sites = dist.get_rank(), arguments.sites
+    data = load_dataset("digits", None)
+    for seed in range(arguments.seeds):
+        torch.manual_seed(seed)
+        fresh, sized = build_for(data, "MNISTNet")
+        for method in MERGES:
+            attached = Attached(deepcopy(fresh), method, arguments.rank)
+            optimizer = torch.optim.Adam(attached.model.parameters(), lr=1e-3)
+            reached, best = 0, 0.0
+            for step, (inputs, labels) in enumerate(batches(sized, rank, sites, 16, seed), 1):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(attached.model(inputs), labels).backward()
+                attached.synchronize()
+                optimizer.step()
+                if step % 2:
+                    continue
+                best = max(best, accuracy(attached.model, sized))
+                if best >= arguments.target or step >= arguments.most_steps:
+                    reached = step if best >= arguments.target else 0
+                    break
+            attached.detach()
+            if rank == 0:
+                print(json.dumps({"method": method, "seed": seed, "steps": reached, "best": best}), flush=True)
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Run the sites at each rate, and print the tables."""
+    if arguments.digits:
+        print("| | " + " | ".join(f"seed {seed}" for seed in range(arguments.seeds)) + " |")
+        print("| --- " * (arguments.seeds + 1) + "|")
+        found = start(arguments, "none")
+        for method in MERGES:
+            cells = [str(row["steps"] or f"not: {row['best']:.3f}") for row in found if row["method"] == method]
+            print(f"| {title(method)} | " + " | ".join(cells) + " |")
+        return
+    print("| rate | method | ms a step | MB a step, mean | MB, the site that sends most |")
+    print("| --- | --- | --- | --- | --- |")
+    for rate in arguments.rates.split(","):
+        for row in start(arguments, rate):
+            shown = f"| {title(rate)} | {title(row['method'])} | {row['ms']:.0f} |"
+            print(f"{shown} {row['mean']:.3f} | {row['most']:.3f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sites", type=int, default=8)
+    parser.add_argument("--rates", default="10mbit,100mbit")
+    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them")
+    parser.add_argument("--model", default="mnistnet", choices=list(WORKLOADS))
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--digits", action="store_true", help="count steps to an accuracy instead")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--target", type=float, default=0.93)
+    parser.add_argument("--most-steps", type=int, default=400)
+    parser.add_argument("--site", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.loopback = arguments.digits or not may_make_links()
+    if arguments.site:
+        torch.set_num_threads(1)
+        dadplug.connect()
+        (count_steps if arguments.digits else time_steps)(arguments)
+        return
+    if not arguments.digits:
+        check_rates(parser, arguments.rates, arguments.loopback)
+    show(arguments)
+
+
+if __name__ == "__main__":
+    main()
