@@ -12,7 +12,7 @@ from comparison import off_by
 from torch import nn
 
 import dadplug
-from dadplug.errors import NonFiniteError
+from dadplug.errors import NonFiniteError, SiteError
 from dadplug.methods.rankdad import Merger
 from dadplug.planning.link_model import LinkCosts
 from dadplug.planning.merging import predict_seconds
@@ -332,3 +332,21 @@ def without_sockets() -> None:
 
 def test_it_works_over_messages_of_gloo(sites):
     sites(3).run(without_sockets)
+
+
+def is_named() -> None:
+    rank, model = dist.get_rank(), network(torch.float32)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", rank=2)
+    backward(model, rank, 0)
+    reduction.synchronize()
+    reduction._transport.timeout = 2
+    if rank != 2:
+        backward(model, rank, 1)
+        with pytest.raises(SiteError, match="site 2"):
+            reduction.synchronize()
+    dist.barrier()
+    reduction.detach(discard=True)
+
+
+def test_a_silent_owner_is_named(sites):
+    sites(3).run(is_named)
