@@ -35,12 +35,10 @@ class OwnedSlot(Slot):
         return False
 
     def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
-        payload, end = super().cut(payload, start, rows) if rows else (self._nothing(payload), start)
-        return payload, end
-
-    def _nothing(self, payload: Tensor) -> FactorPayload:
+        if rows:
+            return super().cut(payload, start, rows)
         empty = payload[:0]
-        return FactorPayload(empty.view(0, self.out), empty.view(0, self.width), None)
+        return FactorPayload(empty.view(0, self.out), empty.view(0, self.width)), start
 
 
 class ContributionBucket:

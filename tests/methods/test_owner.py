@@ -168,7 +168,7 @@ def test_wire_formats_and_error_memory(sites):
 
 
 def arrives_late() -> None:
-    """A second backward pass after the buckets have left, gradients that are cleared, NaN, and lower ranks."""
+    """Check steps whose gradients are read, cleared, added to or not finite after their buckets have left."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, apart = network(), network()
     reduction = dadplug.GradientReduction(model, mode="rankdad", rank=30, tolerance=0.0, merge="owner", bucket_mb=0.001)
@@ -177,8 +177,7 @@ def arrives_late() -> None:
         expected = mean_of_sites(apart, step, world_size)
         backward(model, rank, step)
         if step == 3 and rank == 1:
-            expected_own = {name: p.grad.clone() for name, p in model.named_parameters()}
-            assert all(value.abs().sum() > 0 for value in expected_own.values())
+            assert all(p.grad.abs().sum() > 0 for p in model.parameters())  # what has been sent can be read
             model.zero_grad()
             backward(model, rank, step)
         if step == 4 and rank == 0:
