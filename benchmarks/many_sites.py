@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -211,6 +212,7 @@ def main() -> None:
         return
     if not arguments.digits:
         check_rates(parser, arguments.rates, arguments.loopback)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that sites and namespaces go, too
     show(arguments)
 
 
