@@ -281,7 +281,7 @@ def test_open_messages_are_counted_while_the_helper_thread_cannot_remove_any(mon
     peers = PeerSockets(transport, {1: own})
     needs_helper, locked = peers._needs_helper, []
     monkeypatch.setattr(peers, "_needs_helper", lambda: locked.append(peers._lock.locked()) or needs_helper())
-    sent = peers.launch(memoryview(b"a payload"), {})
+    sent = peers.launch({1: memoryview(b"a payload")}, {})
     peers.wait(sent)
     assert other.recv(100).endswith(b"a payload")
     assert locked == [True, True]
