@@ -58,6 +58,7 @@ class GroupTransport(Transport):
             return  # the threads of the process group do not exist in a forked child: destroying it would wait for them
         if self._sockets is not None:
             self._sockets.close()
+        self._last = None  # it holds the group's connections, by whose end the others know that this site has left
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             with suppress(ValueError):  # the program has destroyed all groups since, and made new ones
