@@ -118,7 +118,9 @@ class Record(pl.Callback):
         self.first = float(batch[0][0, 0])
         if self.case.where == "step" and trainer.global_step == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
-        while self.case.hold and Path(self.case.hold).exists():
+
+    def on_before_backward(self, trainer, module, loss) -> None:
+        while self.case.hold and Path(self.case.hold).exists():  # after the logged loss, which all sites wait for
             time.sleep(0.01)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
