@@ -18,8 +18,8 @@ from .building import Loaded, build, load_state
 from .errors import InputError, LoadError
 from .schema import Schema
 
-_RESIDENT = 4 << 20  # bytes of a table's files that may become resident before their pages are given back
-_AROUND = 64 << 10  # bytes that the kernel maps around one row
+_RESIDENT = 8 << 20  # bytes of a table's files that may become resident before their pages are given back
+_AROUND = 2 << 20  # bytes that the kernel maps for one row at most: a huge page
 
 
 class MappedTable:
