@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -37,21 +37,7 @@ class DealtLoader:
         self._taken = 0  # batches that the caller has taken and that are not reported as finished
         self._drawn: deque[int] = deque()
         self._running = False
-        settings: dict[str, Any] = {}
-        if loader.num_workers:
-            settings = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-        self._dealt: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            batch_sampler=_DealtBatches(loader.batch_sampler, board, self._drawn, limit),
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            **settings,
-        )
+        self._dealt = with_batches(loader, _DealtBatches(loader.batch_sampler, board, self._drawn, limit))
 
     @property
     def batches(self) -> int:
@@ -114,6 +100,30 @@ class _DealtBatches:
         if not batches:
             raise ValueError("the loader has no batches")
         return batches
+
+
+def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:
+    """Return a loader like another one, which reads other batches.
+
+    Args:
+        loader: the other loader.
+        batches: indices of the samples of each batch.
+    """
+    settings: dict[str, Any] = {}
+    if loader.num_workers:
+        settings = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        **settings,
+    )
 
 
 def check_loader(loader: Any, by: str = "Hogwild!") -> None:

@@ -8,11 +8,10 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
 
 from ..adaptive.sample_order import seeded
 from ..exchange import codec
-from ..hogwild.dealing import check_loader
+from ..hogwild.dealing import check_loader, with_batches
 from .dealer import Deal
 from .log import Log
 from .options import ServerOptions
@@ -115,21 +114,7 @@ class SharedLoader(SiteLoader):
         self._given: list[int] = []  # the batch that ended a wait
         self._asked = 0  # batches that the dealer has not answered for
         self._ahead = _AHEAD
-        settings: dict[str, Any] = {}
-        if loader.num_workers:
-            settings = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-        self._dealt: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            batch_sampler=_Sampler(self._draw),
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            **settings,
-        )
+        self._dealt = with_batches(loader, _Sampler(self._draw))
 
     def __len__(self) -> int:
         raise TypeError("the number of batches that this site is dealt is not known")
