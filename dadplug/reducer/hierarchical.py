@@ -17,17 +17,17 @@ from ..exchange.node_gather import NodeGather, NodeMessage
 from ..exchange.payload import FactorPayload, finite
 from ..hooks import Factor
 from ..methods.paths import GradientPath
-from ..units.base import Unit, add_gradient
+from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .context import HandlerContext
-from .factors import GatheredHandler
 from .faults import Fault
 from .handler import register_handler
+from .kept_payloads import KeptPayloadsHandler
 from .step_header import StepHeader
 
 
 @register_handler(GradientPath.LOWRANK, variant="nodes")
-class NodeFactorHandler(GatheredHandler):
+class NodeFactorHandler(KeptPayloadsHandler):
     """Gather of rows inside a node, compression of what they make, and gather of that between nodes.
 
     Rows are weighted before they are put together, by samples over the reference: the samples of all sites are not
@@ -38,8 +38,6 @@ class NodeFactorHandler(GatheredHandler):
         context: what the handlers of a reducer share.
     """
 
-    resends_as_gradients = True  # what has been discarded is part of a node's gradient by then
-
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         transport = context.transport
         assert isinstance(transport, HierarchicalTransport)
@@ -48,10 +46,7 @@ class NodeFactorHandler(GatheredHandler):
         super().__init__(units, context, [ranks[owner] for ranks in self._nodes.members])
         values = partial(_number_of_values, [(*unit.shape, self._bias_size(unit)) for unit in self.units])
         self._node_gather = NodeGather(transport, owner, 2 + 2 * len(units), self.dtype, values)
-        self._own: list[FactorPayload | None] = [None] * len(units)
-        self._weighted_by = 0  # samples when the first unit was filled
         self._finite = True
-        self._missing_share = 0.0  # of this site's gradients, what its weight at the time has left out
 
     @property
     def ready(self) -> bool:
@@ -66,13 +61,6 @@ class NodeFactorHandler(GatheredHandler):
             self._own[self._slots[unit.name]] = self._take(unit)
         self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
-
-    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
-        """Return what this site has sent of a parameter's gradient, for programs that read it."""
-        sent = self._own[self._slots[unit.name]]
-        if sent is None:
-            return []
-        return [sent.left.T @ sent.right] if name == unit.name or sent.bias is None else [sent.bias]
 
     def _take(self, unit: FactorUnit) -> FactorPayload | None:
         """Return what has arrived as rows, no more of them than the gradient's smaller side has."""
@@ -163,37 +151,6 @@ class NodeFactorHandler(GatheredHandler):
             if all_finite:
                 self.context.faults.record(Fault.DELTAS, unit)
             return self._not_finite(unit)
-
-    def add_late(self) -> None:
-        """Make dense gradients of what came after the bucket was launched, or counts for more than it did then."""
-        context = self.context
-        samples = context.samples()
-        self._missing_share = 0.0 if samples in (0, self._weighted_by) else 1 - self._weighted_by / samples
-        for slot, unit in enumerate(self.units):
-            if unit.void:
-                self._own[slot] = None
-                self._present.discard(unit.name)
-            if unit.rows:
-                unit.form_gradients()
-                unit.dense = True
-            if self._missing_share and self._own[slot] is not None:
-                self._add_own(unit, self._missing_share)
-                unit.dense = True
-            if unit.dense and context.checks_finite:
-                context.faults.check_gradient(unit)
-
-    def add_sent(self, unit: Unit) -> None:
-        assert isinstance(unit, FactorUnit)
-        self._add_own(unit, 1 - self._missing_share)
-
-    def _add_own(self, unit: FactorUnit, scale: float) -> None:
-        """Add to ``.grad`` what this process has handed over of a unit, times a scale."""
-        sent = self._own[self._slots[unit.name]]
-        if sent is None:
-            return
-        add_gradient(unit.lead, scale * (sent.left.T @ sent.right))
-        if unit.bias is not None and sent.bias is not None:
-            add_gradient(unit.parameters[unit.bias], scale * sent.bias)
 
     def receive(self) -> None:
         super().receive()

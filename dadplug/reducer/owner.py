@@ -9,24 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor
-
 from ..exchange.buckets import Slot
 from ..exchange.owner_buckets import ContributionBucket, OwnedSlot
 from ..exchange.payload import FactorPayload
 from ..hooks import Factor
 from ..methods.paths import GradientPath
 from ..methods.rankdad import RankDAD
-from ..units.base import Unit, add_gradient
+from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .context import HandlerContext
 from .factors import SiteFactorHandler
 from .handler import register_handler
+from .kept_payloads import KeptPayloadsHandler
 from .step_header import StepHeader
 
 
 @register_handler(GradientPath.LOWRANK, variant="owner")
-class OwnerHandler(SiteFactorHandler):
+class OwnerHandler(KeptPayloadsHandler, SiteFactorHandler):
     """Two exchanges: every site's factors to the owners of their layers, and the owners' results to all sites.
 
     The first one leaves during backward. The owners merge and send once it has arrived; the results are waited for
@@ -37,8 +36,6 @@ class OwnerHandler(SiteFactorHandler):
         units: the units that share the bucket.
         context: what the handlers of a reducer share.
     """
-
-    resends_as_gradients = True  # a sum contains what has been discarded
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         assert isinstance(context.method, RankDAD)
@@ -54,9 +51,6 @@ class OwnerHandler(SiteFactorHandler):
         self._contributions = ContributionBucket(slots, self._owners, context.transport, self.dtype, wire)
         owned = {self.units[index].name for index in self._contributions.owned}
         self._merger.forget(unit.name for unit in self.units if unit.name not in owned)
-        self._own: list[FactorPayload | None] = [None] * len(self.units)
-        self._weighted_by = 0  # samples when the contributions were launched
-        self._missing_share = 0.0  # of this site's gradients, what its weight at that time has left out
 
     def _rank(self, unit: FactorUnit) -> int:
         return min(self.context.options.rank, *unit.widths)
@@ -92,48 +86,13 @@ class OwnerHandler(SiteFactorHandler):
         self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
 
-    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
-        """Return what this site has sent of a parameter's gradient, for programs that read it."""
-        sent = self._own[self._slots[unit.name]]
-        if sent is None:
-            return []
-        return [sent.left.T @ sent.right] if name == unit.name or sent.bias is None else [sent.bias]
-
     def launch(self) -> None:
         self._weighted_by = self.context.samples()
         self._contributions.launch(self._weighted_by)
 
-    def add_late(self) -> None:
-        """Make dense gradients of what came after the launch, or counts for more than it did then."""
-        context, samples = self.context, self.context.samples()
-        self._missing_share = 0.0 if samples in (0, self._weighted_by) else 1 - self._weighted_by / samples
-        for slot, unit in enumerate(self.units):
-            if unit.void:
-                self._own[slot] = None
-                self._present.discard(unit.name)
-                context.method.rollback(unit.name)
-                context.faults.drop(unit)
-            if unit.rows:
-                unit.form_gradients()
-                unit.dense = True
-            if self._missing_share and self._own[slot] is not None:
-                self._add_own(unit, self._missing_share)
-                unit.dense = True
-            if unit.dense and context.checks_finite:
-                context.faults.check_gradient(unit)
-
-    def add_sent(self, unit: Unit) -> None:
-        assert isinstance(unit, FactorUnit)
-        self._add_own(unit, 1 - self._missing_share)
-
-    def _add_own(self, unit: FactorUnit, scale: float) -> None:
-        """Add to ``.grad`` what this site has sent of a unit, times a scale."""
-        sent = self._own[self._slots[unit.name]]
-        if sent is None:
-            return
-        add_gradient(unit.lead, scale * (sent.left.T @ sent.right))
-        if unit.bias is not None and sent.bias is not None:
-            add_gradient(unit.parameters[unit.bias], scale * sent.bias)
+    def _withdraw(self, unit: FactorUnit) -> None:
+        self.context.method.rollback(unit.name)
+        self.context.faults.drop(unit)
 
     def receive(self) -> None:
         """Merge what has arrived of the layers that this site owns, and send the results."""
