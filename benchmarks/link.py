@@ -7,8 +7,7 @@
 RATE is as tc writes it (10mbit, 1gbit), or none for an unshaped link. A round trip in milliseconds is made by a relay
 of packets in this program, which takes some processor time. Linux only; needs root, iproute2, and the kernel's tbf. The
 program starts once for each site with torchrun's variables and GLOO_SOCKET_IFNAME set, so that the interface's counters
-in /sys/class/net tell what was sent. Site 0's standard output is passed on; of a site that fails, the end of its
-messages is shown.
+in /sys/class/net count what was sent. Site 0's standard output is shown, and the last messages of a site that fails.
 """
 
 from __future__ import annotations
