@@ -17,6 +17,7 @@ from ...exchange import Traffic, Transport, open_transport
 from ...exchange.addresses import choose_interface, gloo_interface
 from ...exchange.exit_reasons import describe
 from ...exchange.requirements import Requirements
+from ...hub.link import current_link
 from ...model_sync.samples import batch_size
 from ...model_sync.uneven_inputs import takes_part
 from .collectives import SiteCollectives
@@ -111,6 +112,16 @@ class SiteStrategy(SiteCollectives):
         return None
 
     # Start and end
+
+    def _configure_launcher(self) -> None:
+        """Check the devices, which the trainer has chosen by now, and make a launcher where processes are to start."""
+        devices = self.parallel_devices or ()
+        if len(devices) > 1 and current_link() is not None:
+            raise ValueError(
+                f"a kit connects one process of each site, and the trainer is to use {len(devices)} devices here: pass "
+                "devices=1; several processes of one institution need a kit each"
+            )
+        super()._configure_launcher()
 
     @property
     def root_device(self) -> torch.device:

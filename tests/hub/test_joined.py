@@ -295,6 +295,23 @@ def test_lightning_trains_with_samplers_and_metrics_of_all_sites(fitted, stock):
         assert len(own | other) == 70
 
 
+def trainer_of_two_devices() -> str:
+    """Return the error of a trainer with two devices, or nothing."""
+    import pytorch_lightning as pl
+    from dadplug.runners.pytorch_lightning import DADStrategy
+
+    try:
+        pl.Trainer(strategy=DADStrategy("dsgd"), accelerator="cpu", devices=2, num_nodes=2, logger=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_lightning_trains_in_one_process_of_each_site(group):
+    pytest.importorskip("pytorch_lightning")
+    assert all("is to use 2 devices here: pass devices=1" in error for error in group.run(trainer_of_two_devices))
+
+
 def test_dad_strategy_equals_stock_ddp(fitted):
     for ours, theirs in zip(fitted[False][0][0], fitted[True][0][0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
