@@ -2,7 +2,9 @@
 
 **Pieces.** A message of any size is cut into frames, so that the hub passes its first bytes on before it has the last
 ones, holds at most one frame of each connection, and can mix the messages of several sites on one connection: a slow
-sender holds up nobody. The head takes 32 bytes, 0.02% of a full frame, which fills eight records of TLS.
+sender holds up nobody. The head takes 32 bytes, 0.02% of a full frame, which fills eight records of TLS. The hub passes
+a piece on once it is whole, 10 ms at 100 Mbit/s. Where payloads take a second line from the hub, pieces are half as
+large.
 
 **Sizes.** A head is checked as soon as it is complete, before anything is allocated for the body. Pieces of a message
 come in order and without gaps, and within the size that the receiver expects: sites know the sizes of gathers and sums
@@ -47,6 +49,7 @@ VERSION = 3
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
 PIECE_BYTES = (1 << 17) - HEAD_BYTES  # of a frame's body, at most
+SHORT_PIECE_BYTES = (1 << 16) - HEAD_BYTES  # the same for payloads that take two lines
 _MAGIC = 0xDAD9
 _LONGEST_TEXT = 2000  # characters
 
@@ -144,18 +147,19 @@ class Frame(NamedTuple):
     body: bytes
 
 
-def frames(head: Head, content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+def frames(head: Head, content: memoryview, most: int = PIECE_BYTES) -> Iterator[tuple[bytes, memoryview]]:
     """Cut a message into frames.
 
     Args:
         head: head of the message; offset and length are filled in.
         content: the message, of bytes.
+        most: bytes of a frame's body, at most.
 
     Yields:
         Heads and bodies, which share the message's memory; none for an empty message.
     """
-    for offset in range(0, len(content), PIECE_BYTES):
-        body = content[offset : offset + PIECE_BYTES]
+    for offset in range(0, len(content), most):
+        body = content[offset : offset + most]
         yield head.pack_piece(offset, len(body)), body
 
 

@@ -18,7 +18,7 @@ from .actions import Accept, Drop, Pause, Start
 from .actions import Resume as Resumption
 from .connection import KERNEL_BYTES
 from .continued_link import ContinuedLink
-from .frames import FrameError, Head, Kind, Leave
+from .frames import SHORT_PIECE_BYTES, FrameError, Head, Kind, Leave
 from .inbox import Incoming
 from .kits import Kit
 from .link_sealing import AGREEMENT, LinkSealing
@@ -46,6 +46,10 @@ class HubLink(ContinuedLink):
         self.sealing = LinkSealing(kit)
         if self.sealing.required:
             self._frames.seal = self.sealing.frames
+        if self.world_size > 2 or kit.roster.hub_at is None:
+            # Payloads take one line to the hub and another one from it, which is idle until the first piece is whole.
+            # Smaller pieces cost processor time.
+            self._frames.payload_bytes = SHORT_PIECE_BYTES
         self._pause = ""
         self._channels = 0
         self.rounds = Rounds(self)

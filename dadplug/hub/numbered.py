@@ -28,6 +28,7 @@ class NumberedFrames:
         blocked: whether the connection has no room for what is to be sent.
         seal: function that cuts a message into frames, where it is to be sealed.
         kept: where the frames of messages are kept; None to keep none.
+        payload_bytes: bytes of a frame's body, at most, where it is a piece of a payload.
         held: whether messages are not sent, since the other end does not know this stream.
     """
 
@@ -43,6 +44,7 @@ class NumberedFrames:
         self.bytes_sent = 0
         self.seal: Callable[[Head, memoryview], Iterable[bytes]] | None = None
         self.kept: KeptFrames | None = None
+        self.payload_bytes = PIECE_BYTES
         self.held = False
 
     def begin_anew(self, held: bool) -> None:
@@ -113,9 +115,10 @@ class NumberedFrames:
             return (head.pack(),)
         if self.seal is not None:
             return self.seal(head, memoryview(content))
-        if len(content) <= PIECE_BYTES:
+        most = self.payload_bytes if head.kind is Kind.PAYLOAD else PIECE_BYTES  # those of sums are equal at all sites
+        if len(content) <= most:
             return (b"".join((head.pack_piece(0, len(content)), content)),)
-        return (b"".join(parts) for parts in frames(head, memoryview(content)))
+        return (b"".join(parts) for parts in frames(head, memoryview(content), most))
 
     def ping(self) -> None:
         """Send an acknowledgement at the next opportunity."""

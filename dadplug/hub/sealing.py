@@ -29,13 +29,14 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
 from ..errors import SealingError
-from .frames import PIECE_BYTES, Head
+from .frames import PIECE_BYTES, SHORT_PIECE_BYTES, Head
 
 SECRET_BYTES = 32
 _NUMBER = struct.Struct(">Q")
 _TAG_BYTES = 16
 OVERHEAD = _NUMBER.size + _TAG_BYTES  # bytes that a piece grows by
 OPEN_BYTES = PIECE_BYTES - OVERHEAD  # content of a piece, at most
+_CONTENT_BYTES = SHORT_PIECE_BYTES - OVERHEAD  # the same for a message that is cut here
 _PIECES_BITS = 20  # a key seals 2**20 pieces
 _LAST = 1 << 63
 
@@ -118,8 +119,8 @@ class Sealer:
         Yields:
             The frames; none for an empty message.
         """
-        for index, begin in enumerate(range(0, len(content), OPEN_BYTES)):
-            yield self.frame(head._replace(offset=index * PIECE_BYTES), content[begin : begin + OPEN_BYTES])
+        for index, begin in enumerate(range(0, len(content), _CONTENT_BYTES)):
+            yield self.frame(head._replace(offset=index * SHORT_PIECE_BYTES), content[begin : begin + _CONTENT_BYTES])
 
     def frame(self, head: Head, content: bytes | memoryview) -> bytes:
         """Seal a piece, and return its frame.
@@ -201,7 +202,7 @@ def opened_offset(offset: int) -> int:
     Args:
         offset: the place in the sealed message.
     """
-    return offset // PIECE_BYTES * OPEN_BYTES
+    return offset // SHORT_PIECE_BYTES * _CONTENT_BYTES
 
 
 def sealed_size(nbytes: int) -> int:
@@ -210,7 +211,7 @@ def sealed_size(nbytes: int) -> int:
     Args:
         nbytes: size of the message.
     """
-    return nbytes + OVERHEAD * -(-nbytes // OPEN_BYTES)
+    return nbytes + OVERHEAD * -(-nbytes // _CONTENT_BYTES)
 
 
 def derive(secret: bytes, *labels: str | int) -> bytes:

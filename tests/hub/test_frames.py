@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from dadplug.exchange import codec
 from dadplug.hub import actions
 from dadplug.hub.actions import FRESH, Position
+from dadplug.hub.continuation import KeptFrames
 from dadplug.hub.frames import (
+    HEAD_BYTES,
     PIECE_BYTES,
+    SHORT_PIECE_BYTES,
     Expected,
     Frame,
     FrameError,
@@ -29,6 +32,7 @@ from dadplug.hub.frames import (
     pack_control,
     read_control,
 )
+from dadplug.hub.numbered import NumberedFrames
 
 MESSAGES = [
     actions.Accept(1, None, False, 1),
@@ -94,6 +98,16 @@ def test_any_split_of_the_stream_gives_the_same_frames(heads, cuts, seed):
     expected = [*map(Frame, heads, bodies), Frame(Head(Kind.END, 1, step=3), b"")]
     assert read(FrameReader(accept), *parts) == expected
     assert read(FrameReader(accept), *(bytes([byte]) for byte in stream)) == expected
+
+
+def test_pieces_of_payloads_may_be_shorter_than_those_of_summands():
+    sent = NumberedFrames(0, lambda head: memoryview(b""), lambda head, body: None)
+    sent.kept, sent.payload_bytes = KeptFrames(), SHORT_PIECE_BYTES
+    for step, (kind, most) in enumerate({Kind.PAYLOAD: SHORT_PIECE_BYTES, Kind.SUMMAND: PIECE_BYTES}.items()):
+        for size in (1, most, most + 1, 3 * most):
+            sent.append_message(Head(kind, 0, step, size), bytes(size))
+        lengths = [len(frame) - HEAD_BYTES for frame in sent.kept.frames(step)]
+        assert lengths == [1, most, most, 1, most, most, most]
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 5])

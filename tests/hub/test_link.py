@@ -15,6 +15,7 @@ from running_hub import running_hub, until
 
 from dadplug.errors import MismatchError, SiteError
 from dadplug.hub import connection as connection_module
+from dadplug.hub.frames import SHORT_PIECE_BYTES
 
 
 def exchange(transport, value: float = 1.0, size: int = 1000):
@@ -28,10 +29,13 @@ def exchange(transport, value: float = 1.0, size: int = 1000):
 def test_the_reason_of_a_site_that_leaves_reaches_all_others_after_what_it_has_sent(tmp_path):
     with links(tmp_path, 3) as opened:
         a, b, c = transports(opened)
+        lengths, complete = [], opened[2].complete
+        opened[2].complete = lambda head, body: (lengths.append(head.length), complete(head, body))
         gathers = [exchange(each, rank, 100_000) for rank, each in enumerate((a, b, c))]
         opened[1].leave("ValueError: no data")
         for gather in (gathers[0], gathers[2]):
             assert [payload[0].item() for payload in gather.wait()] == [0.0, 1.0, 2.0]
+        assert max(lengths) == SHORT_PIECE_BYTES  # of three sites, two are away from the hub
         for transport in (a, c):
             with pytest.raises(SiteError, match=r"^site 1 \(b\) is gone: ValueError: no data$"):
                 exchange(transport).wait()

@@ -10,11 +10,22 @@ import pytest
 
 from dadplug.errors import SealingError, SiteError
 from dadplug.hub import sealing
-from dadplug.hub.frames import PIECE_BYTES, FrameReader, Head, Kind
-from dadplug.hub.sealing import OPEN_BYTES, OVERHEAD, Keys, opened_offset, sealed_size
+from dadplug.hub.frames import SHORT_PIECE_BYTES, FrameReader, Head, Kind
+from dadplug.hub.sealing import OVERHEAD, Keys, opened_offset, sealed_size
 
+CONTENT_BYTES = SHORT_PIECE_BYTES - OVERHEAD  # of a piece
 NAMES = {0: "a", 1: "b", 2: "c"}
-SIZES = [0, 1, OPEN_BYTES - 1, OPEN_BYTES, OPEN_BYTES + 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 1 << 20]
+SIZES = [
+    0,
+    1,
+    CONTENT_BYTES - 1,
+    CONTENT_BYTES,
+    CONTENT_BYTES + 1,
+    SHORT_PIECE_BYTES - 1,
+    SHORT_PIECE_BYTES,
+    SHORT_PIECE_BYTES + 1,
+    1 << 20,
+]
 HEAD = Head(Kind.PAYLOAD, 0, step=3, exchange=5)
 
 
@@ -59,10 +70,10 @@ def refusal(opener, frames, size=0):
 def test_a_message_of_any_size_arrives_in_pieces_that_fill_frames(size, sealer, opener):
     message = os.urandom(size)
     frames = seal(sealer, message)
-    assert all(OVERHEAD < len(frame.body) <= PIECE_BYTES for frame in frames)
-    assert all(len(frame.body) == PIECE_BYTES for frame in frames[:-1])
+    assert all(OVERHEAD < len(frame.body) <= SHORT_PIECE_BYTES for frame in frames)
+    assert all(len(frame.body) == SHORT_PIECE_BYTES for frame in frames[:-1])
     assert sum(len(frame.body) for frame in frames) == sealed_size(size)
-    assert [frame.head.offset for frame in frames] == list(range(0, sealed_size(size), PIECE_BYTES))
+    assert [frame.head.offset for frame in frames] == list(range(0, sealed_size(size), SHORT_PIECE_BYTES))
     assert opened(opener, frames, size) == message
 
 
@@ -74,7 +85,7 @@ def test_messages_of_several_exchanges_can_follow_each_other(sealer, opener):
 
 
 def test_equal_messages_do_not_look_equal(sealer):
-    message = bytes(2 * OPEN_BYTES)
+    message = bytes(2 * CONTENT_BYTES)
     seen = [frame.body[8:] for _ in range(3) for frame in seal(sealer, message)]
     assert len({body[:16] for body in seen}) == 6
 
@@ -84,7 +95,7 @@ def test_what_is_sealed_does_not_hold_the_content(sealer):
     assert all(sentinel not in frame.body for frame in seal(sealer, sentinel * 10000))
 
 
-@pytest.mark.parametrize("size", [1, 100, OPEN_BYTES])
+@pytest.mark.parametrize("size", [1, 100, CONTENT_BYTES])
 def test_a_change_of_any_byte_is_found_out(size, sealer, opener):
     (frame,) = seal(sealer, os.urandom(size))
     length = len(frame.body)
@@ -103,7 +114,7 @@ def test_a_change_of_the_head_is_found_out(sealer, opener):
         {"kind": Kind.STATE},
         {"step": 4},
         {"exchange": 6},
-        {"offset": PIECE_BYTES},
+        {"offset": SHORT_PIECE_BYTES},
         {"tag": 1},
         {"length": frame.head.length - 1},
     ):
@@ -112,7 +123,7 @@ def test_a_change_of_the_head_is_found_out(sealer, opener):
 
 
 def test_pieces_count_in_the_order_in_which_they_were_sent(sealer):
-    size = 3 * OPEN_BYTES
+    size = 3 * CONTENT_BYTES
     first, second = seal(sealer, b"1" * size), seal(sealer, b"2" * size)
     attacks = {
         "the second piece first": [first[1], first[0], first[2]],
@@ -176,7 +187,7 @@ def test_a_stream_of_two_sites_is_readable_to_them_only():
 
 def test_no_number_is_used_twice_and_keys_change(sealer, opener, monkeypatch):
     monkeypatch.setattr(sealing, "_PIECES_BITS", 2)
-    message = os.urandom(5 * OPEN_BYTES)
+    message = os.urandom(5 * CONTENT_BYTES)
     frames = [frame for _ in range(4) for frame in seal(sealer, message)]
     assert [int.from_bytes(frame.body[:8], "big") for frame in frames] == list(range(20))
     assert opened(opener, frames, len(message)) == message
@@ -185,7 +196,7 @@ def test_no_number_is_used_twice_and_keys_change(sealer, opener, monkeypatch):
     # The fifth piece is the first one under the second key, and its number counts on.
     cipher = sealing.AESGCM(sealing.derive(secret, "pieces", 1))
     head, body = frames[4]
-    assert cipher.decrypt((4).to_bytes(12, "big"), body[8:], head.pack()) == message[4 * OPEN_BYTES :]
+    assert cipher.decrypt((4).to_bytes(12, "big"), body[8:], head.pack()) == message[4 * CONTENT_BYTES :]
 
 
 def test_a_second_sealer_of_the_same_keys_is_refused():
