@@ -3,7 +3,7 @@
 rankdad                                    a mode, at the benchmark's rank
 rankdad:wire=bf16+error_feedback=true      with options of GradientReduction
 dad:fused=true                             whose optimizer steps are those of `reduction.apply`
-ddp, ddp-fp16, ddp-powersgd                DistributedDataParallel, alone and with torch's own hooks
+ddp, ddp-fp16, ddp-bf16, ddp-powersgd      DistributedDataParallel, alone and with torch's own hooks
 alone                                      no other site
 """
 
@@ -18,8 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import dadplug
 
-PEERS = ("ddp", "ddp-fp16", "ddp-powersgd")
-SLOW = ("ddp", "ddp-fp16", "dsgd")
+PEERS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd")
+SLOW = ("ddp", "ddp-fp16", "ddp-bf16", "dsgd")
 """Those that send whole gradients."""
 
 
@@ -87,6 +87,8 @@ def _ddp(model: nn.Module, method: str, rank: int) -> nn.Module:
     trained = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000 if method == "ddp-powersgd" else 25)
     if method == "ddp-fp16":
         trained.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+    elif method == "ddp-bf16":
+        trained.register_comm_hook(dist.group.WORLD, default_hooks.bf16_compress_hook)
     elif method == "ddp-powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         trained.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -22,12 +22,16 @@ TITLES = {
     "alone": "one process alone",
     "ddp": "DDP",
     "ddp-fp16": "DDP, fp16 hook",
+    "ddp-bf16": "DDP, bf16 hook",
     "ddp-powersgd": "DDP, PowerSGD hook",
     "mnistnet": "MNISTNet",
     "vit": "ViT",
     "gpt": "small GPT",
     "resnet": "ResNet-18's shape",
     "lstm": "LSTM",
+    "bert": "BERT-base",
+    "vit-base": "ViT-Base",
+    "gpt2": "GPT-2 small",
     "none": "unshaped",
 }
 

@@ -26,14 +26,15 @@ class Way:
         model: the model.
         name: the way's name.
         rank: rank of the methods of gradients that have one.
+        optimizer: the optimizer; by default Adam.
 
     Attributes:
         model: what to call in training.
         lap: steps between two evaluations: after agreements.
     """
 
-    def __init__(self, model: nn.Module, name: str, rank: int) -> None:
-        self.optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    def __init__(self, model: nn.Module, name: str, rank: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-3)
         method, options = parse(name)
         self._every = options.get("every", SYNCHRONOUS_LAP)
         self.lap = self._every * -(-SHORTEST_LAP // self._every)

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from attach import Attached, parse
 from link import reshape
-from workloads import BERT, WORKLOADS, loss
+from workloads import LARGE, WORKLOADS, loss
 
 import dadplug
 
-MODELS = WORKLOADS | {"bert": BERT}
+MODELS = WORKLOADS | LARGE
 WARM_UP = 5  # steps; kernels compile, payloads find their sizes, DDP makes its buckets anew, PowerSGD's hook begins
 LEAST = 3
 

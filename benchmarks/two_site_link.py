@@ -87,7 +87,7 @@ def _cell(row: dict | None, ddp: dict | None, reasons: list[str]) -> str:
 
 
 def draw(rows: list[dict], rates: list[str], file: Path) -> None:
-    """Draw step times, a panel a model, a group of bars a rate."""
+    """Draw step times, a panel a model, a group of bars a rate; those marked as a ``guess`` hatched."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -101,6 +101,7 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
         rest.axis("off")
     colours = colours_of(bars)
     found = {(row["model"], row["method"], row["rate"]): row["ms"] for row in rows if "ms" in row}
+    guesses = {(row["model"], row["method"], row["rate"]) for row in rows if row.get("guess")}
     for panel, model in zip(panels, models, strict=False):
         shown = [ms for (of, _, _), ms in found.items() if of == model] or [1.0]
         bottom = 0.6 * min(shown)
@@ -109,7 +110,9 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
             shift = (place - (len(bars) - 1) / 2) * 0.84 / len(bars)
             heights = [time - bottom for time in times]
             places = [group + shift for group in range(len(rates))]
-            panel.bar(places, heights, 0.76 / len(bars), bottom, color=colours[method], label=title(method))
+            hatches = ["////" if (model, method, rate) in guesses else "" for rate in rates]
+            look = {"color": colours[method], "edgecolor": "white", "linewidth": 0, "hatch": hatches}
+            panel.bar(places, heights, 0.76 / len(bars), bottom, label=title(method), **look)
             for x, time_ in zip(places, times, strict=True):
                 if math.isnan(time_) and any((row["model"], row["method"]) == (model, method) for row in rows):
                     panel.annotate("x", (x, bottom), ha="center", va="bottom", fontsize=7, color=colours[method])
@@ -121,7 +124,8 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
         panel.grid(axis="y", alpha=0.3)
         panel.set_axisbelow(True)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", frameon=False, ncols=6 if len(models) > 1 else 3)
+    columns = 3 if len(models) == 1 else 6 if max(map(len, labels)) < 30 else 4
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, ncols=columns)
     figure.savefig(file, dpi=110)
 
 

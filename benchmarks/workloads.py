@@ -131,17 +131,25 @@ class Recurrent(nn.Module):
         return self.head(self.recurrent(self.words(words))[0])
 
 
-class Bert(nn.Module):
-    """BERT-base of transformers for classification, with random weights: 109 million parameters."""
+class Transformer(nn.Module):
+    """A model of transformers with random weights, of the sizes that its configuration has by default.
 
-    def __init__(self) -> None:
+    Args:
+        architecture: name of the model's class.
+        configuration: name of the class of its configuration.
+        argument: what forward calls its input.
+        options: options of the configuration.
+    """
+
+    def __init__(self, architecture: str, configuration: str, argument: str, **options: int | bool) -> None:
         super().__init__()
-        from transformers import BertConfig, BertForSequenceClassification
+        import transformers
 
-        self.bert = BertForSequenceClassification(BertConfig(num_labels=2))
+        self.argument = argument
+        self.model = getattr(transformers, architecture)(getattr(transformers, configuration)(**options))
 
-    def forward(self, words: Tensor) -> Tensor:
-        return self.bert(input_ids=words).logits
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(**{self.argument: inputs}).logits
 
 
 def _texts(length: int, vocabulary: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
@@ -160,5 +168,19 @@ WORKLOADS = {
     "lstm": Workload(Recurrent, 8, _words(32, 2000)),
 }
 
-BERT = Workload(Bert, 8, _texts(64, 30522))
-"""Apart from the others: too large for the programs that run all of them."""
+LARGE = {
+    "bert": Workload(
+        lambda: Transformer("BertForSequenceClassification", "BertConfig", "input_ids", num_labels=2),
+        8,
+        _texts(64, 30522),
+    ),
+    "vit-base": Workload(
+        lambda: Transformer("ViTForImageClassification", "ViTConfig", "pixel_values", num_labels=1000),
+        4,
+        _images(3, 224, 1000),
+    ),
+    "gpt2": Workload(
+        lambda: Transformer("GPT2LMHeadModel", "GPT2Config", "input_ids", use_cache=False), 4, _words(128, 50257)
+    ),
+}
+"""BERT-base, ViT-Base and GPT-2 small: too large for the programs that run all of the others."""

@@ -84,10 +84,11 @@ class Factor:
             return Factor(self.deltas, self.activations, LINEAR, self.bias_gradient(), exchanged=True)
         flat = Flattened(tuple(shape))
         out, width = flat.shape[0], math.prod(flat.shape[1:])
+        bias = None if self.form.table_rows else self.bias_gradient()
         if self.rows * self.form.positions <= min(out, width):
             deltas, activations = self.form.unfold(self.deltas, self.activations)
-            return Factor(activations, deltas, flat, self.bias_gradient())
-        return replace(Factor.formed(self.gradient()), bias=self.bias_gradient())
+            return Factor(activations, deltas, flat, bias)
+        return replace(Factor.formed(self.gradient()), bias=bias)
 
     @staticmethod
     def formed(gradient: Tensor) -> Factor:

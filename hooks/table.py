@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .form import Form
@@ -55,7 +54,8 @@ class TableForm(Form):
         return None  # lookups of one row of the table by several samples have been added up
 
     def unfold(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
-        return F.one_hot(activations[:, 0].long(), self.table_rows).to(deltas.dtype), deltas
+        one_hot = deltas.new_zeros(len(deltas), self.table_rows)
+        return one_hot.scatter_(1, activations[:, :1].long(), 1), deltas
 
     def merge(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
         numbers, deltas = _sum_by_number(activations[:, 0], deltas)

@@ -14,6 +14,7 @@ from .cost import choose
 from .dispatch import kernels_for
 from .scratch import scratch
 
+_MOST_ELEMENTS = 1 << 20  # of a product that is formed at a time
 _SAFE = (1e-12, 1e12)  # largest singular values outside may come from products that overflow or underflow in fp32
 
 
@@ -304,7 +305,9 @@ def squared_norm(deltas: Tensor, activations: Tensor) -> float:
     (rows, out), width = D.shape, A.shape[1]
     if rows * (out + width) < out * width:
         return float(((D @ D.T).double() * (A @ A.T).double()).sum())
-    return float((D.T @ A).double().square().sum())
+    block = max(1, _MOST_ELEMENTS // max(1, width))
+    parts = (D[:, start : start + block].T @ A for start in range(0, out, block))
+    return float(sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts))
 
 
 def _check_options(rank: int, iterations: int, tolerance: float, algorithm: str) -> None:

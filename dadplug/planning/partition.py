@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..hooks import Form, LayerCapture, capturable_layers, family_of, refusal_of
+from ..hooks import LINEAR, Form, LayerCapture, capturable_layers, family_of, refusal_of
 from ..methods import Method
 from ..methods.paths import GradientPath
 from ..units.base import DenseUnit, Unit, matrix_shape
@@ -40,12 +40,14 @@ class _WeightGroup(NamedTuple):
         bias: name of the bias; None where there is none, or where it is not trained.
         layers: the layers by name.
         separable: whether no other module owns either, and the layers are of one kind.
+        tied: whether no other module owns either, and the layers are linear ones and embeddings.
     """
 
     name: str
     bias: str | None
     layers: dict[str, nn.Module]
     separable: bool
+    tied: bool
 
     @property
     def layer(self) -> nn.Module:
@@ -60,7 +62,7 @@ def partition_parameters(
 
     A weight takes a path of factors if the method sends factors and if every layer that owns the weight is captured,
     all of one kind; so a matrix that is tied to an embedding, or that attention uses without calling its layer, is
-    all-reduced.
+    all-reduced. With `compress_dense`, a matrix that is tied to an embedding is compressed from the factors of both.
 
     Args:
         model: the model.
@@ -74,7 +76,9 @@ def partition_parameters(
     factored: dict[str, _WeightGroup] = {}
     for group in _weight_groups(model, parameters):
         path = _layer_path(group.layer, method) if group.separable else GradientPath.ALLREDUCE
-        if not group.separable and method.traits.takes_factors:
+        if compress_dense and group.tied and _is_compressed(parameters[group.name], method):
+            path, reasons[group.name] = GradientPath.LOWRANK, "dense='lowrank'"
+        elif not group.separable and method.traits.takes_factors:
             reasons[group.name] = "shared by layers that do not go together"
         if path != GradientPath.ALLREDUCE and group.name not in keep_dense:
             factored[group.name] = group
@@ -127,10 +131,16 @@ def _weight_groups(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
     for weight_id, layers in groups.items():
         biases = {id(_bias(layer)): _bias(layer) for layer in layers.values()}
         bias = next(iter(biases.values()))
-        separable = owners[weight_id] == set(layers) and len(biases) == 1
-        separable = separable and (bias is None or owners[id(bias)] == set(layers))
-        separable = separable and len({(family_of(layer), _known_form(layer)) for layer in layers.values()}) == 1
-        yield _WeightGroup(names[weight_id], None if bias is None else names[id(bias)], layers, separable)
+        alone = owners[weight_id] == set(layers) and len(biases) == 1
+        alone = alone and (bias is None or owners[id(bias)] == set(layers))
+        separable = alone and len({(family_of(layer), _known_form(layer)) for layer in layers.values()}) == 1
+        tied = alone and not separable and all(_goes_with_table(_known_form(layer)) for layer in layers.values())
+        yield _WeightGroup(names[weight_id], None if bias is None else names[id(bias)], layers, separable, tied)
+
+
+def _goes_with_table(form: Form | None) -> bool:
+    """Return whether factors of a form can be compressed together with rows of a table of the same weight."""
+    return form is not None and (form == LINEAR or bool(form.table_rows)) and not form.sparse
 
 
 def _factor_unit(

@@ -83,7 +83,9 @@ class LowrankUnit(FactorUnit):
 
     def _matrix(self, factors: list[Factor]) -> Factor:
         shape = self.lead.shape
-        return Factor.stack([factor.matrix(shape) for factor in stack_by_form(factors)]).matrix(shape)
+        # Rows of linear layers come first: stacked in their form, all stay rows, and no gradient is formed of many.
+        ordered = sorted(stack_by_form(factors), key=lambda factor: factor.form != LINEAR)
+        return Factor.stack([factor.matrix(shape) for factor in ordered]).matrix(shape)
 
     def _condense(self) -> None:
         self._held = [self._matrix(self._collect())]

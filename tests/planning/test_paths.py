@@ -262,6 +262,8 @@ def compresses_gradients() -> None:
     reference = Net().double()
     model = copy.deepcopy(reference)
     reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, dense="lowrank")
+    (tied,) = (unit for unit in reduction._planner.units if unit.name == "table.weight")
+    assert {layer.name for layer in tied.layers} == {"table", "out"}
     for step in range(4):
         if step != 2:  # what has been agreed on stays where `.grad` is not reset
             model.zero_grad(), reference.zero_grad()

@@ -157,23 +157,58 @@ def test_a_table_of_local_steps_has_the_ratio_to_the_fastest_peer():
     assert "DDP (peer): SiteError: gone" in table
 
 
-def test_a_table_of_berts_steps():
-    rows = [
-        {"method": "alone", "ms": 3000.0, "bytes": 100, "peak": 1_500_000_000},
-        {"method": "ddp", "ms": 41_000.0, "bytes": 440_000_000, "peak": 2_000_000_000},
-        {"method": "rankdad:rank=8+wire=bf16", "ms": 2600.0, "bytes": 3_900_000, "peak": 1_600_000_000},
-    ]
-    table = program("bert").table(rows)
-    assert "| one process alone | 3.00 | 0 | 1.50 |" in table
-    assert "| DDP | 41.0 | 440 | 2.00 |" in table
-    assert "| rankdad, rank 8, bf16 | 2.60 | 3.9 | 1.60 |" in table
+def test_a_table_of_large_models_has_predictions_and_times_alone():
+    def row(method, rate, seconds, sent):
+        return {"model": "gpt2", "method": method, "rate": rate, "seconds": seconds, "bytes": sent, "peak": 2.5e9}
+
+    rows = [row("alone", "none", each, 100) for each in (3.8, 4.0, 4.6)]
+    rows += [row("ddp", "none", 5.0, 500_000_000), row("ddp", "100mbit", 50.0, 500_000_000)]
+    rows += [row("rankdad:rank=8", "10mbit", 3.6, 4_000_000), row("rankdad:rank=8", "none", 3.2, 4_000_000)]
+    rows.append({"model": "gpt2", "method": "dad", "rate": "none", "error": "SiteError: gone"})
+    table = program("large_models").table(rows)
+    assert "| GPT-2 small | MB a step | peak memory, GB | 10 Mbit/s | 100 Mbit/s | unshaped |" in table
+    assert "| one process alone | 0 | 2.50 |  |  | 4 |" in table
+    assert "| DDP | 500 | 2.50 | ~ 405 (101) | 50 (12.5) | 5 (1.25) |" in table
+    assert "| rankdad, rank 8 | 4 | 2.50 | 3.6 (0.9) | ~ 3.52 (0.88) | 3.2 (0.8) |" in table
+    assert "| dad | SiteError: gone |" in table
+    assert "100 Mbit/s, GPT-2 small, DDP: 0.90" in table
 
 
-def test_bert_has_the_parameters_of_bert_base():
+@pytest.mark.parametrize(("name", "millions"), [("bert", 109), ("vit-base", 87), ("gpt2", 124)])
+def test_large_models_have_the_parameters_of_their_originals(name, millions):
     pytest.importorskip("transformers")
     with torch.device("meta"):  # without memory
-        model = program("workloads").BERT.build()
-    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == 109
+        model = program("workloads").LARGE[name].build()
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
+
+
+def test_a_table_of_fine_tuning_has_the_points_inside_the_range():
+    curves = {"ddp": [[3.0, 2.0, 1.0], [3.0, 2.2, 1.2]], "rankdad": [[3.0, 2.4, 1.0], [3.0, 2.3, 1.2]]}
+    rows = [
+        {"method": method, "seed": seed, "every": 10, "curve": curve}
+        for method, own in curves.items()
+        for seed, curve in enumerate(own)
+    ]
+    table = program("fine_tuning").table(rows)
+    assert "| DDP | 2.100 (2.000 to 2.200) | 1.100 (1.000 to 1.200) | 3 of 3 |" in table
+    assert "| rankdad | 2.350 (2.300 to 2.400) | 1.100 (1.000 to 1.200) | 2 of 3 |" in table
+
+
+def fine_tune() -> None:
+    tuning = program("fine_tuning")
+    assert len(tuning.text("*.md", ("docs",), "site")) > 10 * tuning.LENGTH
+    arguments = argparse.Namespace(rank=2, every=4)
+    phrase = torch.arange(100).repeat(20)
+    torch.manual_seed(0)
+    model = tuning.tied_model()
+    data = phrase, phrase, arguments
+    curve = tuning.train(model, "rankdad:dense=lowrank", *data, steps=12, seed=0, rate=2e-3)
+    assert len(curve) == 4
+    assert curve[-1] < 0.95 * curve[0]
+
+
+def test_a_tied_model_learns_by_low_rank_factors(sites):
+    sites(2).run(fine_tune)
 
 
 def test_ways_to_connect_are_compared_block_by_block():
