@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 import pytest
@@ -8,6 +9,8 @@ import support
 import torch
 from crashes import pytest_sessionfinish, pytest_testnodedown  # noqa: F401 (hooks)
 from hypothesis import settings
+
+os.environ["DADPLUG_TUNING"] = "0"  # the constants of this machine are not those of others
 
 settings.register_profile("dadplug", deadline=None)  # a busy machine may suspend an example
 settings.load_profile("dadplug")

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..exchange.payload import FactorPayload
+from ..schedules import Decoding
 
-_TILE_ELEMENTS = (
-    1 << 17
-)  # 512 kB in float32: larger tiles leave the cache of a core, smaller ones are slower to multiply
 _CUDA_TILE_ELEMENTS = 1 << 22
+_DEFAULT = Decoding()
 _DOUBLE = 2.0  # a multiplication in double precision costs about this much more
 
 
@@ -24,13 +23,21 @@ class GradientProduct:
         payloads: what each site sent, by rank.
         weights: each site's share in the mean.
         transposed: whether the gradient is ``right^T left``.
+        constants: sizes of blocks; the same at all sites, since the last bits depend on them.
 
     Attributes:
         left: the rows of all sites times their shares, of shape (rows, height).
         right: the rows, of shape (rows, width).
     """
 
-    def __init__(self, payloads: Sequence[FactorPayload], weights: Sequence[float], transposed: bool = False) -> None:
+    def __init__(
+        self,
+        payloads: Sequence[FactorPayload],
+        weights: Sequence[float],
+        transposed: bool = False,
+        constants: Decoding = _DEFAULT,
+    ) -> None:
+        self._tile = constants.tile
         lefts = [payload.left * weight for payload, weight in zip(payloads, weights, strict=True)]
         rights = [payload.right for payload in payloads]
         left, right = (torch.cat(lefts), torch.cat(rights)) if len(lefts) > 1 else (lefts[0], rights[0])
@@ -56,7 +63,7 @@ class GradientProduct:
             First row, the row after the last, and the block, which is valid until the next one.
         """
         height, width = self.shape
-        elements = _CUDA_TILE_ELEMENTS if self.left.is_cuda else _TILE_ELEMENTS
+        elements = _CUDA_TILE_ELEMENTS if self.left.is_cuda else self._tile
         step = min(height, max(1, elements // max(1, width)))
         scratch = self.left.new_empty(step, width)
         for start in range(0, height, max(1, step)):

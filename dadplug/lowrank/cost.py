@@ -1,17 +1,42 @@
-"""Cost model of the algorithms; ``benchmarks/lowrank.py --calibrate`` measures the rates."""
+"""Cost model of the algorithms; its rates are in `dadplug.schedules.Encoding`, and ``dadplug.tune`` measures them."""
 
 from __future__ import annotations
 
+import functools
+
+from ..schedules import Encoding, current
 from .algorithms import columns_for
 
-# Multiplications and additions a microsecond, on one core: of products of large blocks, and of blocks of few rows.
-FAT, SKINNY = 45_000.0, 30_000.0
-EIGEN = 600.0  # rows^3 a microsecond, of the N x N algebra in double precision
-START = {"gram": 20.0, "iteration": 40.0, "formed": 40.0}  # microseconds
 OPTIMAL = 1.2  # the optimum may cost this much more than an approximation
 
 
-def predict(rows: int, out: int, width: int, k: int, iterations: int) -> dict[str, float]:
+def terms(rows: int, out: int, width: int, k: int, iterations: int) -> dict[str, dict[str, float]]:
+    """Return the work of each algorithm, by the name of the constant that says how long it takes.
+
+    Args:
+        rows: rows N of the factors.
+        out: width of the deltas.
+        width: width of the activations.
+        k: number of columns.
+        iterations: passes of a block iteration; a warm start halves the first.
+
+    Returns:
+        Multiplications and additions by ``"fat"`` and ``"skinny"``, and rows^3 by ``"eigen"``. A constant time of a
+        call, such as ``"start_gram"``, is not among them.
+    """
+    columns, sides = columns_for(k), out + width
+    further = columns - k  # which the projection, too, has more of than after the Gram matrices
+    products = max(1, 2 * iterations - 1) * columns + further
+    return {
+        "gram": {"fat": rows * rows * sides, "eigen": rows**3},
+        "iteration": {"skinny": products * rows * sides},
+        "formed": {"fat": rows * out * width, "skinny": products * out * width},
+    }
+
+
+def predict(
+    rows: int, out: int, width: int, k: int, iterations: int, constants: Encoding | None = None
+) -> dict[str, float]:
     """Predict the time of each algorithm in microseconds, without the projection that follows.
 
     Args:
@@ -20,20 +45,24 @@ def predict(rows: int, out: int, width: int, k: int, iterations: int) -> dict[st
         width: width of the activations.
         k: number of columns.
         iterations: passes of a block iteration; a warm start halves the first.
+        constants: the rates; those of this process if None.
     """
-    columns, sides = columns_for(k), out + width
-    further = columns - k  # which the projection, too, has more of than after the Gram matrices
-    products = max(1, 2 * iterations - 1) * columns + further
-    return {
-        "gram": START["gram"] + rows * rows * sides / FAT + rows**3 / EIGEN,
-        "iteration": START["iteration"] + products * rows * sides / SKINNY,
-        "formed": START["formed"] + rows * out * width / FAT + products * out * width / SKINNY,
-    }
+    rates = current().encoding if constants is None else constants
+    costs = {}
+    for algorithm, work in terms(rows, out, width, k, iterations).items():
+        starts = getattr(rates, f"start_{algorithm}")
+        costs[algorithm] = starts + sum(amount / getattr(rates, name) for name, amount in work.items())
+    return costs
 
 
-def choose(rows: int, out: int, width: int, k: int, iterations: int) -> str:
+def choose(rows: int, out: int, width: int, k: int, iterations: int, constants: Encoding | None = None) -> str:
     """Choose an algorithm; G itself is formed only if there are more rows than its smaller side has."""
-    costs = predict(rows, out, width, k, iterations)
+    return _chosen(rows, out, width, k, iterations, current().encoding if constants is None else constants)
+
+
+@functools.lru_cache(4096)
+def _chosen(rows: int, out: int, width: int, k: int, iterations: int, constants: Encoding) -> str:
+    costs = predict(rows, out, width, k, iterations, constants)
     if costs["gram"] <= OPTIMAL * min(costs["iteration"], costs["formed"]):
         return "gram"
     if rows > min(out, width) and costs["formed"] < costs["iteration"]:

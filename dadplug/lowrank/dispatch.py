@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..schedules import current
 from . import portable
 from .scratch import scratch
 
@@ -45,7 +46,7 @@ class Kernels(Protocol):
     def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
         """Find the elements of largest magnitude, as many as the results hold; see `packing.top_k`."""
 
-    def product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
+    def product(self, left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
         """See `packing_kernels.product`."""
 
 
@@ -98,12 +99,12 @@ class NumbaKernels:
 
     def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
         if values.dtype == torch.float32:
-            self._packing.top_k(values.numpy(), indices.numpy(), found.numpy())
+            self._packing.top_k(values.numpy(), indices.numpy(), found.numpy(), current().encoding.coarse)
         else:
             portable.top_k(values, indices, found)
 
-    def product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
-        self._packing.product(left.numpy(), right.numpy(), result.numpy())
+    def product(self, left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
+        self._packing.product(left.numpy(), right.numpy(), result.numpy(), strip)
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
@@ -131,7 +132,7 @@ def warmup() -> None:
         kernels.orthonormalise(block)
         gram = torch.eye(4, dtype=dtype)
         kernels.gram_vectors(gram, gram, 0.0, gram.clone())
-        kernels.product(gram, gram, gram.clone())
+        kernels.product(gram, gram, gram.clone(), 4)
     kernels.eigh(gram)
     rows, quantised, scales = torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.int8), torch.zeros(1)
     kernels.quantise(rows, quantised, scales)

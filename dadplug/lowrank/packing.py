@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..schedules import Decoding
 from .dispatch import kernels_for
 from .scratch import scratch
 
-_FEW = 12  # rows up to which the own product beats BLAS
-_BLOCK = 1 << 17  # numbers of a result that stay in the cache between two products
+_DEFAULT = Decoding()
 
 
 def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
@@ -78,20 +78,28 @@ def orthonormalise(rows: Tensor) -> Tensor:
     return result.to(rows.dtype, copy=True)
 
 
-def sum_of_products(lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def sum_of_products(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[float], constants: Decoding = _DEFAULT
+) -> Tensor:
     """Compute ``sum over s of weights[s] * lefts[s].T @ rights[s]``, all rows in one product.
 
     Args:
         lefts: a block a site, of shape (k_s, out).
         rights: a block a site, of shape (k_s, in).
         weights: a weight a site.
+        constants: sizes of blocks; the same at all sites, since the last bits depend on them.
 
     Returns:
         The sum, of shape (out, in).
     """
     like, count = lefts[0], sum(len(block) for block in lefts)
     out, width = like.shape[1], rights[0].shape[1]
-    own = like.device.type == "cpu" and 0 < count <= _FEW and out >= 4 and like.dtype in (torch.float32, torch.float64)
+    own = (
+        like.device.type == "cpu"
+        and 0 < count <= constants.few
+        and out >= 4
+        and like.dtype in (torch.float32, torch.float64)
+    )
     rows = -(-count // 4) * 4 if own else count
     left, right = scratch.take("lefts", (rows, out), like), scratch.take("rights", (rows, width), like)
     start = 0
@@ -103,11 +111,11 @@ def sum_of_products(lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: 
     if not own:
         return left.T @ right
     result = like.new_empty(out, width)
-    kernels_for(like).product(left, right, result)
+    kernels_for(like).product(left, right, result, constants.strip)
     return result
 
 
-def sum_one_by_one(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+def sum_one_by_one(lefts: Sequence[Tensor], rights: Sequence[Tensor], constants: Decoding = _DEFAULT) -> Tensor:
     """Compute ``sum over s of lefts[s].T @ rights[s]`` by adding one product after the other in place.
 
     Large results are computed in blocks that stay in the cache.
@@ -115,18 +123,19 @@ def sum_one_by_one(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
     Args:
         lefts: a block of rows a site, of shape (k_s, out).
         rights: a block of rows a site, of shape (k_s, in).
+        constants: sizes of blocks, as `sum_of_products` takes them.
 
     Returns:
         The sum, of shape (out, in).
     """
     out, width = lefts[0].shape[1], rights[0].shape[1]
-    if len(lefts) == 1 or lefts[0].is_cuda or out * width <= _BLOCK:
+    if len(lefts) == 1 or lefts[0].is_cuda or out * width <= constants.block:
         result = lefts[0].T @ rights[0]
         for left, right in zip(lefts[1:], rights[1:], strict=True):
             result.addmm_(left.T, right)
         return result
     result = lefts[0].new_empty(out, width)
-    height = max(16, _BLOCK // width // 16 * 16)
+    height = max(constants.align, constants.block // width // constants.align * constants.align)
     for start in range(0, out, height):
         block = result[start : start + height]
         torch.mm(lefts[0].T[start : start + height], rights[0], out=block)

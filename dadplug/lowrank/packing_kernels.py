@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from ..jit import njit
 
 _FAST = {"reassoc", "contract"}
-_COARSE = 15  # of the 31 bits of a number's size, those of the first histogram: the exponent and seven more
 
 
 @njit(nogil=True)
@@ -44,18 +43,26 @@ def dequantise(quantised: NDArray[np.int8], scales: NDArray[np.float32], rows: N
 
 
 @njit(nogil=True)
-def top_k(values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArray[np.float32]) -> None:
+def top_k(
+    values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArray[np.float32], coarse_bits: int
+) -> None:
     """Find the elements of largest magnitude, in the order of their indices; the first of equal ones count.
 
     By their bits: the size of a number is a whole number of 31 bits that orders like it. A histogram of the upper
     bits finds the range in which the smallest of them lies, a second one of the lower bits the number itself.
+
+    Args:
+        values: of shape (n,).
+        indices: of shape (k,); filled.
+        found: of shape (k,); filled.
+        coarse_bits: bits of a size that the first histogram counts.
     """
     k = indices.shape[0]
     if k == 0:
         return
     size = values.view(np.uint32)
-    low = 31 - _COARSE
-    counts = np.zeros(1 << _COARSE, np.int32)
+    low = 31 - coarse_bits
+    counts = np.zeros(1 << coarse_bits, np.int32)
     for x in range(size.shape[0]):
         counts[(size[x] & np.uint32(0x7FFFFFFF)) >> low] += 1
     above = 0
@@ -88,21 +95,35 @@ def top_k(values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArra
 
 
 @njit(nogil=True, fastmath=_FAST)
-def product(left: NDArray[np.floating], right: NDArray[np.floating], result: NDArray[np.floating]) -> None:
-    """Compute ``left.T @ right`` for few rows: four by four, each element of the result written in one pass.
+def product(left: NDArray[np.floating], right: NDArray[np.floating], result: NDArray[np.floating], strip: int) -> None:
+    """Compute ``left.T @ right`` for few rows: four by four, strip by strip.
+
+    A strip of `right` that stays in the first cache is read from there for all rows of the result.
 
     Args:
         left: of shape (k, out), k a multiple of 4.
         right: of shape (k, in).
         result: of shape (out, in).
+        strip: columns of a strip.
     """
-    out, width = result.shape
+    for start in range(0, result.shape[1], strip):
+        _product_of_strip(left, right, result, start, min(start + strip, result.shape[1]))
+
+
+@njit(nogil=True, fastmath=_FAST)
+def _product_of_strip(
+    left: NDArray[np.floating], right: NDArray[np.floating], result: NDArray[np.floating], start: int, end: int
+) -> None:
+    """Compute a strip of ``left.T @ right`` for few rows, each element of the result written in one pass."""
+    out, width = result.shape[0], end - start
     for i in range(0, out, 4):
         # The last group may overlap the one before it; it computes the same numbers again.
         i = min(i, out - 4)
-        g0, g1, g2, g3 = result[i], result[i + 1], result[i + 2], result[i + 3]
+        g0, g1 = result[i, start:end], result[i + 1, start:end]
+        g2, g3 = result[i + 2, start:end], result[i + 3, start:end]
         for k in range(0, left.shape[0], 4):
-            r0, r1, r2, r3 = right[k], right[k + 1], right[k + 2], right[k + 3]
+            r0, r1 = right[k, start:end], right[k + 1, start:end]
+            r2, r3 = right[k + 2, start:end], right[k + 3, start:end]
             a0, a1, a2, a3 = left[k, i], left[k + 1, i], left[k + 2, i], left[k + 3, i]
             b0, b1, b2, b3 = left[k, i + 1], left[k + 1, i + 1], left[k + 2, i + 1], left[k + 3, i + 1]
             c0, c1, c2, c3 = left[k, i + 2], left[k + 1, i + 2], left[k + 2, i + 2], left[k + 3, i + 2]

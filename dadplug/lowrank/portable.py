@@ -78,6 +78,6 @@ def top_k(values: Tensor, indices: Tensor, found: Tensor) -> None:
     torch.index_select(values, 0, indices, out=found)
 
 
-def product(left: Tensor, right: Tensor, result: Tensor) -> None:
-    """Compute ``left.T @ right``; see `kernels.product`."""
+def product(left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
+    """Compute ``left.T @ right``; see `packing_kernels.product`."""
     torch.mm(left.T, right, out=result)

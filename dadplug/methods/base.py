@@ -15,6 +15,7 @@ from ..hooks import LINEAR, Factor, Form
 from ..hub import restrictions
 from ..lowrank import sum_of_products, sum_one_by_one
 from ..registry import Registry
+from ..schedules import Decoding
 from .feedback import ErrorFeedback
 from .loss_scale import LossScales
 
@@ -182,6 +183,9 @@ class Method(ABC):
         """
 
 
+DECODING = Decoding()
+
+
 def decode(
     shares: Sequence[FactorPayload],
     weights: Sequence[float],
@@ -189,6 +193,7 @@ def decode(
     *,
     site_by_site: bool = False,
     form: Form = LINEAR,
+    constants: Decoding = DECODING,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s`` for fully connected ones.
 
@@ -202,17 +207,19 @@ def decode(
             that two sites with equal batches get the bits of an all-reduce; costs nothing where sites have as many
             rows as a batch. Otherwise the sites' rows are stacked and multiplied at once, which is faster for few.
         form: how rows make a gradient.
+        constants: sizes of blocks; the same at all sites, since the last bits depend on them.
 
     Returns:
         The gradients of the weight, in its shape or as a matrix, and of the bias, of shape (out,), or None.
     """
     if form == LINEAR and not site_by_site and not (with_bias and shares[0].bias is None):
-        gradient = sum_of_products([share.left for share in shares], [share.right for share in shares], weights)
+        lefts, rights = [share.left for share in shares], [share.right for share in shares]
+        gradient = sum_of_products(lefts, rights, weights, constants)
     else:
         rows = [FactorPayload(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
         rows = [share for share in rows if share.rows] or rows[:1]
         if form == LINEAR:
-            gradient = sum_one_by_one([share.left for share in rows], [share.right for share in rows])
+            gradient = sum_one_by_one([share.left for share in rows], [share.right for share in rows], constants)
         else:
             gradient = form.gradient(rows[0].left, rows[0].right)
             for share in rows[1:]:

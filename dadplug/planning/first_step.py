@@ -9,12 +9,14 @@ from ..exchange.codec import register, register_family
 from ..hooks import Form
 from ..hooks.convolution import Geometry
 from ..methods import Method
+from ..schedules import Decoding, current
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .link_model import LinkCosts
 
 register_family(Form)
 register(Geometry)  # which forms of convolutions hold
+register(Decoding)
 
 
 @register
@@ -29,6 +31,7 @@ class FirstStepReport:
         forms: by name of a factor unit, the forms of its factors.
         samples: samples of the step.
         link: measured costs of the link, where the method chooses by them.
+        decoding: this site's constants of decoding; those of the first site hold at all sites.
     """
 
     order: list[str]
@@ -37,6 +40,7 @@ class FirstStepReport:
     forms: dict[str, set[Form]]
     samples: int
     link: LinkCosts | None
+    decoding: Decoding
 
     @classmethod
     def of(
@@ -57,7 +61,8 @@ class FirstStepReport:
             fed = "share_inputs=False: its layer is fed by data"
             reasons |= {unit.name: fed for unit in factored if unit.fed_by_data}
         rows, forms = {unit.name: unit.rows for unit in factored}, {unit.name: unit.forms for unit in factored}
-        return cls([unit.name for unit in order], reasons, rows, forms, samples, link)
+        decoding = current().decoding
+        return cls([unit.name for unit in order], reasons, rows, forms, samples, link, decoding)
 
 
 @register
@@ -74,6 +79,7 @@ class MergedReport:
         notices: by name of a unit that is sent as factors, since that is predicted to be faster: by how much.
         largest: samples of the site that has most.
         positions: by name of a unit, its position in the order in which rank 0's backward reached them.
+        decoding: constants of decoding: those of the first site that is present.
     """
 
     reasons: dict[str, str]
@@ -83,6 +89,7 @@ class MergedReport:
     notices: dict[str, str]
     largest: int
     positions: dict[str, int]
+    decoding: Decoding
 
     def order(self, units: Sequence[Unit]) -> list[Unit]:
         """Return units in the order in which rank 0's backward reached them.
@@ -133,7 +140,8 @@ def merge_reports(
         rows[unit.name] = method.rows_sent(most, *unit.shape) if encoded else most
     positions = {name: position for position, name in enumerate(reports[0].order)}
     samples = [each.samples for each in reports]
-    return MergedReport(reasons, rows, sum(samples), chosen, notices, max(samples), positions)
+    decoding = reports[0].decoding
+    return MergedReport(reasons, rows, sum(samples), chosen, notices, max(samples), positions, decoding)
 
 
 def _excess(unit: FactorUnit, rows: int, sites: int) -> float:

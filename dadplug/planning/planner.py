@@ -186,8 +186,7 @@ class Planner:
 
     def _conclude(self, merged: MergedReport) -> None:
         """Complete the plan by what follows from the sites' reports."""
-        self._merged = merged
-        self._reasons = merged.reasons | self._reasons
+        self._merged, self._reasons = merged, merged.reasons | self._reasons
         self._notices |= merged.notices
         self._planned_for, self._off_plan = merged.largest, 0
         reasons = merged.chosen | self._reasons
@@ -204,6 +203,7 @@ class Planner:
             self._reference,
             self._version,
             self._merging.owners(self.units),
+            merged.decoding,
         )
         self._reducer.add_rounding(self._rounding)
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)

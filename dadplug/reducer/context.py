@@ -14,6 +14,7 @@ from ..exchange.wire import WireFormat, wire_format
 from ..fused import Deferral
 from ..methods import Method
 from ..options import Options
+from ..schedules import Decoding
 from .faults import FaultLog
 
 
@@ -36,6 +37,7 @@ class HandlerContext:
         rotation: numbers by which handlers distribute work over the processes of a node, in the order in which the
             handlers are built.
         deferral: which weights' gradients may stay products in the step; None for those of none.
+        decoding: sizes of the blocks in which gradients are formed, the same at all sites.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
     """
 
@@ -46,6 +48,7 @@ class HandlerContext:
     reference: int
     positions: Mapping[str, int]
     owners: Mapping[str, int] = field(default_factory=dict)
+    decoding: Decoding = field(default_factory=Decoding)
     faults: FaultLog = field(default_factory=FaultLog)
     complete_payloads: dict[str, list[FactorPayload]] = field(default_factory=dict)
     rotation: Iterator[int] = field(default_factory=itertools.count)

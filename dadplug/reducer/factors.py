@@ -157,7 +157,8 @@ class GatheredHandler(BucketHandler):
     ) -> tuple[Tensor, Tensor | None]:
         assert unit.form is not None
         exact = self.context.method.traits.exact
-        return decode(payloads, weights, unit.bias is not None, site_by_site=exact, form=unit.form)
+        constants = self.context.decoding
+        return decode(payloads, weights, unit.bias is not None, site_by_site=exact, form=unit.form, constants=constants)
 
     def _write(self, unit: FactorUnit) -> None:
         """Write a unit's agreed gradients, or hold that of the weight as a product."""
@@ -171,7 +172,7 @@ class GatheredHandler(BucketHandler):
                 _add_gradients(unit, *self._formed(unit, payloads, weights))
             return
         assert unit.form is not None
-        deferral.products[unit.lead] = GradientProduct(payloads, weights, unit.form.transposed)
+        deferral.products[unit.lead] = GradientProduct(payloads, weights, unit.form.transposed, self.context.decoding)
         if unit.bias is not None:
             add_gradient(unit.parameters[unit.bias], decode_bias(payloads, weights, unit.form))
 

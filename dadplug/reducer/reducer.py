@@ -14,6 +14,7 @@ from ..fused import compare_digests
 from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..options import Options
+from ..schedules import Decoding
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .attached import AttachedGradients
@@ -38,6 +39,7 @@ class Reducer:
         reference: samples of all sites in a step, about; a scale that keeps sums near the size of a gradient.
         version: number of the plan that the units belong to.
         owners: rank of the owner of each unit that has one, by its name.
+        decoding: sizes of the blocks in which gradients are formed, the same at all sites.
     """
 
     def __init__(
@@ -50,13 +52,15 @@ class Reducer:
         samples: Callable[[], int],
         reference: int,
         version: int,
-        owners: Owners | None = None,
+        owners: Owners,
+        decoding: Decoding,
     ) -> None:
         self._units = list(units)
         self._version = version
         positions = {unit.name: position for position, unit in enumerate(units)}
         transport.begin_plan()
-        self._context = HandlerContext(transport, method, options, samples, max(reference, 1), positions, owners or {})
+        reference = max(reference, 1)
+        self._context = HandlerContext(transport, method, options, samples, reference, positions, owners, decoding)
         self._handlers = self._make_handlers(rows)
         self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
         self._launched = 0
