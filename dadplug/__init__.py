@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         ParameterServerStrategy,
     )
     from .runners.serving import serve
+    from .tuning import tune
 
 _LAZY = {
     "Accumulator": "adaptive",
@@ -77,6 +78,7 @@ _LAZY = {
     "connect": "hub.join",
     "remaining_epochs_until": "adaptive",
     "serve": "runners.serving",
+    "tune": "tuning",
 }
 _MODULES = (
     "adapm",
@@ -124,6 +126,7 @@ __all__ = [
     "remaining_epochs_until",
     "serve",
     "serving",
+    "tune",
 ]
 
 

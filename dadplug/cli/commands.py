@@ -25,6 +25,7 @@ COMMANDS = {
     "hub": ("hub", "run the hub, which all sites dial, until it gets SIGTERM"),
     "compare": ("compare", "train a model in several ways, and say which is fastest"),
     "serve": ("serve", "serve models over HTTP until SIGTERM"),
+    "tune": ("tune", "measure which constants are fastest on this machine, and keep them"),
     "revoke": ("revoke", "revoke the certificates of the hub or one site"),
 }
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback

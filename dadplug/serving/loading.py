@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .backends import Array, dtype_of, runner_of
+from .backends import Array, dtype_of
 from .building import Loaded, build, load_state
 from .errors import LoadError
+from .schedule import scheduled
 from .schema import Schema
 from .shards import load_folder
 
@@ -64,7 +65,25 @@ def _weights(path: Path, description: Mapping[str, Any]) -> Loaded:
         return load_folder(folder, description, content["dadplug_shards"], arguments)
     model = build(description, arguments, state)
     load_state(model, state, path)
-    return Loaded(runner_of(model), Schema(None, dtype_of(model)))
+    return Loaded(scheduled(model), Schema(None, dtype_of(model)))
+
+
+def load_module(description: Mapping[str, Any]) -> nn.Module:
+    """Return the module of a file of weights.
+
+    Args:
+        description: result of `Model.description`.
+
+    Raises:
+        LoadError: if the file is damaged, of another kind, or does not fit the builder's model.
+    """
+    path = Path(description["path"])
+    if path.is_dir() or path.suffix in (".onnx", ".pt2"):
+        raise LoadError(f"{path} has no module of torch: only files of weights can be tuned")
+    state, arguments = states_of(read_plain(path), path)
+    model = build(description, arguments, state)
+    load_state(model, state, path)
+    return model
 
 
 def read_plain(path: Path) -> dict[str, Any]:
