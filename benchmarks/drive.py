@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 from attach import PEERS
+from link import KEEP_MEMORY
 
 from dadplug.exchange.addresses import free_port
 
@@ -76,7 +78,9 @@ def run_sites(program: list[str], loopback: bool, results: Path, limit: float, r
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
         command = [sys.executable, *launch, "--master-port", str(free_port())]
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([*command, str(HERE / program[0]), *program[1:]], stderr=said)
+        process = subprocess.Popen(
+            [*command, str(HERE / program[0]), *program[1:]], env=KEEP_MEMORY | os.environ, stderr=said
+        )
         try:
             hung = not _wait(process, results, limit)
         finally:

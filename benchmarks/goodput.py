@@ -9,7 +9,8 @@ For each method and rate, two sites train a small network on the digits by a dad
 batch stays. Then steps of given batches are timed. Goodput = B / T(B) * (noise scale + B0) / (noise scale + B), with
 the noise scale at the end of the training. With --slow-site, the network is a convolutional one, and the second site
 sleeps for three times as long as it has loaded samples, and as it has computed. The bound is what the sum of both
-sites' speeds allows: each alone, at the same time, with batches of half of the samples of a step, without an exchange.
+sites' speeds allows, which are measured just before and after the epoch: each alone, at the same time, with batches of
+half of the samples of a step, without an exchange.
 
 Writes OUT.md, OUT.png, and OUT.json, a line a method and rate. Rates need Linux, root and iproute2.
 """
@@ -171,12 +172,27 @@ def sweep(method: str, arguments: argparse.Namespace) -> dict:
     return row | {"reached": goodput[chosen] / goodput[best]}
 
 
+def speed_alone(rows: int, delay: float, seconds: float) -> float:
+    """Return the samples per second of this site without an exchange, while the other one computes as well."""
+    training, taken = Training(None, convolutions(), delay), 0
+    batches = iter(DataLoader(SlowData(digits(SLOW_COPIES), delay), rows, drop_last=True))
+    training.step(*next(batches))
+    dist.barrier()
+    began = time.perf_counter()
+    while (spent := time.perf_counter() - began) < seconds:
+        training.step(*next(batches))
+        taken += rows
+    return taken / spent
+
+
 def slow_site(arguments: argparse.Namespace) -> dict:
     """Train an epoch with a site that is four times slower; return its time and what the sum of speeds allows."""
     rank = dist.get_rank()
     delay = 3.0 * (rank == 1)
-    training = Training("dsgd", convolutions(), delay, SLOW_BASE)
-    loader = adapt(training, 2 * SLOW_BASE, arguments.steps, SLOW_BASE)
+    training = Training("dsgd", convolutions(), delay, arguments.base)
+    loader = adapt(training, 2 * arguments.base, arguments.steps, arguments.base)
+    speeds = [speed_alone(loader.current_batch_size // 2, delay, arguments.seconds / 2)]
+    dist.barrier()
     sizes, began, rows, steps = [], time.perf_counter(), 0, 0
     for inputs, targets in loader:
         training.step(inputs, targets)
@@ -184,20 +200,13 @@ def slow_site(arguments: argparse.Namespace) -> dict:
         rows, steps = rows + len(inputs), steps + 1
     spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
     training.end()
-    half = loader.current_batch_size // 2
-    alone, seconds = Training(None, convolutions(), delay), []
-    batches = iter(DataLoader(SlowData(digits(SLOW_COPIES), delay), half, drop_last=True))
-    dist.barrier()
-    for _ in range(arguments.sweep):
-        began = time.perf_counter()
-        alone.step(*next(batches))
-        seconds.append(time.perf_counter() - began)
-    both = torch.tensor([half / statistics.median(seconds), rows], dtype=torch.float64)
+    speeds.append(speed_alone(loader.current_batch_size // 2, delay, arguments.seconds / 2))
     shares = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
     dist.all_gather(shares, torch.tensor([statistics.median(sizes)], dtype=torch.float64))
+    both = torch.tensor([rows, statistics.fmean(speeds)], dtype=torch.float64)
     dist.all_reduce(both)
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    bound = float(both[1] / both[0])
+    bound = float(both[0] / both[1])
     row = {"method": "slow site", "rate": "none", "sizes": [int(each) for each in shares], "steps": steps}
     return row | {"seconds": float(spent), "bound": bound, "ratio": float(spent) / bound}
 
@@ -285,6 +294,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sweep", type=int, default=12, help="most steps of a given batch")
     parser.add_argument("--seconds", type=float, default=4.0, help="time after which steps of a batch are enough")
     parser.add_argument("--slow-site", action="store_true", help="measure an epoch with a site four times slower")
+    parser.add_argument("--base", type=int, default=SLOW_BASE, help="base batch of both sites, with --slow-site")
     parser.add_argument("--quick", action="store_true", help="few steps, on loopback")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds without a result until a run hangs")
     parser.add_argument("--out", default="goodput", help="name of the files, without .md, .png and .json")

@@ -266,7 +266,7 @@ class NoiseProbe:
         if not calls:
             return
         dtype, found = _type(parameter), self._pass()
-        norms = sample_norms.squared_norms(calls, dtype)
+        norms = sample_norms.squared_norms(calls, dtype, self._step)
         if norms.weight is not None:
             self._measure(weight, found.squares, lambda: (norms.samples, norms.weight))
         if norms.bias is not None and bias is not None:

@@ -8,6 +8,7 @@ belong to one sample together.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from ..hooks import LINEAR, Form
 
 _MOST_ELEMENTS = 1 << 22  # of what is unfolded or formed at a time
+_ENOUGH = 8  # samples of several rows each: of more, one in up to four is measured, which costs as much less
+_ONE_IN = 4
 
 
 class RowLayout(NamedTuple):
@@ -56,7 +59,8 @@ class SquaredNorms(NamedTuple):
 
     Attributes:
         samples: number of samples; 0 where rows cannot be attributed to samples.
-        weight: sum over samples of the squared norms of the weight's gradients; None where they are not known.
+        weight: sum over samples of the squared norms of the weight's gradients, extrapolated where some are measured
+            only; None where they are not known.
         bias: the same of the bias.
         total: squared norm of the weight's gradient, the sum over samples; None where it was not formed on the way.
     """
@@ -89,12 +93,16 @@ def layout_of(lead: Sequence[int], samples: int) -> RowLayout | None:
     return None
 
 
-def squared_norms(calls: Sequence[Call], dtype: torch.dtype) -> SquaredNorms:
-    """Compute the squared norms of the gradients of all samples of a backward pass.
+def squared_norms(calls: Sequence[Call], dtype: torch.dtype, seed: int = 0) -> SquaredNorms:
+    """Compute the squared norms of the gradients of the samples of a backward pass.
+
+    Where a sample has several rows, as in convolutions and sequences, its norm costs about as much as its gradient.
+    Then one in up to four samples is measured, at least eight, and the sum is extrapolated, which adds no bias.
 
     Args:
         calls: the calls of the layers that share a weight.
         dtype: type to compute in.
+        seed: number that decides which samples are measured.
 
     Returns:
         The sums over samples. A sample's gradient is that of all calls in one forward pass; forward passes have other
@@ -112,7 +120,7 @@ def squared_norms(calls: Sequence[Call], dtype: torch.dtype) -> SquaredNorms:
         count = counts.pop()
         samples += count
         rows = [_by_sample(call, dtype) for call in together]
-        found = _of_weight(rows, [call.form for call in together], count)
+        found = _of_weight(rows, [call.form for call in together], seed)
         if found is None:
             return unknown
         weights.append(found[0])
@@ -147,9 +155,9 @@ def _of_bias(rows: Sequence[tuple[Tensor, Tensor]], forms: Sequence[Form]) -> Te
 
 
 def _of_weight(
-    rows: Sequence[tuple[Tensor, Tensor]], forms: Sequence[Form], samples: int
+    rows: Sequence[tuple[Tensor, Tensor]], forms: Sequence[Form], seed: int
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Return the sum of the squared norms of the samples' weight gradients, and their sum where they are formed.
+    """Return the sum of the squared norms of the samples' weight gradients, and their sum where all are formed.
 
     None if the samples cannot be told apart.
     """
@@ -157,6 +165,11 @@ def _of_weight(
         deltas, activations = _stacked(rows)
         if deltas.shape[1] == 1:
             return _dot(deltas.square().sum(2), activations.square().sum(2)), None
+    every = rows[0][0].shape[0]
+    stride = max(1, min(_ONE_IN, every // _ENOUGH))
+    first = random.Random(seed).randrange(stride)
+    rows = [(deltas[first::stride], activations[first::stride]) for deltas, activations in rows]
+    samples = rows[0][0].shape[0]
     squares: list[Tensor] = []
     sums: list[Tensor] = []
     start, step = 0, 1  # the first sample shows how much memory one takes
@@ -176,7 +189,7 @@ def _of_weight(
         of_gradient = deltas.shape[1] * deltas.shape[3] * activations.shape[3]
         of_one = (deltas.numel() + activations.numel()) // step + of_gradient
         step = max(1, _MOST_ELEMENTS // max(1, of_one))
-    return torch.stack(squares).sum(), torch.stack(sums).sum(0) if sums else None
+    return torch.stack(squares).sum() * (every / samples), torch.stack(sums).sum(0) if sums and stride == 1 else None
 
 
 def _unfolded(deltas: Tensor, activations: Tensor, form: Form) -> tuple[Tensor, Tensor] | None:

@@ -8,12 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from dadplug.hooks import LINEAR
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import dadplug
 from dadplug.adaptive.noise import GradientNoise
-from dadplug.adaptive.sample_norms import layout_of
+from dadplug.adaptive.sample_norms import Call, RowLayout, layout_of, squared_norms
 
 
 class Transformer(nn.Module):
@@ -122,6 +123,23 @@ def has_factors(parameter):
 def is_near(found, variance, squared_norm):
     near = {"rel_tol": 1e-9, "abs_tol": 1e-9 * variance}
     return math.isclose(found.variance, variance, **near) and math.isclose(found.squared_norm, squared_norm, **near)
+
+
+@pytest.mark.parametrize(("samples", "parts"), [(7, 1), (24, 3), (40, 4)])
+def test_some_samples_of_a_large_batch_stand_for_all(samples, parts):
+    torch.manual_seed(5)
+    deltas, activations = (torch.randn(samples, 3, width, dtype=torch.float64) for width in (4, 5))
+    gradients = deltas.mT @ activations
+    call = Call(activations.flatten(0, 1), deltas.flatten(0, 1), LINEAR, RowLayout(1, samples, 3), 1)
+    found = [squared_norms([call], torch.float64, seed) for seed in range(40)]
+    weights = {round(float(each.weight), 9) for each in found}
+    assert {each.samples for each in found} == {samples}
+    assert len(weights) == parts
+    assert math.isclose(sum(weights) / parts, float(gradients.square().sum()), rel_tol=1e-9)
+    biases = deltas.sum(1).square().sum()
+    assert all(math.isclose(float(each.bias), float(biases), rel_tol=1e-9) for each in found)
+    for each in found:
+        assert each.total is None or math.isclose(float(each.total), float(gradients.sum(0).square().sum()))
 
 
 @pytest.mark.parametrize("name", ["mlp", "twice", "sequence", "long", "cnn", "transformer", "sequence first"])
