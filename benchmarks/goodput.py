@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -163,6 +164,7 @@ def sweep(method: str, arguments: argparse.Namespace) -> dict:
     while batches[-1] < arguments.largest:
         batches.append(batches[-1] * 2)
     seconds = {}
+    seconds_of(training, BASE // 2, 20, math.inf)  # payloads shrink after 16 steps with fewer rows, and grow at once
     for batch in sorted({*batches, chosen}):
         seconds[batch] = seconds_of(training, max(1, batch // 2), arguments.sweep, arguments.seconds)
     training.end()
@@ -291,8 +293,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", default=None, help="of the link, as tc writes them; 10mbit,100mbit where root may")
     parser.add_argument("--largest", type=int, default=1024, help="largest batch of both sites")
     parser.add_argument("--steps", type=int, default=140, help="steps of the training that chooses")
-    parser.add_argument("--sweep", type=int, default=12, help="most steps of a given batch")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time after which steps of a batch are enough")
+    parser.add_argument("--sweep", type=int, default=60, help="most steps of a given batch")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time after which steps of a batch are enough")
     parser.add_argument("--slow-site", action="store_true", help="measure an epoch with a site four times slower")
     parser.add_argument("--base", type=int, default=SLOW_BASE, help="base batch of both sites, with --slow-site")
     parser.add_argument("--quick", action="store_true", help="few steps, on loopback")

@@ -18,8 +18,9 @@ from .goodput_fit import Measurement, Period, fit
 from .gradient_sources import GradientSource, StepWatch
 
 _Item = TypeVar("_Item")
-_FIRST_INTERVAL, _LAST_INTERVAL = 8, 64  # steps between two decisions
+_LAST_INTERVAL = 64  # steps between two decisions
 _LEFT_OUT = 2  # first steps with a split, in which buffers grow
+_MEASURED = 6  # steps that are measured before the first decision
 _FEWEST = 3  # measured steps of a split
 _KEPT = 24
 _SPLITS = 12
@@ -72,10 +73,12 @@ class Decision:
     Attributes:
         split: samples of each site.
         goodput: predicted samples of the base batch per second.
+        left_out: first steps with the split that are not measured.
     """
 
     split: BatchSplit
     goodput: float
+    left_out: int
 
 
 @dataclass
@@ -148,7 +151,8 @@ class BatchController:
         self._saved: BatchSplit | None = None
         self._times: dict[BatchSplit, _Times] = {}
         self._recent_rows: deque[int] = deque(maxlen=_SHRINKS_AFTER)
-        self._interval, self._since, self._with_split = _FIRST_INTERVAL, 0, 0
+        self._left_out, self._since, self._with_split = _LEFT_OUT, 0, 0
+        self._interval = _LEFT_OUT + _MEASURED
         self._before: tuple[int, int, float] | None = None
 
     def scale(
@@ -231,7 +235,7 @@ class BatchController:
         self._with_split += 1
         self._recent_rows.append(rows)
         known, self._before = self._before is not None, None
-        if whole and steps == 1 and known and self._with_split > _LEFT_OUT:
+        if whole and steps == 1 and known and self._with_split > self._left_out:
             assert self.split is not None
             times = self._times.setdefault(self.split, _Times())
             times.seconds.append(seconds)
@@ -290,7 +294,8 @@ class BatchController:
         if decision.split == self.split:
             return False
         self.split = decision.split
-        self._interval, self._with_split = _FIRST_INTERVAL, 0
+        self._left_out, self._with_split = decision.left_out, 0
+        self._interval = self._left_out + _MEASURED
         self._times.pop(self.split, None)  # times of long ago
         while len(self._times) > _SPLITS:
             self._times.pop(next(iter(self._times)))
@@ -312,7 +317,10 @@ class BatchController:
             return None
         model = fit(periods, [report.payload for report in reports])
         measured = [each.batch for each in common]
-        return Decision(*choose(model, self.split, measured, self._limits, reports[0].noise_scale))
+        split, value = choose(model, self.split, measured, self._limits, reports[0].noise_scale)
+        grows = any(report.payload[1] > 0.0 for report in reports)
+        fewer = any(after < before for after, before in zip(split.sizes, self.split.sizes, strict=True))
+        return Decision(split, value, _SHRINKS_AFTER if grows and fewer else _LEFT_OUT)
 
     # Checkpoints
 

@@ -54,6 +54,22 @@ class Gradients:
         self.traffic.end_step()
 
 
+class Padded(Gradients):
+    """A reduction whose payloads have room for the most samples of the present step and of the 16 before."""
+
+    def __init__(self) -> None:
+        super().__init__(noise_scale=8.0, fixed=0.01)
+        self.rows: list[int] = []
+
+    def step(self, rows: int) -> None:
+        self.rows = [*self.rows[-16:], rows]
+        room = max(self.rows)
+        self.plan = [SimpleNamespace(path="factors", shape=(room, 250), bytes=1000 * room)]
+        self.exchange = 0.1 * room
+        self.traffic.add(1000 * room)
+        super().step(rows)
+
+
 @pytest.fixture
 def gradients(monkeypatch):
     found = Gradients()
@@ -117,6 +133,17 @@ def test_a_change_takes_effect_in_the_next_step_and_the_length_follows(gradients
     assert lengths[:8] == [75] * 8
     assert lengths[8] == 8 + 34  # 536 samples are left
     assert lengths[-1] == len(sizes)
+
+
+def test_a_smaller_batch_is_not_judged_by_payloads_with_room_for_a_larger_one(monkeypatch):
+    gradients = Padded()
+    monkeypatch.setattr(adaptive_loader, "time", gradients)
+    data = loader(2400)
+    data.autoscale_batch_size(64, reduction=gradients)
+    sizes = [*map(len, train(data, gradients))]
+    assert max(sizes) == 16  # is tried, takes twice as long, and is given up
+    assert sizes.index(16) < 16
+    assert set(sizes[40:]) == {8}
 
 
 def test_steps_are_accumulated(gradients):
