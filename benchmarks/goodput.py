@@ -269,7 +269,7 @@ def draw(rows: list[dict], file: Path) -> None:
         return
     figure = Figure(figsize=(4.6 * len(rates), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(rates), sharex=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(rates), sharex=True, sharey=True, squeeze=False)[0]
     colours = colours_of(list(dict.fromkeys(row["method"] for row in rows)))
     for panel, rate in zip(panels, rates, strict=True):
         for row in (row for row in rows if row["rate"] == rate):
@@ -278,12 +278,14 @@ def draw(rows: list[dict], file: Path) -> None:
             panel.plot(*zip(*curve, strict=True), marker=".", label=title(row["method"]), color=colour)
             panel.plot([row["chosen"]], [row["goodput"][str(row["chosen"])]], "o", markersize=10, color=colour)
         panel.set_xscale("log", base=2)
-        panel.set_ylim(bottom=0)
+        panel.set_yscale("log")
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_major_formatter("{x:g}")
         panel.set_title(title(rate))
         panel.set_xlabel("samples of both sites in a step")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("goodput, samples/s")
-    panels[-1].legend(title="o: chosen in training", frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), title="o: chosen in training", loc="outside right center")
     figure.savefig(file, dpi=110)
 
 
