@@ -72,6 +72,8 @@ class AdaScale:
         scheduler_every: float = 1.0,
         rule: str | None = None,
     ) -> None:
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner  # of a trainer's wrapper, which calls its step
         self._rule = _rule_of(optimizer, rule)
         if base_batch is not None and (not isinstance(base_batch, int) or base_batch < 1):
             raise ValueError(f"base_batch must be a whole number of at least 1, got {base_batch!r}")

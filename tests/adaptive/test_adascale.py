@@ -62,6 +62,24 @@ def test_learning_rates_are_scaled_inside_of_the_step_only(model, reduction):
         assert not torch.equal(before, model.weight)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that calls another one, as those of trainers do."""
+
+    def __init__(self, optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+def test_the_optimizer_in_a_wrapper_is_scaled(model, reduction):
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = dadplug.AdaScale(Wrapper(Wrapper(inner)), reduction, base_batch=4)
+    assert scaler.optimizer is inner
+    with pytest.raises(ValueError, match="scale the learning rate of Adagrad"):
+        dadplug.AdaScale(Wrapper(torch.optim.Adagrad(model.parameters())), reduction)
+
+
 def test_a_closure_is_scaled_by_the_gain_of_its_own_batch(model, reduction):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = dadplug.AdaScale(optimizer, reduction, base_batch=4)
