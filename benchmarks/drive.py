@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import math
 import re
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from attach import PEERS
 from link import KEEP_MEMORY
 
@@ -57,6 +60,32 @@ def check_rates(parser: argparse.ArgumentParser, rates: str, loopback: bool) -> 
 def read(file: Path) -> list[dict]:
     """Read results, a line each."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def add_pieces(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which a long measurement is made in several calls of one command."""
+    parser.add_argument("--keep", action="store_true", help="measure only what OUT.json does not have")
+    parser.add_argument(
+        "--stop-after",
+        type=float,
+        metavar="SECONDS",
+        help="begin no further run then, and exit with 2; the same command with --keep goes on",
+    )
+    parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)
+
+
+def begin(results: Path, keep: bool) -> None:
+    """Make the file of results empty; with `keep` take only the errors out."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) for row in read(results) if "error" not in row] if keep else []
+    results.write_text("".join(f"{line}\n" for line in lines))
+
+
+def may_begin(deadline: float) -> bool:
+    """Return at both sites whether site 0 may begin a run."""
+    before = torch.tensor([time.time() < deadline])
+    dist.broadcast(before, 0)
+    return bool(before)
 
 
 def run_sites(program: list[str], loopback: bool, results: Path, limit: float, round_trip: float = 0.0) -> str:

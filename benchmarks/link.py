@@ -29,6 +29,7 @@ from collections import deque
 from contextlib import suppress
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+FAILURE_SECONDS = 20.0  # that a site may go on after the other one has failed
 
 # Has glibc keep freed memory: else one run in two, by the heap's moods, spends milliseconds a step on new pages.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
@@ -169,6 +170,19 @@ def burst(rate: str) -> int:
     return max(16_000, int(float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit] / 8 / 1000))
 
 
+def wait_for_both(first: subprocess.Popen, second: subprocess.Popen) -> int:
+    """Return the exit status of two sites; after one has failed, the other one has some seconds to end, too."""
+    failed = 0.0
+    while None in (codes := [site.poll() for site in (first, second)]):
+        if any(codes):
+            failed = failed or time.monotonic()
+            if time.monotonic() - failed > FAILURE_SECONDS:
+                first.kill()
+                second.kill()
+        time.sleep(0.02)
+    return codes[0] or codes[1] or 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds")
@@ -188,7 +202,7 @@ def main() -> int:
         second = link.start(1, arguments.program, 29500, stdout=other, stderr=other)
         first = link.start(0, arguments.program, 29500, stderr=errors)
         try:
-            status = first.wait() or second.wait()
+            status = wait_for_both(first, second)
         except BaseException:
             first.kill()
             second.kill()

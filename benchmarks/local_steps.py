@@ -12,7 +12,8 @@ evaluations in succession is: they take place every 20 steps, of local steps aft
 2. At each rate: the time of a step, over the steps of one seed in succession, without evaluations in between, up to
    --limit seconds. The table has the mean number of steps times that.
 
-Each line of results is written to OUT.json as it is measured; --keep measures only what is not there yet.
+Each line of results is written to OUT.json as it is measured; --keep measures only what is not there yet. With
+--stop-after, too, a long table is measured in pieces: the same command until it exits with 0.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from drive import check_rates, read, run_sites, title
+from drive import add_pieces, begin, check_rates, may_begin, read, run_sites, title
 from held_out import accuracy, batches
 from link import may_make_links, reshape
 from local_ways import Way
@@ -99,7 +100,7 @@ def run_site(arguments: argparse.Namespace) -> None:
     """Measure one way; site 0 writes the results."""
     torch.set_num_threads(1)
     dadplug.connect()
-    data = load_dataset(arguments.dataset, arguments.data_dir)
+    data = load_dataset(arguments.dataset, arguments.data_dir or "data")
     results = Path(arguments.result)
 
     def record(line: dict) -> None:
@@ -111,21 +112,37 @@ def run_site(arguments: argparse.Namespace) -> None:
             )
         dist.barrier()  # the other site reads what is there
 
+    for label, known, rate in missing(arguments, arguments.method):
+        torch.manual_seed(label["seed"])
+        model, sized = build_for(data, "MNISTNet")
+        if not may_begin(arguments.deadline):
+            break
+        if known is None:
+            record(label | find_steps(arguments, model, sized, label["split"], label["seed"]))
+        else:
+            record(label | time_steps(arguments, model, sized, known, rate))
+
+
+def missing(arguments: argparse.Namespace, method: str) -> Iterator[tuple[dict, dict | None, str]]:
+    """Yield the runs of a way that the results do not have, read again for each.
+
+    Yields:
+        Method, split and seed; the run that has found the number of steps, or None for that run itself; the rate.
+    """
     for split in arguments.splits.split(","):
         for seed in range(arguments.seeds):
-            torch.manual_seed(seed)
-            model, sized = build_for(data, "MNISTNet")
-            label = {"method": arguments.method, "split": split, "seed": seed}
-            known = [row for row in read(results) if label.items() <= row.items()]
-            dist.barrier()
+            label = {"method": method, "split": split, "seed": seed}
+            if not (known := results_of(arguments, label)):
+                yield label, None, ""
+                known = results_of(arguments, label)
             run = next((row for row in known if "best" in row), None)
-            if run is None:
-                run = label | find_steps(arguments, deepcopy(model), sized, split, seed)
-                record(run)
-            done = {row["rate"] for row in known if "rate" in row}
-            timed = seed == 0 and run["steps"]
-            for rate in [rate for rate in arguments.rates.split(",") if timed and rate and rate not in done]:
-                record(label | time_steps(arguments, deepcopy(model), sized, run, rate))
+            done = {row.get("rate") for row in known}
+            if run is not None and run["steps"] and seed == 0:
+                yield from ((label, run, rate) for rate in arguments.rates.split(",") if rate and rate not in done)
+
+
+def results_of(arguments: argparse.Namespace, label: dict) -> list[dict]:
+    return [row for row in read(Path(arguments.result)) if label.items() <= row.items()]
 
 
 def table(rows: list[dict]) -> str:
@@ -191,8 +208,11 @@ def time_cell(seconds: float, best: float) -> str:
 def measure(arguments: argparse.Namespace, results: Path) -> None:
     """Measure each way in processes of its own; the results file gets a line a run, or an error."""
     for method in arguments.methods.split(","):
+        if next(missing(arguments, method), None) is None or time.time() > arguments.deadline:
+            continue
         program = ["local_steps.py", *sys.argv[1:], "--method", method, "--result", str(results)]
-        program += ["--loopback"] if arguments.loopback else []
+        program += ["--loopback", "--rates", "none"] if arguments.loopback else []
+        program += ["--deadline", str(arguments.deadline)]
         if reason := run_sites(program, arguments.loopback, results, arguments.patience):
             print(f"{method} failed: {reason}", flush=True)
             with results.open("a") as file:
@@ -213,7 +233,7 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=900.0, help="seconds without a result that end a way")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one seed, two ways, a low target")
-    parser.add_argument("--keep", action="store_true", help="measure only what OUT.json does not have")
+    add_pieces(parser)
     parser.add_argument("--out", default="local_steps", help="name of the files, without .md and .json")
     parser.add_argument("--method", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -232,15 +252,21 @@ def main() -> int:
     check_rates(parser, arguments.rates or "none", arguments.loopback)
     load_dataset(arguments.dataset, arguments.data_dir or "data")  # an error now, and not at each site
     results = Path(f"{arguments.out}.json")
-    results.parent.mkdir(parents=True, exist_ok=True)
-    if not arguments.keep:
-        results.unlink(missing_ok=True)
+    arguments.result = str(results)
+    if arguments.stop_after is not None:
+        arguments.deadline = time.time() + arguments.stop_after
+    begin(results, arguments.keep)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sites end, too
     measure(arguments, results)
     rows = read(results)
     Path(f"{arguments.out}.md").write_text(table(rows) + "\n")
     print(table(rows))
-    return int(any("error" in row for row in rows))
+    if any("error" in row for row in rows):
+        return 1
+    open_ways = [name for name in arguments.methods.split(",") if next(missing(arguments, name), None) is not None]
+    if open_ways:
+        print(f"{', '.join(open_ways)}: not complete, the same command with --keep goes on")
+    return 2 if open_ways else 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ localsgd:every=32+wire=bf16               dadplug.LocalSGD; diloco:... with DiLo
 ddp, postlocal:every=16                   DistributedDataParallel, alone and with torch's PostLocalSGD
 rpc                                       a server by torch.distributed.rpc and distributed autograd, beside site 0
 
+With --keep and --stop-after a long table is measured in pieces: the same command until it exits with 0.
+
 With --batches each site makes so many batches, and the table has milliseconds a batch of the site that takes longer.
 --round-trip is that of the link, in milliseconds.
 """
@@ -35,13 +37,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import rpc_server
 import torch
 import torch.distributed as dist
 from attach import parse
-from drive import check_rates, read, run_sites, title
+from drive import add_pieces, begin, check_rates, may_begin, read, run_sites, title
 from held_out import accuracy, batches
 from link import may_make_links, reshape
-from rpc_server import RpcTrainer
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -72,21 +74,18 @@ class Way:
         waits: whether each step waits for the other site, so that laps have as many steps at both.
     """
 
-    made = 0  # ways of this process so far
-
     def __init__(self, model: nn.Module, name: str, optimizer: str) -> None:
         kind, options = parse(name)
-        Way.made += 1
         self.model, self.waits = model, True
         parameters = model.parameters()
         self.optimizer: Any = (
             torch.optim.Adam(parameters, lr=1e-3) if optimizer == "adam" else torch.optim.SGD(parameters, lr=0.05)
         )
-        self.trainer: RpcTrainer | None = None
+        self.trainer: rpc_server.RpcTrainer | None = None
         if kind == "rpc":
-            self.exchange, self.waits, port = None, False, str(29600 + Way.made)
+            self.exchange, self.waits = None, False
             settings = {"lr": 1e-3 if optimizer == "adam" else 0.05}
-            self.trainer = RpcTrainer(model, dist.get_rank(), type(self.optimizer), port, **settings)
+            self.trainer = rpc_server.RpcTrainer(model, type(self.optimizer), **settings)
         elif kind == "server":
             self.exchange: Any = dadplug.ParameterServer(model, self.optimizer, **options)
             self.step, self.waits = self.exchange.step, False
@@ -99,7 +98,7 @@ class Way:
             self.model = nn.parallel.DistributedDataParallel(model)
             if kind == "postlocal":
                 every = int(options.get("every", 16))
-                state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=0)
+                state = post_localSGD_hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
                 self.model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
                 averager = PeriodicModelAverager(period=every, warmup_steps=0)
                 self.optimizer = PostLocalSGDOptimizer(self.optimizer, averager)
@@ -138,8 +137,6 @@ class Way:
             self.exchange.finish()
 
     def close(self) -> None:
-        if self.trainer is not None:
-            self.trainer.close()
         self.finish()
         if self.exchange is not None:
             self.exchange.detach(discard=True)
@@ -226,36 +223,71 @@ def time_batches(arguments: argparse.Namespace, way: Way, data: DataPair, case: 
     return {"seconds": longest, "batches": 2 * arguments.batches, "failed": failed, "MB": way.megabytes}
 
 
+def run_once(arguments: argparse.Namespace, data: DataPair, case: str, seed: int) -> dict[str, Any]:
+    """Make some steps on an unshaped link, and then measure the way in a case."""
+    for warms in (True, False):
+        torch.manual_seed(seed)
+        model, sized = build_for(data, "MNISTNet")
+        if not arguments.loopback:
+            dist.barrier()
+            reshape("none" if warms else arguments.rate)
+        way = Way(model, arguments.method, arguments.optimizer)
+        if warms:
+            source = batches(sized, arguments.split, seed)
+            for _ in range(WARM_UP):
+                inputs, labels = next(source)
+                way.train(inputs, labels)
+        elif arguments.batches:
+            run = time_batches(arguments, way, sized, case, seed)
+        else:
+            run = train(arguments, way, sized, case, seed)
+        way.close()
+    return run
+
+
 def run_site(arguments: argparse.Namespace) -> None:
     """Measure one way in all cases; site 0 writes the results."""
     torch.set_num_threads(1)
     dadplug.connect()
     data = load_dataset(arguments.dataset, arguments.data_dir)
-    for case in arguments.cases.split(","):
-        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
-            for warms in (True, False):
-                torch.manual_seed(seed)
-                model, sized = build_for(data, "MNISTNet")
-                if not arguments.loopback:
-                    dist.barrier()
-                    reshape("none" if warms else arguments.rate)
-                way = Way(model, arguments.method, arguments.optimizer)
-                if warms:
-                    source = batches(sized, arguments.split, seed)
-                    for _ in range(WARM_UP):
-                        inputs, labels = next(source)
-                        way.train(inputs, labels)
-                elif arguments.batches:
-                    run = time_batches(arguments, way, sized, case, seed)
-                else:
-                    run = train(arguments, way, sized, case, seed)
-                way.close()
-            if dist.get_rank() == 0:
-                line = {"method": arguments.method, "case": case, "split": arguments.split, "seed": seed} | run
-                line |= {"optimizer": arguments.optimizer, "rate": arguments.rate}
-                with open(arguments.result, "a") as file:
-                    file.write(json.dumps(line) + "\n")
-                print({key: value for key, value in line.items() if key != "curve"}, flush=True)
+    runs = missing(arguments, arguments.method)
+    dist.barrier()  # both have read the results
+    if arguments.method == "rpc":
+        rpc_server.join()
+    for run in runs:
+        if not may_begin(arguments.deadline):
+            break
+        line = run | run_once(arguments, data, run["case"], run["seed"])
+        if dist.get_rank() == 0:
+            with open(arguments.result, "a") as file:
+                file.write(json.dumps(line) + "\n")
+            print({key: value for key, value in line.items() if key != "curve"}, flush=True)
+    if arguments.method == "rpc":
+        rpc_server.leave()
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what distinguishes the runs of one table from those of others."""
+    return {
+        "split": arguments.split,
+        "optimizer": arguments.optimizer,
+        "rate": arguments.rate,
+        "round_trip": arguments.round_trip,
+        "target": None if arguments.batches else arguments.target,
+        "timed": arguments.batches,
+    }
+
+
+def missing(arguments: argparse.Namespace, method: str) -> list[dict[str, Any]]:
+    """Return the runs of a way that the results do not have."""
+    known = read(Path(arguments.result))
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    runs = [
+        {"method": method, "case": case, "seed": seed} | settings_of(arguments)
+        for seed in seeds
+        for case in arguments.cases.split(",")
+    ]
+    return [run for run in runs if not any(run.items() <= row.items() for row in known)]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -283,8 +315,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 def measure(arguments: argparse.Namespace, results: Path) -> None:
     """Measure each way in processes of its own; the results file gets a line a run, or an error."""
     for method in arguments.methods.split(","):
+        if not missing(arguments, method) or time.time() > arguments.deadline:
+            continue
         program = ["parameter_server.py", *sys.argv[1:], "--method", method, "--result", str(results)]
-        program += ["--loopback"] if arguments.loopback else []
+        program += ["--loopback", "--rate", "none"] if arguments.loopback else []
+        program += ["--deadline", str(arguments.deadline)]
         if reason := run_sites(program, arguments.loopback, results, 2 * arguments.limit + 120, arguments.round_trip):
             with results.open("a") as file:
                 file.write(json.dumps({"method": method, "error": reason}) + "\n")
@@ -306,6 +341,7 @@ def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one seed, two ways, a low target")
+    add_pieces(parser)
     parser.add_argument("--out", default="parameter_server", help="name of the files, without .md and .json")
     for hidden in ("--method", "--result"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -318,6 +354,10 @@ def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     arguments.dataset = arguments.dataset or ("mnist" if arguments.data_dir else "digits")
     arguments.target = arguments.target or TARGETS[arguments.dataset]
     arguments.data_dir = arguments.data_dir or "data"
+    if arguments.method is None:
+        arguments.result = f"{arguments.out}.json"
+        if arguments.stop_after is not None:
+            arguments.deadline = time.time() + arguments.stop_after
     return parser, arguments
 
 
@@ -331,15 +371,20 @@ def main() -> int:
         arguments.rate = "none"
     check_rates(parser, arguments.rate, arguments.loopback)
     load_dataset(arguments.dataset, arguments.data_dir)  # an error now, and not at each site
-    results = Path(f"{arguments.out}.json")
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.unlink(missing_ok=True)
+    results = Path(arguments.result)
+    begin(results, arguments.keep)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sites end, too
     measure(arguments, results)
-    rows = read(results)
+    settings = settings_of(arguments).items()
+    rows = [row for row in read(results) if "error" in row or settings <= row.items()]
     Path(f"{arguments.out}.md").write_text(table(rows) + "\n")
     print(table(rows))
-    return int(any("error" in row for row in rows))
+    if any("error" in row for row in rows):
+        return 1
+    open_runs = sum(len(missing(arguments, method)) for method in arguments.methods.split(","))
+    if open_runs:
+        print(f"{open_runs} runs are missing: the same command with --keep goes on")
+    return 2 if open_runs else 0
 
 
 if __name__ == "__main__":

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
+
+from dadplug.exchange.addresses import free_port
 
 SERVER = "server"
 _TIMEOUT = 300.0
@@ -39,11 +41,7 @@ class Served:
 
 
 _served: list[Served] = []
-_woken = threading.Event()
-
-
-def _wake() -> None:
-    _woken.set()
+_processes: list[subprocess.Popen] = []  # the server's, at site 0, once it has been started
 
 
 def _serve(model: nn.Module) -> None:
@@ -66,30 +64,45 @@ def _join(name: str, rank: int, port: str) -> None:
     rpc.init_rpc(name, rank=rank, world_size=3, rpc_backend_options=options)
 
 
+def join() -> None:
+    """Start the server, and connect this site with it; all sites must call it together, once.
+
+    A process cannot join twice: torch numbers the calls of `init_rpc` of each process, and the server, a new process,
+    would wait for another number for ever.
+    """
+    rank = dist.get_rank()
+    port: list[Any] = [free_port() if rank == 0 else None]
+    dist.broadcast_object_list(port)
+    if rank == 0:
+        _processes.append(subprocess.Popen([sys.executable, __file__, str(port[0])]))
+    _join(f"site{rank}", 1 + rank, str(port[0]))
+
+
+def leave() -> None:
+    """End the server; all sites must call it together."""
+    rpc.shutdown()
+    for process in _processes:
+        process.wait()
+
+
 class RpcTrainer:
-    """A site's side: trains the server's model. All sites must make theirs together.
+    """A site's side: trains the server's model. All sites must make theirs together, after `join`.
 
     Args:
         model: the model, whose values at site 0 are the initial ones; `fetch` writes those of the server to it.
-        rank: rank of this site.
         optimizer: class of the optimizer.
-        port: port of the meeting point.
         settings: arguments of the optimizer.
 
     Attributes:
         failed: number of batches that autograd has refused, since the other site changed the model meanwhile.
     """
 
-    def __init__(self, model: nn.Module, rank: int, optimizer: Any, port: str, **settings: float) -> None:
-        self.model, self.failed, self._process = model, 0, None
-        if rank == 0:
-            self._process = subprocess.Popen([sys.executable, __file__, port])
-        _join(f"site{rank}", 1 + rank, port)
-        if rank == 0:
+    def __init__(self, model: nn.Module, optimizer: Any, **settings: float) -> None:
+        self.model, self.failed = model, 0
+        dist.barrier()  # the other site trains no earlier model any more
+        if dist.get_rank() == 0:
             rpc.rpc_sync(SERVER, _serve, (model,))
-            rpc.rpc_sync("site1", _wake)
-        else:
-            _woken.wait(_TIMEOUT)
+        dist.barrier()
         self._served = rpc.rpc_sync(SERVER, _reference)
         self._optimizer = DistributedOptimizer(optimizer, self._served.rpc_sync().parameters(), **settings)
 
@@ -108,14 +121,6 @@ class RpcTrainer:
     def fetch(self) -> None:
         """Write the values of the server's model to this site's."""
         self.model.load_state_dict(self._served.rpc_sync().state())
-
-    def close(self) -> None:
-        """End the server; all sites must call it."""
-        del self._served, self._optimizer
-        rpc.shutdown()
-        _woken.clear()
-        if self._process is not None:
-            self._process.wait()
 
 
 if __name__ == "__main__":
