@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from ..errors import MismatchError
 from ..parameter_server import ParameterServer, ServerOptions
 from ..signature import split_keywords, takes_keywords_of
 from ._catalyst.base_runner import BaseRunner, RunnerArguments
+from .server_loader import NO_ACCUMULATION, ServerLoader
 
 
 class ParameterServerRunner(BaseRunner):
@@ -20,6 +22,9 @@ class ParameterServerRunner(BaseRunner):
     one model. Clipping functions get the merged gradient of each commit, on all sites. Everything else is as in
     `DistributedRunner`: the sites' connection, data, metrics and files. Callbacks that stop training stop it at the end
     of an epoch. If a site is lost, the next step of each other one raises a `SiteError` that names it.
+
+    With ``deal="shared"`` the batches of training loaders are handed out on demand, each once an epoch. Every site
+    counts as many steps as there are batches, and those that others make are without data.
 
     Args:
         model: model to train; may be passed to `train` instead.
@@ -56,7 +61,6 @@ class ParameterServerRunner(BaseRunner):
     ) -> None:
         given, options = split_keywords(RunnerArguments, arguments)
         checked = ServerOptions.create(mode=mode, **options)
-        checked.check_for_trainer()
         super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
         self._clip: Callable[[Any], Any] | None = None
         self._hook: Any = None
@@ -72,6 +76,24 @@ class ParameterServerRunner(BaseRunner):
     def server_options(self) -> ServerOptions:
         """The options of the server."""
         return self.options
+
+    def _setup_loaders(self) -> None:
+        """Have the batches of the training loaders dealt with ``deal="shared"``; the other loaders are split."""
+        super()._setup_loaders()
+        if self.options.deal != "shared" or self.engine.num_processes == 1:
+            return
+        for name in [name for name in self.loaders if name.startswith("train")]:
+            if self.engine.splits[name] is None:
+                raise MismatchError(
+                    f"the sites have different data sets in loader {name!r}: deal='shared' deals the batches of one"
+                )
+            dealt = ServerLoader(self._undivided[name], lambda: self.reduction, pads=False)
+            self.loaders[name] = self.engine.on_device(dealt)
+
+    def _setup_callbacks(self) -> None:
+        super()._setup_callbacks()
+        if self.options.deal == "shared" and self._accumulation != 1:
+            raise ValueError(NO_ACCUMULATION)
 
     def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> ParameterServer:
         if not isinstance(self.optimizer, torch.optim.Optimizer):

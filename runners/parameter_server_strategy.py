@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..exchange import Transport
 from ..model_sync.uneven_inputs import batches_before
 from ..parameter_server import ParameterServer, ServerOptions
 from ..signature import split_keywords, takes_keywords_of
 from ._lightning.site_strategy import SiteStrategy, StrategyArguments
+from .server_loader import NO_ACCUMULATION, ServerLoader
 
 
 class ParameterServerStrategyBase(SiteStrategy):
@@ -24,6 +26,9 @@ class ParameterServerStrategyBase(SiteStrategy):
     may have different numbers of batches: a site with fewer skips some of the others' steps, at no cost. If a site is
     lost, the next step of each other one raises a `SiteError` that names it. The module
     needs automatic optimization and one optimizer, and no loss scale (``precision="16-mixed"``).
+
+    With ``deal="shared"`` the batches of the training loader are handed out on demand, each once an epoch. Every site
+    has as many steps as there are batches, and skips those that others make. Sites meet at the end of epochs only then.
 
     Within ``training_step`` a metric that is logged with ``sync_dist=True`` is this site's own; over an epoch it is
     that of all sites. Other collectives there are an error, since the sites are not at the same batch.
@@ -56,8 +61,8 @@ class ParameterServerStrategyBase(SiteStrategy):
     def __init__(self, mode: str = ServerOptions.mode, **arguments: Any) -> None:
         given, options = split_keywords(StrategyArguments, arguments)
         checked = ServerOptions.create(mode=mode, **options)
-        checked.check_for_trainer()
         super().__init__(checked, given)
+        self._dealt: ServerLoader | None = None
         self._in_step = False
         self._has_stepped = False  # since the sites held one model
 
@@ -81,6 +86,9 @@ class ParameterServerStrategyBase(SiteStrategy):
         fits = trainer.state.fn == "fit"
         if fits:
             self._check()
+            if self._deals and trainer.accumulate_grad_batches != 1:
+                raise ValueError(NO_ACCUMULATION)
+            self._dealt = None
         super().setup(trainer)
         if not fits:
             return
@@ -92,6 +100,31 @@ class ParameterServerStrategyBase(SiteStrategy):
         if self._states is not None:
             self.server.load_states(self._states)
             self._states = None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of Lightning's samplers: all of the data where they are dealt, a share of them otherwise."""
+        trainer = self._trainer
+        if self._deals and trainer is not None and trainer.training:
+            return {"num_replicas": 1, "rank": 0}
+        return super().distributed_sampler_kwargs
+
+    @property
+    def _deals(self) -> bool:
+        return self.options.deal == "shared" and self._transport is not None
+
+    def _match_lengths(self, dataloader: Any, transport: Transport) -> Any:
+        """Have the batches of the training loader dealt, or match the lengths of all sites' loaders."""
+        if not self._deals:
+            return super()._match_lengths(dataloader, transport)
+        if self._dealt is not None and self._dealt.unused:
+            raise ValueError("deal='shared' deals the batches of one training loader: put the data sets into one")
+        self._dealt = ServerLoader(dataloader, self._current_server, pads=True)
+        return self._dealt
+
+    def _current_server(self) -> ParameterServer:
+        assert self.server is not None
+        return self.server
 
     def _check(self) -> None:
         """Raise ValueError for a module or a precision that cannot be used."""
@@ -108,6 +141,10 @@ class ParameterServerStrategyBase(SiteStrategy):
         self.precision_plugin._after_closure(self.lightning_module, optimizer)
 
     # Training
+
+    @property
+    def _has_batch(self) -> bool:
+        return super()._has_batch if self._dealt is None else self._dealt.deals
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, unless this site has no batch in this step."""
@@ -169,9 +206,22 @@ class ParameterServerStrategyBase(SiteStrategy):
         they reach it.
         """
         if self._has_stepped and self._in_fit and self.server is not None:
+            if self._meets_too_early:
+                raise ValueError(
+                    "with deal='shared' the sites meet at the end of an epoch only: no evaluations, checkpoints or "
+                    "collectives in the middle of one"
+                )
             self._has_stepped = False
             with self._stepping():
                 self.server.finish()
+
+    @property
+    def _meets_too_early(self) -> bool:
+        """Whether training goes on and batches of the epoch are dealt, which would be left out after the phase."""
+        trainer = self._trainer
+        if self._dealt is None or not self._dealt.running or trainer.is_last_batch or trainer.should_stop:
+            return False
+        return not trainer.fit_loop.epoch_loop._is_training_done
 
     # Collectives
 

@@ -57,9 +57,13 @@ class Dealer(ABC):
 
     Args:
         sites: ranks of the sites that train.
+
+    Attributes:
+        epochs: number of epochs that have begun since the start of the training, on which their orders depend.
     """
 
     def __init__(self, sites: Iterable[int]) -> None:
+        self.epochs = 0
         self._sites = set(sites)  # that have neither left nor finished the phase
         self._absent: set[int] = set()
 
@@ -135,7 +139,6 @@ class SharedDealer(Dealer):
 
     def __init__(self, sites: Iterable[int]) -> None:
         super().__init__(sites)
-        self._total = 0  # epochs since the start
         self._number = -1  # of the epoch in the phase
         self._batches = self._unused = 0
         self._left: deque[int] = deque()  # batches that nobody has
@@ -220,7 +223,7 @@ class SharedDealer(Dealer):
             not self._unused or ahead >= self._sites
         ):  # the rest of an epoch that all have ended early is left
             self._number, self._batches = min(self._beginning[site] for site in ahead)
-            self._total += 1
+            self.epochs += 1
             self._unused = self._batches
             self._left = deque(range(self._batches))
         answers = []
@@ -229,7 +232,7 @@ class SharedDealer(Dealer):
                 del self._beginning[site]
                 self._epoch_of[site] = number
                 kind = Deal.EPOCH if number == self._number else Deal.OVER
-                answers.append(Answer(site, kind, self._total - 1 if number == self._number else number, True))
+                answers.append(Answer(site, kind, self.epochs - 1 if number == self._number else number, True))
         return answers
 
 

@@ -105,9 +105,7 @@ class SharedLoader(SiteLoader):
     """
 
     def __init__(self, loader: Any, seed: int, link: LogLink) -> None:
-        check_loader(loader, "a parameter server")
-        if not hasattr(loader.batch_sampler, "__len__"):
-            raise ValueError("the loader's number of batches is not known: deal='shared' needs a sampler with a length")
+        count_batches(loader)
         super().__init__(loader, link)
         self._seed = seed
         self._order: list[list[int]] = []
@@ -161,6 +159,19 @@ class SharedLoader(SiteLoader):
     def _receive(self) -> Frame:
         self._wait(lambda: bool(self._log.deals))
         return self._log.deals.popleft()
+
+
+def count_batches(loader: Any) -> int:
+    """Return the number of batches of an epoch that is dealt.
+
+    Raises:
+        TypeError: if the loader is no DataLoader.
+        ValueError: if its batches cannot be dealt.
+    """
+    check_loader(loader, "a parameter server")
+    if not hasattr(loader.batch_sampler, "__len__"):
+        raise ValueError("the loader's number of batches is not known: deal='shared' needs a sampler with a length")
+    return len(loader.batch_sampler)
 
 
 class _Sampler:

@@ -85,8 +85,9 @@ def launch_ps_and_workers(
     """Train a classifier by a server and ``world_size - 1`` workers, processes of this machine; log its test accuracy.
 
     Each worker passes over all training data `epochs_per_worker` times, in an order of its own if the loader shuffles.
-    So 4 workers with 1 epoch see as many samples as 1 worker with 4. The server orders the log and evaluates the model
-    after each epoch of the workers. SGD without momentum makes the steps.
+    So 4 workers with 1 epoch see as many samples as 1 worker with 4. With ``deal="shared"`` the workers pass over the
+    data together instead: each batch is used once an epoch, by a worker that is free. The server orders the log and
+    evaluates the model after each epoch of the workers. SGD without momentum makes the steps.
 
     In a program of its own, call it under ``if __name__ == "__main__":``; new processes may import the program again.
 
@@ -228,9 +229,12 @@ def _work(rank: int, task: _Task, pipe: Connection) -> None:
     def work() -> None:
         model, server = _begin(rank, task)
         device = next(model.parameters()).device
+        loader: Any = task.train_dataloader
+        if task.options["deal"] == "shared":
+            loader = server.loader(loader, seed=task.seed)
         model.train()
         for _ in range(task.epochs):
-            for inputs, targets in task.train_dataloader:
+            for inputs, targets in loader:
                 task.criterion(model(inputs.to(device)), targets.to(device)).backward()
                 server.step()
             server.finish()

@@ -68,14 +68,6 @@ class ServerOptions:
         """Rules of the sequencer."""
         return make_rules(self.staleness, self.quorum, self.late)
 
-    def check_for_trainer(self) -> None:
-        """Raise ValueError for options that need a loop of the program's own."""
-        if self.deal != "own":
-            raise ValueError(
-                f"deal={self.deal!r} is for plain loops, over server.loader(...): a trainer needs the number of each "
-                "site's batches before an epoch, and splits the data itself"
-            )
-
     def of_reduction(self) -> Options:
         """Return those options that a gradient reduction has, too."""
         return Options(**{name: value for name, value in vars(self).items() if name not in _OWN})

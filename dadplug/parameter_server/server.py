@@ -350,7 +350,8 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         """
         if self._held.samples or self._log.outstanding or self._collector.pending:
             raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
-        return {"version": self.version} | self._replica.state_dict()
+        epochs = 0 if self._service is None else self._service.epochs
+        return {"version": self.version, "epochs": epochs} | self._replica.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; all sites must do so, before their first step.
@@ -359,15 +360,14 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
             state: the state.
         """
         self._earlier = state["version"] - self._replica.version
+        if self._service is not None:
+            self._service.epochs = state.get("epochs", 0)
         self._replica.load_state_dict(state)
 
     def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Restore this site's state from those of all sites, as a checkpoint contains them.
+        """Restore this site's state from those of all sites, by rank, as a checkpoint contains them.
 
         A site that has none in it begins with an empty compressor state, at the version of the others.
-
-        Args:
-            states: the states, by rank.
         """
         own = states[self.site_rank] if self.site_rank < len(states) else None
         other = next((each for each in states if each is not None), None)

@@ -66,6 +66,15 @@ class SequencerService:
         )
         self._thread.start()
 
+    @property
+    def epochs(self) -> int:
+        """Number of epochs of the data that have been dealt since the start; to be set before the first one only."""
+        return self._dealer.epochs
+
+    @epochs.setter
+    def epochs(self, count: int) -> None:
+        self._dealer.epochs = count
+
     def admit(self, site: int, connected: socket.socket) -> None:
         """Take over the connection of a site that returns; called in any thread."""
         self._thread.adopt(site, connected)

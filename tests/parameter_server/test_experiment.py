@@ -59,6 +59,14 @@ def test_workers_train_one_model(capfd):
     assert f"epoch 2 of 2 by 2 worker(s): test accuracy {outcome.accuracy:.2%}, elapsed time" in output
 
 
+def test_workers_may_share_the_batches():
+    model, loader = network(), DataLoader(samples(64), batch_size=8, shuffle=True)
+    outcome = launch_ps_and_workers(
+        3, 2, 0, loader, DataLoader(samples(9, 1), 9), model=model, mode="dad", deal="shared"
+    )
+    assert outcome.samples == 2 * 64
+
+
 def test_a_killed_worker_is_named_and_the_others_go_on():
     test = DataLoader(samples(100, 1), 50)
     with pytest.warns(UserWarning, match=r"worker 2 .* has failed: it has ended with status -9; the others go on"):

@@ -145,6 +145,61 @@ def test_sites_may_have_different_numbers_of_batches(tmp_path):
         group.run(uneven, str(tmp_path))
 
 
+class Used(zoo.Plain):
+    """Remembers its training batches by epoch."""
+
+    def on_train_epoch_start(self):
+        self.epochs = [*getattr(self, "epochs", []), []]
+
+    def training_step(self, batch, batch_idx):
+        self.epochs[-1].append([row.tolist() for row in batch[0]])
+        return super().training_step(batch, batch_idx)
+
+
+def deals(folder: str) -> None:
+    """Batches that are handed out: each sample once an epoch, in an order that goes on after a checkpoint."""
+    zoo.ZOO["Used"] = Used
+    data = zoo.loader(70)
+    every = sorted(row.tolist() for row, _ in data.dataset)
+
+    def train(epochs: int, resume=None):
+        pl.seed_everything(0)
+        watch = Watch()
+        saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+        settings = {"max_epochs": epochs, "callbacks": [watch, Slow(), saver], "enable_checkpointing": True}
+        strategy = ParameterServerStrategy("dad", deal="shared", staleness=2)
+        module, current = fit("Used", strategy, data, resume, **settings)
+        assert set(watch.found) == {None}
+        assert all(len(each) == 1 for each in watch.versions)
+        assert len(set(strategy.server.gather_objects(current.global_step))) == 1
+        assert current.global_step == epochs * len(data)
+        sets = []
+        for epoch in module.epochs:
+            by_site = strategy.server.gather_objects(epoch)
+            batches = [batch for found in by_site for batch in found]
+            assert sorted(row for batch in batches for row in batch) == every
+            sets.append(sorted(map(sorted, batches)))
+        return sets
+
+    first, second = train(2)
+    assert first != second
+    assert train(2, f"{folder}/epoch=0.ckpt") == [second]
+    cases = (
+        ({"accumulate_grad_batches": 2}, "cannot accumulate gradients"),
+        ({"val_check_interval": 3}, "meet at the end of an epoch only"),
+    )
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            fit("Used", ParameterServerStrategy("dad", deal="shared"), data, **settings)
+
+
+def test_batches_of_a_shared_data_set_are_used_once_an_epoch(tmp_path):
+    import support
+
+    with support.Sites(2) as group:  # the last cases end the sites' connections
+        group.run(deals, str(tmp_path))
+
+
 def resumes(folder: str) -> None:
     def run(epochs: int, resume=None):
         pl.seed_everything(0)
@@ -211,7 +266,6 @@ def names_and_errors() -> None:
         ({"quorum": 0}, "quorum must be"),
         ({"mode": "edad"}, "'edad' recomputes"),
         ({"mode": "powersgd"}, "'powersgd' sums"),
-        ({"deal": "shared"}, "deal='shared' is for plain loops"),
         ({"min_sites": 1}, "no option 'min_sites'"),
         ({"stalenes": 1}, "did you mean 'staleness'"),
     ):
