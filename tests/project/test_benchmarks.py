@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -172,6 +173,58 @@ def test_a_table_of_large_models_has_predictions_and_times_alone():
     assert "| rankdad, rank 8 | 4 | 2.50 | 3.6 (0.9) | ~ 3.52 (0.88) | 3.2 (0.8) |" in table
     assert "| dad | SiteError: gone |" in table
     assert "100 Mbit/s, GPT-2 small, DDP: 0.90" in table
+
+
+def test_a_long_table_is_measured_in_pieces(tmp_path, monkeypatch):
+    drive, server, local = program("drive"), program("parameter_server"), program("local_steps")
+    results = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["x", "--cases", "equal,slow", "--seeds", "2", "--out", str(tmp_path / "out")])
+    _, arguments = server.parse_arguments()
+    runs = server.missing(arguments, "rpc")
+    assert [(run["seed"], run["case"]) for run in runs] == [(0, "equal"), (0, "slow"), (1, "equal"), (1, "slow")]
+    lines = [{**runs[1], "seconds": 2.0, "batches": 4}, {**runs[0], "rate": "1mbit"}, {"method": "rpc", "error": "x"}]
+    results.write_text("\n".join(map(json.dumps, lines)))
+    drive.begin(results, keep=True)
+    assert drive.read(results) == lines[:2]
+    assert server.missing(arguments, "rpc") == [runs[0], *runs[2:]]
+    drive.begin(results, keep=False)
+    assert drive.read(results) == []
+    given = argparse.Namespace(result=str(results), splits="iid", seeds=2, rates="1mbit,2mbit")
+    for expected, line in (
+        ((0, ""), {"steps": 20, "best": 0.9}),
+        ((0, "1mbit"), {"rate": "1mbit"}),
+        ((0, "2mbit"), {"rate": "2mbit"}),
+        ((1, ""), {"steps": None, "best": 0.5}),
+    ):
+        label, _, rate = next(local.missing(given, "ddp"))
+        assert (label["seed"], rate) == expected
+        with results.open("a") as file:
+            file.write(json.dumps(label | line) + "\n")
+    assert next(local.missing(given, "ddp"), None) is None
+
+
+def test_verdicts_of_several_comparisons_are_counted():
+    runs = [
+        {"best": best, "leaders": [best] if best else ["dad", "ddp"], "losses": [0.5, 0.6]} for best in ("dad", None)
+    ]
+    compare = program("compare_runs")
+    assert compare.agrees([runs[0]] * 4 + runs[1:])
+    assert not compare.agrees([runs[0]] * 3 + runs[1:] * 2)
+    table = compare.table([runs[0], runs[0], runs[1]], 3)
+    assert "| 3 | no difference between dad, ddp | 0.5000, 0.6000 |" in table
+    assert "dad, in 2 of 3" in table
+
+
+def test_a_table_of_berts_steps():
+    rows = [
+        {"method": "alone", "ms": 3000.0, "bytes": 100, "peak": 1_500_000_000},
+        {"method": "ddp", "ms": 41_000.0, "bytes": 440_000_000, "peak": 2_000_000_000},
+        {"method": "rankdad:rank=8+wire=bf16", "ms": 2600.0, "bytes": 3_900_000, "peak": 1_600_000_000},
+    ]
+    table = program("bert").table(rows)
+    assert "| one process alone | 3.00 | 0 | 1.50 |" in table
+    assert "| DDP | 41.0 | 440 | 2.00 |" in table
+    assert "| rankdad, rank 8, bf16 | 2.60 | 3.9 | 1.60 |" in table
 
 
 @pytest.mark.parametrize(("name", "millions"), [("bert", 109), ("vit-base", 87), ("gpt2", 124)])
