@@ -124,7 +124,7 @@ class Way:
         """Average the statistics of batch normalisation, or fetch the model of a server."""
         if self.trainer is not None:
             self.trainer.fetch()
-        if self.exchange is not None:
+        if self.exchange is not None and self.waits:  # a server's finish() has done so
             self.exchange.average_buffers()
 
     @property
