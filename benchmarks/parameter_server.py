@@ -8,8 +8,8 @@
 MNISTNet, Adam, batches of 32 on each of two sites with one thread. Cases: `equal` sites; site 1 is four times `slow`er;
 the slow site `moves`, drawn anew every two seconds. A site is slowed down by sleeping three times the processor time
 of its steps. The clock runs through training alone, and is that of the site that takes longer. Between laps of
-training, of two seconds each or of 20 synchronous steps, site 0's model is evaluated; the target is reached when the mean
-of two evaluations in succession is. Ways, with options after a colon:
+training, of two seconds each or of 20 synchronous steps, site 0's model is evaluated; the target is reached when the
+mean of two evaluations in succession is. Ways, with options after a colon:
 
 server:rank=16+wire=bf16+staleness=8      dadplug.ParameterServer with mode rankdad, or mode=...
 rankdad:rank=16+sync_batchnorm=true       synchronous steps; any mode of dadplug.GradientReduction

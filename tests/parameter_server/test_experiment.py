@@ -59,12 +59,26 @@ def test_workers_train_one_model(capfd):
     assert f"epoch 2 of 2 by 2 worker(s): test accuracy {outcome.accuracy:.2%}, elapsed time" in output
 
 
-def test_workers_may_share_the_batches():
-    model, loader = network(), DataLoader(samples(64), batch_size=8, shuffle=True)
-    outcome = launch_ps_and_workers(
-        3, 2, 0, loader, DataLoader(samples(9, 1), 9), model=model, mode="dad", deal="shared"
-    )
-    assert outcome.samples == 2 * 64
+class Recorded(Dataset):
+    """Data whose samples write their numbers to a file when they are loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.data, self.path = samples(64), path
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, place: int):
+        with self.path.open("a") as file:
+            file.write(f"{place}\n")
+        return self.data[place]
+
+
+def test_workers_may_share_the_batches(tmp_path):
+    loader, test = DataLoader(Recorded(tmp_path / "loaded"), 8, shuffle=True), DataLoader(samples(9, 1), 9)
+    launch_ps_and_workers(3, 2, 0, loader, test, model=network(), mode="dad", deal="shared")
+    loaded = [int(line) for line in (tmp_path / "loaded").read_text().split()]
+    assert sorted(loaded) == sorted(2 * list(range(64)))
 
 
 def test_a_killed_worker_is_named_and_the_others_go_on():
