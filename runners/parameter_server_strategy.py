@@ -16,6 +16,11 @@ from ..signature import split_keywords, takes_keywords_of
 from ._lightning.site_strategy import SiteStrategy, StrategyArguments
 from .server_loader import NO_ACCUMULATION, ServerLoader
 
+_MEETS_TOO_EARLY = (
+    "with deal='shared' the sites meet at the end of an epoch only: no evaluations, checkpoints or collectives in the "
+    "middle of one"
+)
+
 
 class ParameterServerStrategyBase(SiteStrategy):
     """Lightning strategy for asynchronous steps; for ``Trainer(strategy=)``, also as ``"parameter_server"``.
@@ -88,6 +93,8 @@ class ParameterServerStrategyBase(SiteStrategy):
             self._check()
             if self._deals and trainer.accumulate_grad_batches != 1:
                 raise ValueError(NO_ACCUMULATION)
+            if self._deals and trainer.val_check_interval != 1.0:
+                raise ValueError(_MEETS_TOO_EARLY)
             self._dealt = None
         super().setup(trainer)
         if not fits:
@@ -207,10 +214,7 @@ class ParameterServerStrategyBase(SiteStrategy):
         """
         if self._has_stepped and self._in_fit and self.server is not None:
             if self._meets_too_early:
-                raise ValueError(
-                    "with deal='shared' the sites meet at the end of an epoch only: no evaluations, checkpoints or "
-                    "collectives in the middle of one"
-                )
+                raise ValueError(_MEETS_TOO_EARLY)
             self._has_stepped = False
             with self._stepping():
                 self.server.finish()

@@ -95,7 +95,7 @@ class Used(Callback):
 
     def on_batch_start(self, runner):
         if runner.is_train_loader:
-            self.epochs[-1] += [row.tolist() for row in runner.batch[0]]
+            self.epochs[-1] += [row.tolist() for row in runner.batch["features"]]
             time.sleep(0.005 * dist.get_rank())
 
 
