@@ -350,7 +350,7 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         """
         if self._held.samples or self._log.outstanding or self._collector.pending:
             raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
-        epochs = 0 if self._service is None else self._service.epochs
+        epochs = self._service.epochs if self._service else 0
         return {"version": self.version, "epochs": epochs} | self._replica.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -365,15 +365,17 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         self._replica.load_state_dict(state)
 
     def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Restore this site's state from those of all sites, by rank, as a checkpoint contains them.
+        """Restore this site's state from those of all sites, as a checkpoint contains them.
 
         A site that has none in it begins with an empty compressor state, at the version of the others.
+
+        Args:
+            states: the states, by rank.
         """
         own = states[self.site_rank] if self.site_rank < len(states) else None
-        other = next((each for each in states if each is not None), None)
         if own is not None:
             self.load_state_dict(own)
-        elif other is not None:
+        elif (other := next((each for each in states if each is not None), None)) is not None:
             empty = self._replica.state_dict() | {"reference": other["reference"]}
             self.load_state_dict(dict(other) | empty)
 
