@@ -101,8 +101,18 @@ def check_values(model: nn.Module, names: Collection[str], transport: Transport)
 
 @torch.no_grad()
 def broadcast_model(model: nn.Module, transport: Transport) -> None:
-    """Replace every site's parameters and buffers by those of rank 0."""
-    for flat, tensors in _flattened(list(_tensors(model).values())):
+    """Replace every site's parameters and buffers by those of rank 0.
+
+    What is equal at all sites already, as by the same seed, is not sent: on a slow link that takes long.
+    """
+    groups = list(_flattened(list(_tensors(model).values())))
+    equal = [False] * len(groups)
+    if transport.device.type == "cpu" and transport.world_size > 1:  # between GPUs, sending is faster than comparing
+        every = [*transport.gather_present([fingerprint(flat) for flat, _ in groups]).values()]
+        equal = [len(set(digests)) == 1 for digests in zip(*every, strict=True)]
+    for (flat, tensors), skip in zip(groups, equal, strict=True):
+        if skip:
+            continue
         transport.broadcast(flat)
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
