@@ -3,6 +3,9 @@
     sudo python benchmarks/many_sites.py                              MNISTNet, 8 sites, 10 and 100 Mbit/s
     python benchmarks/many_sites.py --rates none --sites 4            without root, on loopback
     python benchmarks/many_sites.py --digits --seeds 3                steps to 0.93 on the embedded digits, on loopback
+    sudo python benchmarks/many_sites.py --rates 10mbit --methods alone,powersgd --results rows.jsonl
+                                                                      in pieces: rows are added to the file as they are
+                                                                      found, and the table is of all of them
 
 Each site is a network namespace of its own behind a link of the given rate in both directions; a bridge joins them. A
 step is forward, backward, the exchange and the optimizer's step, timed at site 0 after a barrier. Bytes are those that
@@ -22,11 +25,12 @@ import sys
 import time
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from attach import Attached
-from drive import check_rates, title
+from drive import check_rates, read, title
 from held_out import accuracy
 from link import KEEP_MEMORY, may_make_links, run, shaping
 from torch import nn
@@ -84,8 +88,8 @@ class Star:
         return ["ip", "netns", "exec", self.spaces[rank], *program]
 
 
-def start(arguments: argparse.Namespace, rate: str) -> list[dict]:
-    """Run this program at all sites, and return what site 0 has found."""
+def start(arguments: argparse.Namespace, rate: str) -> Iterator[dict]:
+    """Run this program at all sites, and yield what site 0 finds."""
     program = [sys.executable, __file__, *sys.argv[1:], "--site"]
     star = None if arguments.loopback else Star(rate, arguments.sites)
     shared = KEEP_MEMORY | os.environ | {"WORLD_SIZE": str(arguments.sites), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
@@ -98,14 +102,15 @@ def start(arguments: argparse.Namespace, rate: str) -> list[dict]:
                 command = star.command(rank, program) if star else program
                 output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 processes.append(subprocess.Popen(command, env=shared | own, stdout=output, text=True))
-            found, _ = processes[-1].communicate()
+            for line in processes[-1].stdout:
+                if line.startswith("{"):
+                    yield {"rate": rate, "sites": arguments.sites} | json.loads(line)
             if any(process.wait() for process in processes):
                 raise SystemExit("a site has failed")
         finally:
             for process in processes:
                 if process.poll() is None:
                     process.kill()
-    return [json.loads(line) for line in found.splitlines() if line.startswith("{")]
 
 
 def time_steps(arguments: argparse.Namespace) -> None:
@@ -149,13 +154,13 @@ def count_steps(arguments: argparse.Namespace) -> None:
     """Count the steps to the target by both ways of merging, for some seeds."""
     rank, sites = dist.get_rank(), arguments.sites
     data = load_dataset("digits", None)
-    for seed in range(arguments.seeds):
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         torch.manual_seed(seed)
         fresh, sized = build_for(data, "MNISTNet")
         for method in MERGES:
             attached = Attached(deepcopy(fresh), method, arguments.rank)
             optimizer = torch.optim.Adam(attached.model.parameters(), lr=1e-3)
-            reached, best = 0, 0.0
+            best = torch.zeros(())
             for step, (inputs, labels) in enumerate(batches(sized, rank, sites, 16, seed), 1):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(attached.model(inputs), labels).backward()
@@ -163,31 +168,52 @@ def count_steps(arguments: argparse.Namespace) -> None:
                 optimizer.step()
                 if step % 2:
                     continue
-                best = max(best, accuracy(attached.model, sized))
+                if rank == 0:  # the others' running statistics differ, and so may their accuracy
+                    best = best.maximum(torch.tensor(accuracy(attached.model, sized)))
+                dist.broadcast(best, 0)
                 if best >= arguments.target or step >= arguments.most_steps:
-                    reached = step if best >= arguments.target else 0
                     break
             attached.detach()
             if rank == 0:
-                print(json.dumps({"method": method, "seed": seed, "steps": reached, "best": best}), flush=True)
+                reached = step if best >= arguments.target else 0
+                print(json.dumps({"method": method, "seed": seed, "steps": reached, "best": float(best)}), flush=True)
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Run the sites at each rate, and print the tables."""
-    if arguments.digits:
-        print("| | " + " | ".join(f"seed {seed}" for seed in range(arguments.seeds)) + " |")
-        print("| --- " * (arguments.seeds + 1) + "|")
-        found = start(arguments, "none")
-        for method in MERGES:
-            cells = [str(row["steps"] or f"not: {row['best']:.3f}") for row in found if row["method"] == method]
-            print(f"| {title(method)} | " + " | ".join(cells) + " |")
-        return
-    print("| rate | method | ms a step | MB a step, mean | MB, the site that sends most |")
-    print("| --- | --- | --- | --- | --- |")
-    for rate in arguments.rates.split(","):
+    """Run the sites at each rate, keep the rows, and print the table of all of them."""
+    rows = [] if arguments.results is None else read(arguments.results)
+    for rate in ["none"] if arguments.digits else arguments.rates.split(","):
         for row in start(arguments, rate):
-            shown = f"| {title(rate)} | {title(row['method'])} | {row['ms']:.0f} |"
-            print(f"{shown} {row['mean']:.3f} | {row['most']:.3f} |", flush=True)
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            if arguments.results is not None:
+                with arguments.results.open("a") as file:
+                    print(json.dumps(row), file=file)
+    (print_steps if arguments.digits else print_times)([row for row in rows if ("seed" in row) == arguments.digits])
+
+
+def print_steps(rows: list[dict]) -> None:
+    """Print the steps to the target, by method and seed."""
+    seeds = sorted({row["seed"] for row in rows})
+    print("| | " + " | ".join(f"seed {seed}" for seed in seeds) + " |")
+    print("| --- " * (len(seeds) + 1) + "|")
+    for method in MERGES:
+        found = {row["seed"]: row for row in rows if row["method"] == method}
+        cells = [
+            str(found[seed]["steps"] or f"not: {found[seed]['best']:.3f}") if seed in found else "" for seed in seeds
+        ]
+        print(f"| {title(method)} | " + " | ".join(cells) + " |")
+
+
+def print_times(rows: list[dict]) -> None:
+    """Print times and bytes of a step; the median where a case was measured several times."""
+    print("| rate | sites | method | ms a step | MB a step, mean | MB, the site that sends most |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for rate, sites, method in dict.fromkeys((row["rate"], row["sites"], row["method"]) for row in rows):
+        case = [row for row in rows if (row["rate"], row["sites"], row["method"]) == (rate, sites, method)]
+        ms, last = statistics.median(row["ms"] for row in case), case[-1]
+        shown = f"| {title(rate)} | {sites} | {title(method)} | {ms:.0f} |"
+        print(f"{shown} {last['mean']:.3f} | {last['most']:.3f} |")
 
 
 def main() -> None:
@@ -200,6 +226,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--digits", action="store_true", help="count steps to an accuracy instead")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, help="file of rows, to which those found are added")
     parser.add_argument("--target", type=float, default=0.93)
     parser.add_argument("--most-steps", type=int, default=400)
     parser.add_argument("--site", action="store_true", help=argparse.SUPPRESS)

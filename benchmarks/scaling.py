@@ -3,9 +3,10 @@
     python benchmarks/scaling.py
     python benchmarks/scaling.py --methods dad,rankdad --sites 2,4
 
-MNISTNet, batch 16 a site, rank 4. Bytes are those that a site hands to the transport, and decoding is the time that it
-spends on the agreed gradient, both by the meter; with more processes than cores times are those of processes that take
-turns, and so only decoding, which is counted in processor time of the one, is held against the model.
+MNISTNet, batch 16 a site, rank 4. Bytes are those that a site hands to the transport, the mean over sites. Decoding is
+the time that it spends on the agreed gradient, both by the meter; with more processes than cores times are those of
+processes that take turns, and so only decoding, which is counted in processor time of the one, is held against the
+model.
 """
 
 from __future__ import annotations
@@ -36,12 +37,21 @@ def predict(method: str, sites: int) -> tuple[float, float, int]:
         return small + (sites - 1) * BATCH * sides * BYTES, sites * BATCH * dense, 2 * (sites - 1)
     if method == "rankdad":
         return small + (sites - 1) * RANK * sides * BYTES, sites * RANK * dense, 2 * (sites - 1)
+    if method == "rankdad:merge=owner":
+        from dadplug.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
+
+        layers = [OwnedLayer(str(shape), *shape, 0, RANK) for shape in LAYERS]
+        owners = assign_owners(layers, sites)
+        sent = statistics.mean(numbers_sent(layers, owners, sites))
+        return small + sent * BYTES, RANK * dense, len(busiest_numbers(layers, owners, sites))
     return small + ring * RANK * sides * BYTES, RANK * dense, 4 * (sites - 1)
 
 
 def site(methods: str, steps: int, file: str) -> None:
     """Train by each method, at each site, and write the traffic."""
     import torch
+    import torch.distributed as dist
+    from attach import parse
     from torch import nn
 
     import dadplug
@@ -53,7 +63,8 @@ def site(methods: str, steps: int, file: str) -> None:
     for method in methods.split(","):
         torch.manual_seed(0)
         model = MNISTNet()
-        reduction = dadplug.GradientReduction(model, mode=method, rank=RANK)
+        mode, options = parse(method)
+        reduction = dadplug.GradientReduction(model, mode=mode, rank=RANK, **options)
         inputs = torch.randn(BATCH, 1, 28, 28, generator=torch.Generator().manual_seed(rank))
         decoding = []
         for step in range(steps):
@@ -62,8 +73,10 @@ def site(methods: str, steps: int, file: str) -> None:
             reduction.synchronize()
             if step >= 3:
                 decoding.append(sum(layer.decode_seconds for layer in reduction.traffic.layers.values()))
+        sent: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(sent, reduction.traffic.bytes_sent)
         if rank == 0:
-            row = {"method": method, "bytes": reduction.traffic.bytes_sent, "ms": 1e3 * min(decoding)}
+            row = {"method": method, "bytes": statistics.mean(sent), "ms": 1e3 * min(decoding)}
             with Path(file).open("a") as results:
                 results.write(json.dumps(row | {"median": 1e3 * statistics.median(decoding)}) + "\n")
         reduction.detach()
@@ -71,7 +84,7 @@ def site(methods: str, steps: int, file: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="dsgd,dad,rankdad,powersgd")
+    parser.add_argument("--methods", default="dsgd,dad,rankdad,rankdad:merge=owner,powersgd")
     parser.add_argument("--sites", default="2,4,8")
     parser.add_argument("--predict", default="64,1024")
     parser.add_argument("--steps", type=int, default=15)

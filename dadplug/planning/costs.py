@@ -13,7 +13,6 @@ from ..methods.paths import GradientPath
 from ..model_sync.structure import is_managed
 from ..options import Options
 from ..reducer import handler_type
-from ..reducer.owner import owner_copies
 from ..reducer.owners import Owners
 from ..reducer.reducer import Reducer
 from ..units.base import Unit
@@ -35,7 +34,7 @@ class PayloadCosts:
         transport: the transport.
         reducer: the reducer, which has the rows and buckets of the last steps; None before the first step, when a
             batch of one row is assumed.
-        owners: rank of the owner of each unit that has one, by its name.
+        owners: the sites that merge each unit that has an owner, by its name.
     """
 
     def __init__(
@@ -84,14 +83,15 @@ class PayloadCosts:
 
     def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
         rows = None if self._reducer is None else self._reducer.room(unit)
-        copies = self._transport.copies
-        if unit.name in self._owners:
-            copies = owner_copies(self._owners[unit.name], self._transport.rank, self._transport.world_size)
-        rate = copies * wire_format(self._options.wire, unit.lead.dtype).itemsize
+        transport, owner = self._transport, self._owners.get(unit.name)
+        itemsize = wire_format(self._options.wire, unit.lead.dtype).itemsize
+        rate, place = transport.copies * itemsize, (transport.rank, transport.world_size)
         if name == unit.bias:
+            size = unit.parameters[name].numel()
             sent = self._method.traits.sends_bias and (rows is None or rows > 0)
-            return rate * unit.parameters[name].numel() * sent
+            return sent * (rate * size if owner is None else itemsize * owner.numbers_of_bias(size, *place))
         if rows is None:
-            expected = self._options.rank if unit.name in self._owners else 1
-            rows = self._method.rows_sent(expected, *unit.shape)
+            rows = self._method.rows_sent(1 if owner is None else self._options.rank, *unit.shape)
+        if owner is not None:
+            return itemsize * owner.numbers_of_rows(rows, unit.widths, *place)
         return rate * rows * sum(unit.widths)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..exchange import Transport
+from ..exchange.wire import wire_format
 from ..methods import Method
 from ..methods.paths import GradientPath
 from ..options import Options
-from ..reducer.owners import OwnedLayer, assign_owners
+from ..reducer.owners import OwnedLayer, Owners, assign_owners, busiest_numbers
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .link_model import LinkCosts
 
 _PASSES = 8  # products with a block of rows in a compression, about
+_DECOMPOSITIONS = 50  # products of square matrices that take as long as two symmetric and one singular decomposition
 
 
 def check_merge(options: Options, transport: Transport) -> None:
@@ -55,19 +57,23 @@ class Merging:
         """Whether the choice depends on the link."""
         return self._options.merge == "auto" and self._transport.has_all_to_all
 
-    def owners(self, units: Sequence[Unit]) -> dict[str, int]:
-        """Return the rank of each layer's owner, by name of the weight; empty where factors are sent to all sites."""
+    def owners(self, units: Sequence[Unit]) -> Owners:
+        """Return the sites that merge each layer, by name of the weight; empty where factors are sent to all sites."""
         sites = self._transport.world_size
         if self._options.merge == "all" or sites == 1 or not self._transport.has_all_to_all:
             return {}
         layers = self._layers(units)
-        owners = assign_owners(layers, sites)
+        # Error memory is of whole gradients, and that of rounding to int8 of whole rows.
+        divide = not self._options.error_feedback and not wire_format(self._options.wire).quantised
+        owners = assign_owners(layers, sites, divide)
         if self._options.merge == "owner":
             return owners
         if self.link is None:
             return {}
-        to_all, to_owner = predict_seconds(layers, owners, sites, self.link)
-        return owners if to_owner < to_all else {}
+        whole = assign_owners(layers, sites, divide=False)
+        to_all, to_owner = predict_seconds(layers, whole, sites, self.link)
+        divided = predict_seconds(layers, owners, sites, self.link)[1]
+        return {to_all: {}, divided: owners, to_owner: whole}[min(to_all, to_owner, divided)]
 
     def _layers(self, units: Sequence[Unit]) -> list[OwnedLayer]:
         """Return the layers that can have an owner: those whose gradients are compressed."""
@@ -82,13 +88,13 @@ class Merging:
 
 
 def predict_seconds(
-    layers: Sequence[OwnedLayer], owners: dict[str, int], sites: int, link: LinkCosts, itemsize: int = 4
+    layers: Sequence[OwnedLayer], owners: Owners, sites: int, link: LinkCosts, itemsize: int = 4
 ) -> tuple[float, float]:
     """Predict the seconds of an exchange of low-rank factors, with all sites and by owners.
 
     Args:
         layers: the layers.
-        owners: rank of the owner of each layer, by name.
+        owners: the sites that merge each layer, by name.
         sites: number of sites.
         link: costs of the link.
         itemsize: bytes of a number.
@@ -97,14 +103,14 @@ def predict_seconds(
         The seconds of each way.
     """
     whole = sum(layer.size for layer in layers)
-    loads = [sum(layer.size for layer in layers if owners[layer.name] == rank) for rank in range(sites)]
     formed = sum(layer.rank * layer.out * layer.width for layer in layers)
     to_all = link.latency + link.gather * itemsize * whole + link.multiply * sites * formed
-    # In each exchange, an owner receives or sends its layers for all other sites.
-    busiest = max((sites - 1) * max(loads), whole - min(loads))
-    merged = max(
-        sum(layer.rank * sites * layer.rank * _PASSES * (layer.out + layer.width) for layer in own)
-        for own in ([layer for layer in layers if owners[layer.name] == rank] for rank in range(sites))
-    )
-    travel = 2 * (link.latency + link.gather / (sites - 1) * itemsize * busiest)
-    return to_all, travel + link.multiply * (formed + merged)
+    exchanges = busiest_numbers(layers, owners, sites)
+    merged = [0] * sites
+    for layer in layers:
+        owner, rows = owners[layer.name], layer.rank * sites
+        merged[owner.rank] += (
+            _DECOMPOSITIONS * rows**3 if owner.divided else rows * layer.rank * _PASSES * (layer.out + layer.width)
+        )
+    travel = len(exchanges) * link.latency + link.gather / (sites - 1) * itemsize * sum(exchanges)
+    return to_all, travel + link.multiply * (formed + max(merged))

@@ -16,6 +16,7 @@ from ..methods import Method
 from ..options import Options
 from ..schedules import Decoding
 from .faults import FaultLog
+from .owners import Owners
 
 
 @dataclass
@@ -30,7 +31,7 @@ class HandlerContext:
         reference: samples of all sites in a step, about: sums are of gradients times samples over this number, which
             keeps them near the size of a gradient while the samples of the other sites are not known.
         positions: position of each unit in the step headers, by its name.
-        owners: rank of the owner of each unit that has one, by its name.
+        owners: the sites that merge each unit that has an owner, by its name.
         faults: the faults of this site in the step.
         complete_payloads: payloads that have arrived in this step, with what the sites did not send, by name of the
             unit and rank; kept where methods recompute deltas from them.
@@ -47,7 +48,7 @@ class HandlerContext:
     samples: Callable[[], int]
     reference: int
     positions: Mapping[str, int]
-    owners: Mapping[str, int] = field(default_factory=dict)
+    owners: Owners = field(default_factory=dict)
     decoding: Decoding = field(default_factory=Decoding)
     faults: FaultLog = field(default_factory=FaultLog)
     complete_payloads: dict[str, list[FactorPayload]] = field(default_factory=dict)

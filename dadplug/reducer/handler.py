@@ -16,6 +16,7 @@ from ..methods import Method
 from ..registry import Registry
 from ..units.base import Unit
 from .context import HandlerContext
+from .owners import Ownership
 from .step_header import StepHeader
 
 
@@ -54,7 +55,7 @@ class BucketHandler(ABC):
     """A bucket and the units that fill it; one subclass for each path that a gradient can take.
 
     In each step the reducer calls `fill` for each unit, `launch` once the handler is `ready`, and after backward, for
-    all handlers, `add_late`, `receive`, perhaps `repeat`, `fetch_late`, and `finish`.
+    all handlers, `add_late`, `receive`, `proceed`, perhaps `repeat`, `fetch_late`, and `finish`.
 
     Args:
         units: the units that share the bucket, in the order in which backward is expected to reach them.
@@ -69,6 +70,8 @@ class BucketHandler(ABC):
     """Payload at which a bucket is full by default, in MB."""
     repeats: ClassVar[bool] = False
     """Whether `repeat` can exchange anew what is void in a payload that has been sent."""
+    rounds: ClassVar[int] = 0
+    """Number of calls of `proceed` in a step."""
     resends_as_gradients: ClassVar[bool] = False
     """Whether all sites send a unit's gradient as it is once one of them has discarded the rows that it sent; what
     `add_sent` of the other sites adds to ``.grad`` is part of it then."""
@@ -159,6 +162,13 @@ class BucketHandler(ABC):
     @abstractmethod
     def receive(self) -> None:
         """Wait for the bucket."""
+
+    def proceed(self, number: int) -> None:  # noqa: B027  (most have a single exchange)
+        """Launch the next exchange, once the last one is over; all sites call it `rounds` times after `receive`.
+
+        Args:
+            number: number of the call in the step, from 0.
+        """
 
     def fetch_late(self, headers: Sequence[StepHeader]) -> bool:
         """Exchange what had no room in the bucket, or came too late for it; return whether there was any.
@@ -253,7 +263,7 @@ def register_handler(*paths: str, variant: str = "") -> Callable[[type[BucketHan
     Args:
         paths: the paths.
         variant: ``"nodes"`` for hierarchical groups, where the processes of a node send as one site; ``"owner"`` for
-            units that have an owner; empty for all others.
+            units that have an owner, ``"divided"`` for those that are divided among the sites; empty for all others.
     """
 
     def decorate(handler: type[BucketHandler]) -> type[BucketHandler]:
@@ -264,13 +274,15 @@ def register_handler(*paths: str, variant: str = "") -> Callable[[type[BucketHan
     return decorate
 
 
-def handler_type(path: str, transport: Transport, owned: bool = False) -> type[BucketHandler]:
+def handler_type(path: str, transport: Transport, owner: Ownership | None = None) -> type[BucketHandler]:
     """Return the handler that is registered for a path.
 
     Args:
         path: the path.
         transport: the transport.
-        owned: whether the unit has an owner.
+        owner: the sites that merge the unit; None for units without an owner.
     """
-    variant = "owner" if owned else "nodes" if transport.nodes is not None else ""
+    if owner is not None:
+        return _HANDLERS[path, "divided" if owner.divided else "owner"]
+    variant = "" if transport.nodes is None else "nodes"
     return _HANDLERS[(path, variant) if (path, variant) in _HANDLERS else (path, "")]

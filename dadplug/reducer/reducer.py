@@ -38,7 +38,7 @@ class Reducer:
         samples: returns the samples that this site's gradients stand for so far in the step.
         reference: samples of all sites in a step, about; a scale that keeps sums near the size of a gradient.
         version: number of the plan that the units belong to.
-        owners: rank of the owner of each unit that has one, by its name.
+        owners: the sites that merge each unit that has an owner, by its name.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
     """
 
@@ -77,7 +77,7 @@ class Reducer:
         handlers: list[BucketHandler] = []
         open_groups: dict[tuple[type[BucketHandler], torch.dtype], tuple[list[Unit], int]] = {}
         for unit in self._units:
-            kind = handler_type(unit.path, context.transport, unit.name in context.owners)
+            kind = handler_type(unit.path, context.transport, context.owners.get(unit.name))
             dtype = unit.lead.dtype
             group, size = open_groups.pop((kind, dtype), ([], 0))
             group.append(unit)
@@ -134,6 +134,10 @@ class Reducer:
         context.transport.close_round(request.admits, idle=not header.samples)
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
+        for number in range(max((handler.rounds for handler in self._handlers), default=0)):
+            for handler in self._handlers:
+                if number < handler.rounds:
+                    handler.proceed(number)
         headers = self._exchange_late(self._headers.receive())
         write = _counts(headers)
         absent = context.transport.rank in context.transport.absent

@@ -1,0 +1,199 @@
+"""Handler of large layers of which every site merges a part, so that no site has more to send than others.
+
+The sum of all sites' factors is ``L R^T`` with ``L = [w_1 L_1, w_2 L_2, ...]`` and ``R = [R_1, R_2, ...]``. A site gets
+some rows of L and of R from all sites. The Gram matrices ``L^T L`` and ``R^T R`` are sums over such parts, and give the
+coefficients X and Y of the best approximation of rank r, ``(L X) (R Y)^T``, whose parts the sites compute and send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..exchange.buckets import Slot
+from ..exchange.owner_buckets import ContributionBucket, OwnedSlot
+from ..exchange.payload import FactorPayload
+from ..lowrank.merging import merge_coefficients
+from ..methods.paths import GradientPath
+from ..units.base import Unit
+from ..units.factor import FactorUnit
+from .context import HandlerContext
+from .handler import register_handler
+from .merged import MergedHandler
+from .owners import coefficients, gram_numbers, part_size
+
+
+@register_handler(GradientPath.LOWRANK, variant="divided")
+class DividedHandler(MergedHandler):
+    """Four exchanges: parts of the factors, Gram matrices to a layer's owner, its coefficients, and merged parts.
+
+    One site computes the coefficients, since those of two processors could differ in the signs of singular vectors.
+
+    Args:
+        units: the units that share the bucket.
+        context: what the handlers of a reducer share.
+    """
+
+    rounds = 2
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        transport = context.transport
+        self._sites = transport.world_size
+        super().__init__(units, context, range(self._sites))
+        self._merger.forget(unit.name for unit in self.units)
+        wire = context.wire(self.dtype)
+        slots = []
+        for unit in self.units:
+            for _ in range(self._sites):
+                slots.append(Slot(*self._part_sizes(unit), 1, wire))
+                slots[-1].capacity = [self._rank(unit)]
+        owners = list(range(self._sites)) * len(self.units)
+        self._contributions = ContributionBucket(slots, owners, transport, self.dtype, wire)
+        self._precision = torch.promote_types(self.dtype, torch.float32)
+        self._owned = [slot for slot, owner in enumerate(self._owners) if owner.rank == transport.rank]
+        self._grams = transport.all_to_all(self._sizes(gram_numbers), self._precision)
+        self._merging = transport.gather(self._sizes(coefficients), self._precision)
+        self._parts: list[tuple[Tensor, Tensor, Tensor | None]] = []  # by slot: left, right and bias of the own part
+
+    def _part_sizes(self, unit: FactorUnit) -> tuple[int, int, int]:
+        """Return the columns of a unit's parts: of left, of right, and of the bias gradient."""
+        out, width = unit.widths
+        return part_size(out, self._sites), part_size(width, self._sites), part_size(self._bias_size(unit), self._sites)
+
+    def _slot(self, unit: FactorUnit) -> Slot:
+        room = [self._rank(unit)] * len(self.senders)
+        return OwnedSlot(*self._part_sizes(unit), room, self.context.wire(self.dtype))
+
+    def _sizes(self, numbers: Callable[[int, int], int]) -> list[int]:
+        """Return by rank the numbers of all units that a site owns, of which each has some by its rank."""
+        sizes = [0] * self._sites
+        for unit, owner in zip(self.units, self._owners, strict=True):
+            sizes[owner.rank] += numbers(self._rank(unit), self._sites)
+        return sizes
+
+    def _contribute(self, slot: int, payload: FactorPayload | None) -> None:
+        first = slot * self._sites
+        if payload is None:
+            for site in range(self._sites):
+                self._contributions.clear(first + site)
+            return
+        parts = (_divided(part, self._sites) for part in (payload.left, payload.right))
+        bias = None if payload.bias is None else _divided(payload.bias[None], self._sites)
+        for site, (left, right) in enumerate(zip(*parts, strict=True)):
+            part = FactorPayload(left, right, None if bias is None else bias[site][0])
+            self._contributions.fill(first + site, part)
+
+    def receive(self) -> None:
+        """Put the sites' parts together, and send their Gram matrices to the owners."""
+        with self.timing("wait"):
+            samples, contributions = self._contributions.wait()
+        weights = [count / self.context.reference for count in samples]
+        self._weighted_by_all = sum(samples)
+        self._parts = []
+        starts = [0] * self._sites
+        with self.timing("encode"):
+            for slot, (unit, owner) in enumerate(zip(self.units, self._owners, strict=True)):
+                own = self._stacked(unit, contributions[slot * self._sites + self.context.transport.rank], weights)
+                self._parts.append(own)
+                packed = torch.cat([_triangle(each @ each.T) for each in own[:2]])
+                start, starts[owner.rank] = starts[owner.rank], starts[owner.rank] + len(packed)
+                self._grams.payloads[owner.rank][start : start + len(packed)] = packed
+        self._grams.launch()
+
+    def _stacked(
+        self, unit: FactorUnit, payloads: Sequence[FactorPayload | None], weights: Sequence[float]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return all sites' rows of this site's part, with zeros for rows that a site has not, in double precision.
+
+        Args:
+            unit: the unit.
+            payloads: what each site has sent; None for those without a gradient.
+            weights: factor of each site.
+        """
+        rank, (out, width, bias) = self._rank(unit), self._part_sizes(unit)
+        left, right = (torch.zeros(self._sites, rank, size, dtype=torch.float64) for size in (out, width))
+        total = torch.zeros(bias, dtype=torch.float64)
+        for site, (payload, weight) in enumerate(zip(payloads, weights, strict=True)):
+            if payload is not None:
+                left[site, : payload.rows] = payload.left.double() * weight
+                right[site, : payload.rows] = payload.right
+                if payload.bias is not None:
+                    total += payload.bias * weight
+        return left.flatten(0, 1), right.flatten(0, 1), total if bias else None
+
+    def proceed(self, number: int) -> None:
+        if number == 0:
+            self._send_coefficients()
+        else:
+            self._send_parts()
+
+    def _send_coefficients(self) -> None:
+        """Compute the coefficients of the units that this site owns, and send them to all sites."""
+        with self.timing("wait"):
+            received = self._grams.wait()
+        if not self._owned:
+            self._merging.launch()
+            return
+        with self.timing("encode"):
+            whole = torch.zeros(self._grams.payloads[self.context.transport.rank].shape, dtype=torch.float64)
+            for payload in received:
+                whole += payload
+            start, found = 0, []
+            for slot in self._owned:
+                rank = self._rank(self.units[slot])
+                size = gram_numbers(rank, self._sites) // 2
+                grams = [
+                    _symmetric(part, rank * self._sites).to(self._precision)
+                    for part in whole[start : start + 2 * size].split(size)
+                ]
+                start += 2 * size
+                found += [part.reshape(-1) for part in merge_coefficients(grams[0], grams[1], rank)]
+            self._merging.payload.copy_(torch.cat(found))
+        self._merging.launch()
+
+    def _send_parts(self) -> None:
+        """Merge this site's parts, and send them to all sites."""
+        with self.timing("wait"):
+            received = self._merging.wait()
+        starts = [0] * self._sites
+        with self.timing("encode"):
+            for slot, (unit, owner) in enumerate(zip(self.units, self._owners, strict=True)):
+                left, right, bias = self._parts[slot]
+                rank = self._rank(unit)
+                start, size = starts[owner.rank], coefficients(rank, self._sites)
+                starts[owner.rank] += size
+                x, y = received[owner.rank][start : start + size].double().view(2, -1, rank)
+                merged = FactorPayload(x.T @ left, y.T @ right, bias)
+                self.bucket.fill(slot, merged.to(self.context.transport.device, self.dtype))
+        self.bucket.launch(self._weighted_by_all)
+
+    def _result(self, slot: int, payloads: Sequence[FactorPayload]) -> FactorPayload:
+        out, width = self.units[slot].widths
+        size = self._bias_size(self.units[slot])
+        left = torch.cat([payload.left for payload in payloads], 1)
+        right = torch.cat([payload.right for payload in payloads], 1)
+        bias = torch.cat([payload.bias for payload in payloads if payload.bias is not None])[:size] if size else None
+        return FactorPayload(left[:, :out], right[:, :width], bias)
+
+
+def _divided(matrix: Tensor, sites: int) -> list[Tensor]:
+    """Return the columns of a matrix in parts of equal width, the last ones padded with zeros."""
+    size = part_size(matrix.shape[1], sites)
+    return list(torch.nn.functional.pad(matrix, (0, size * sites - matrix.shape[1])).split(size, 1))
+
+
+def _triangle(matrix: Tensor) -> Tensor:
+    """Return the elements of a symmetric matrix on and above its diagonal."""
+    rows, columns = torch.triu_indices(*matrix.shape)
+    return matrix[rows, columns]
+
+
+def _symmetric(triangle: Tensor, size: int) -> Tensor:
+    """Return the matrix of which `_triangle` returned the elements."""
+    matrix = triangle.new_zeros(size, size)
+    rows, columns = torch.triu_indices(size, size)
+    matrix[rows, columns] = triangle
+    matrix[columns, rows] = triangle
+    return matrix

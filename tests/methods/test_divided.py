@@ -1,0 +1,223 @@
+"""rankdad with large layers that are divided among the sites, held against one process."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparison import off_by
+from torch import nn
+
+import dadplug
+from dadplug.errors import NonFiniteError
+from dadplug.lowrank.merging import merge_coefficients
+from dadplug.planning.link_model import LinkCosts
+from dadplug.planning.merging import predict_seconds
+from dadplug.reducer import divided
+from dadplug.reducer.divided import DividedHandler
+from dadplug.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
+
+MNISTNET = [(2048, 784), (1024, 2048), (512, 1024), (256, 512), (10, 256)]
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(401, 430), nn.Tanh(), nn.LayerNorm(430), nn.Linear(430, 600, bias=False), nn.Linear(600, 20)
+    ).to(dtype)
+
+
+def backward(model, rank, step, rows=None):
+    """Run backward on a site's batch of a step; return its rows and gradients."""
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    rows = 1 + rank % 2 + step % 2 if rows is None else rows
+    inputs = torch.randn(rows, 401, generator=generator, dtype=torch.float64).to(next(model.parameters()).dtype)
+    model(inputs).square().mean().backward()
+    return rows, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def mean_of(parts):
+    rows = sum(count for count, _ in parts)
+    return {name: sum(count / rows * own[name] for count, own in parts) for name in parts[0][1]}
+
+
+def mean_of_sites(model, step, world_size, active=None):
+    """The gradients that one process with all rows has, by name."""
+    return mean_of([backward(model, rank, step) for rank in range(world_size) if active is None or rank in active])
+
+
+def reduce(model, **options):
+    return dadplug.GradientReduction(model, mode="rankdad", **{"tolerance": 0.0, "merge": "owner"} | options)
+
+
+def divided_layers(reduction) -> list[str]:
+    handlers = reduction._planner._reducer._handlers
+    return [unit.name for each in handlers if isinstance(each, DividedHandler) for unit in each.units]
+
+
+def is_exact(options: dict, limit: float) -> None:
+    """Compare steps with one process, at a rank that leaves nothing out, with late, void and missing gradients."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, apart = network(), network()
+    reduction = reduce(model, rank=10, **options)
+    for step in range(7):
+        active = [each for each in range(world_size) if step != 2 or each != 1]
+        apart.load_state_dict(model.state_dict())
+        expected = mean_of_sites(apart, step, world_size, active)
+        if rank in active:
+            backward(model, rank, step)
+        else:
+            model.zero_grad()
+        if step == 3 and rank == 1:
+            assert all(p.grad.abs().sum() > 0 for p in model.parameters())  # what has been sent can be read
+            backward(model, rank, step)
+        if step == 4 and rank == 0:  # a second pass, after the first has been sent; held against the other sites only
+            model(torch.ones(2, 401, dtype=torch.float64)).square().mean().backward()
+        if step == 5:
+            if rank == 1:
+                model.zero_grad()
+                model(torch.full((3, 401), math.nan, dtype=torch.float64)).square().mean().backward()
+            with pytest.raises(NonFiniteError, match="site 1"):
+                reduction.synchronize()
+            continue
+        reduction.synchronize() if rank in active else reduction.idle()
+        if step == 0:
+            assert divided_layers(reduction) == ["4.weight", "3.weight", "0.weight"]
+        if step != 4:  # samples of two passes of a site are of one mean each
+            for name, p in model.named_parameters():
+                assert off_by(p.grad, expected[name]) < limit, (step, name, off_by(p.grad, expected[name]))
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+def over_gloo() -> None:
+    os.environ["DADPLUG_STREAMS"] = "0"
+    is_exact({}, 1e-7)
+
+
+def test_with_rank_enough_it_is_the_exact_mean(sites):
+    sites(4).run(is_exact, {}, 1e-7)
+    sites(4).run(is_exact, {"bucket_mb": 0.001, "weighting": "samples"}, 1e-7)
+    sites(4).run(over_gloo)
+
+
+def is_noticed() -> None:
+    """Coefficients of zero, or of twice the sum, must not pass."""
+    for factor in (0.0, 2.0):
+        divided.merge_coefficients = lambda *given: (
+            factor * merge_coefficients(*given)[0],  # noqa: B023
+            merge_coefficients(*given)[1],
+        )
+        try:
+            with pytest.raises(AssertionError):
+                is_exact({}, 1e-7)
+        finally:
+            divided.merge_coefficients = merge_coefficients
+
+
+def test_zeros_or_twice_the_gradient_would_fail(sites):
+    sites(4).run(is_noticed)
+
+
+def spectrum(kind: str, count: int) -> torch.Tensor:
+    steps = torch.arange(1, count + 1, dtype=torch.float64)
+    return {"flat": torch.ones(count), "power": steps**-1.0, "fast": 0.7**steps}[kind].double()
+
+
+@pytest.mark.parametrize("kind", ["flat", "power", "fast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_coefficients_are_those_of_the_best_approximation(kind, dtype):
+    torch.manual_seed(0)
+    common = torch.randn(40, 4, dtype=dtype), torch.randn(30, 4, dtype=dtype)
+    for noise in (0.3, 0.0):  # the sites' factors are linearly dependent without
+        left, right = (torch.cat([each + noise * torch.randn_like(each) for _ in range(6)], 1) for each in common)
+        left = left * spectrum(kind, 24).to(dtype)
+        left[:, 3] = 0.0
+        for rank in (2, 8):
+            x, y = (each.to(dtype) for each in merge_coefficients(left.T @ left, right.T @ right, rank))
+            whole = left.double() @ right.double().T
+            best = torch.linalg.svdvals(whole)[rank:].norm()
+            off = (((left @ x) @ (right @ y).T).double() - whole).norm()
+            assert off < 1.0001 * best + 1e-5 * whole.norm()
+    x, y = merge_coefficients(torch.full((3, 3), math.nan), torch.eye(3), 2)
+    assert x.isnan().all()
+    assert y.isnan().all()
+    x, y = merge_coefficients(torch.zeros(3, 3), torch.eye(3), 2)
+    assert not (x @ y.T).any()
+
+
+def residual_and_bytes(rank: int) -> tuple[float, int, int]:
+    """Largest residual of merged gradients over the best of the sum of the sites' factors; bytes sent and planned."""
+    model, site, world_size = network(torch.float32), dist.get_rank(), dist.get_world_size()
+    reduction = reduce(model, rank=rank)
+    worst = 0.0
+    for step in range(4):
+        backward(model, site, step, rows=12)
+        parts = [torch.zeros_like(p.grad) for p in model.parameters() if p.ndim == 2]
+        sent = [p.grad.clone() for p in model.parameters() if p.ndim == 2]  # what has been sent, in all steps but one
+        reduction.synchronize()
+        merged = {name: p.grad for name, p in model.named_parameters() if p.ndim == 2}
+        chosen = divided_layers(reduction)
+        for part, own, (name, found) in zip(parts, sent, merged.items(), strict=True):
+            if name not in chosen:
+                continue
+            part.copy_(own)
+            dist.all_reduce(part)
+            part /= world_size
+            best = torch.linalg.svdvals(part)[rank:].norm()
+            if step:
+                worst = max(worst, float((found - part).norm() / best))
+    assert len(chosen) >= 1
+    assert reduction.first_difference() is None
+    sent_bytes, planned = reduction.traffic.bytes_sent, reduction.plan.bytes
+    reduction.detach()
+    return worst, sent_bytes, planned
+
+
+def test_the_residual_is_that_of_the_best_approximation(sites):
+    results = sites(4).run(residual_and_bytes, 8)
+    assert 0.99 < max(worst for worst, *_ in results) < 1.05  # Gram matrices are of float32
+    sent, planned = ([result[place] for result in results] for place in (1, 2))
+    assert max(sent) < 1.1 * min(sent)  # no site is busier than others
+    for own, expected in zip(sent, planned, strict=True):
+        assert expected <= own < 1.05 * expected + 4000
+
+
+def layers_of(shapes, rank=4) -> list[OwnedLayer]:
+    return [OwnedLayer(str(index), *shape, 0, rank) for index, shape in enumerate(shapes)]
+
+
+def test_large_layers_are_divided_where_it_pays():
+    layers = layers_of(MNISTNET)
+    owners = assign_owners(layers, 8)
+    assert [owners[layer.name].divided for layer in layers] == [True] * 5
+    whole = assign_owners(layers, 8, divide=False)
+    assert not any(owner.divided for owner in whole.values())
+    assert sum(busiest_numbers(layers, owners, 8)) < 0.6 * sum(busiest_numbers(layers, whole, 8))
+    assert not any(owner.divided for owner in assign_owners(layers_of([(64, 64)] * 16), 8).values())  # balanced
+    assert not any(owner.divided for owner in assign_owners(layers, 64).values())  # Gram matrices of 256 x 256
+
+
+def test_bytes_at_many_sites_are_at_most_twice_those_of_two():
+    layers = layers_of(MNISTNET)
+    size = sum(layer.size for layer in layers)
+    for sites in (2, 4, 8, 16, 64, 1024):
+        sent = numbers_sent(layers, assign_owners(layers, sites), sites)
+        assert size * 0.99 <= sum(sent) / sites <= 2.2 * size
+
+
+def test_the_predicted_time_counts_both_further_exchanges():
+    layers = layers_of(MNISTNET)
+    owners, whole = assign_owners(layers, 8), assign_owners(layers, 8, divide=False)
+    slow, distant = LinkCosts(1e-3, 7 / 1.25e6, 0.0, 0.0), LinkCosts(10.0, 0.0, 0.0, 0.0)
+    to_all, divided_time = predict_seconds(layers, owners, 8, slow)
+    assert divided_time < 0.4 * to_all
+    assert divided_time < 0.6 * predict_seconds(layers, whole, 8, slow)[1]
+    assert [predict_seconds(layers, each, 8, distant)[1] for each in (owners, whole)] == [40.0, 20.0]
