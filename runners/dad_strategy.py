@@ -11,11 +11,13 @@ import torch
 
 from ..exchange import Transport
 from ..exchange.requirements import Requirements
+from ..fused import fused_remarks
 from ..model_sync import replicas
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
 from ._lightning.elastic_fit import ElasticFit
+from ._lightning.fused_steps import clipping, reason_against
 from ._lightning.site_strategy import SiteStrategy, StrategyArguments
 
 
@@ -39,6 +41,9 @@ class DADStrategyBase(SiteStrategy):
 
     Args:
         mode: name of a method, such as ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        fused: whether optimizer steps are those of `GradientReduction.apply`, which do not form the agreed gradients of
+            factored weights: ``.grad`` of these stays None. The trainer's clipping by norm includes them. Where hooks,
+            precision or the optimizer need the gradients, they are formed, and the plan says why.
         arguments: options of the gradient reduction, with the names and defaults of `dadplug.options.Options`, and
             arguments of ``DDPStrategy``: ``accelerator``, ``parallel_devices``, ``cluster_environment``,
             ``checkpoint_io``, ``precision_plugin``, ``process_group_backend``, ``start_method``.
@@ -61,9 +66,12 @@ class DADStrategyBase(SiteStrategy):
     options: Options
     reduction: GradientReduction | None = None
     _sites_may_leave = True
+    _fuses = False
+    _unfused: bool | None = None  # whether a fit cannot fuse its steps, once that is known
+    _fused_optimizer: torch.optim.Optimizer | None = None  # whose step is being taken, with gradients that are held
 
     @takes_keywords_of(StrategyArguments, Options)
-    def __init__(self, mode: str = "rankdad", **arguments: Any) -> None:
+    def __init__(self, mode: str = "rankdad", *, fused: bool = False, **arguments: Any) -> None:
         given, options = split_keywords(StrategyArguments, arguments)
         self._check_names(options)
         checked = Options.create(mode=mode, **options)
@@ -75,6 +83,7 @@ class DADStrategyBase(SiteStrategy):
                 "min_sites needs a hub, which knows who is there: dadplug.connect(kit=...) before the strategy is built"
             )
         self._elastic: ElasticFit | None = None  # where sites may leave and return
+        self._fuses, self._fused_optimizer = fused, None
 
     def _check_names(self, options: dict[str, Any]) -> None:
         """Raise ValueError for unknown options; `Options.create` does if this does not."""
@@ -121,6 +130,7 @@ class DADStrategyBase(SiteStrategy):
         if self._states is not None and not self._joins:
             self.reduction.load_states(self._states)
         self._states = None
+        self._unfused = None
 
     @property
     def _joins(self) -> bool:
@@ -149,7 +159,11 @@ class DADStrategyBase(SiteStrategy):
 
     def _synchronize(self) -> None:
         due = self.reduction is not None and self.reduction.syncing
-        super()._synchronize()
+        if due and self._fused_optimizer is not None:
+            assert self.reduction is not None
+            self.reduction.hold(self._fused_optimizer)
+        else:
+            super()._synchronize()
         if due and self._elastic is not None:
             self._elastic.end_step()
 
@@ -157,7 +171,35 @@ class DADStrategyBase(SiteStrategy):
         """Step an optimizer; one that uses the loss gets the mean over sites, so that all sites decide alike."""
         if self._transport is not None and isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
             closure = self._with_mean_loss(closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not self._fuses or self.reduction is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return self._fused_step(self.reduction, optimizer, closure, model, kwargs)
+
+    def _fused_step(
+        self,
+        reduction: GradientReduction,
+        optimizer: Any,
+        closure: Callable[[], Any],
+        model: Any,
+        keywords: dict[str, Any],
+    ) -> Any:
+        """Take a step whose factored gradients are not formed, or an ordinary one where the plan says why."""
+        if self._unfused is None:
+            reason = reason_against(self._trainer, self.precision_plugin, self._elastic is not None)
+            reduction.remarks = (
+                (f"fused steps: no, {reason}",) if reason else fused_remarks(self.lightning_module, [optimizer])
+            )
+            self._unfused = reduction.remarks[0] != "fused steps: yes"
+        if self._unfused:
+            return super().optimizer_step(optimizer, closure, model, **keywords)
+        self._fused_optimizer = optimizer
+        try:
+            with clipping(self.precision_plugin, reduction):
+                result = super().optimizer_step(optimizer, closure, model, **keywords)
+        finally:
+            self._fused_optimizer = None
+        reduction.apply_held(optimizer)
+        return result
 
     def _with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def agreed() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
 from ._catalyst.base_runner import BaseRunner, RunnerArguments
 from ._catalyst.elastic_training import ElasticTraining
+from ._catalyst.fused_steps import FusedCallbacks, plain
 
 
 class DistributedRunner(BaseRunner):
@@ -35,6 +37,10 @@ class DistributedRunner(BaseRunner):
         criterion: loss, the mean over the samples of its batch; may be passed to `train` instead.
         optimizer: optimizer of the model; may be passed to `train` instead.
         mode: name of a method, such as ``"dsgd"``, ``"dad"`` or ``"rankdad"``.
+        fused: whether optimizer steps are those of `GradientReduction.apply`, which do not form the agreed gradients of
+            factored weights: ``.grad`` of these stays None. Clipping by ``torch.nn.utils.clip_grad_norm_`` includes
+            them. Where callbacks, precision or the optimizer need the gradients, they are formed, and the plan says
+            why.
         arguments: options of the gradient reduction, with the names and defaults of `dadplug.options.Options`;
             ``input_key``, ``output_key``, ``target_key`` and ``loss_key`` as in `SupervisedRunner`;
             ``split_data``, True: all sites' loaders hold the same data set, which is split over the sites; False: each
@@ -59,13 +65,22 @@ class DistributedRunner(BaseRunner):
 
     @takes_keywords_of(RunnerArguments, Options)
     def __init__(
-        self, model: Any = None, criterion: Any = None, optimizer: Any = None, mode: str = "rankdad", **arguments: Any
+        self,
+        model: Any = None,
+        criterion: Any = None,
+        optimizer: Any = None,
+        mode: str = "rankdad",
+        *,
+        fused: bool = False,
+        **arguments: Any,
     ) -> None:
         given, options = split_keywords(RunnerArguments, arguments)
         checked = Options.create(mode=mode, **options)
         super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
         self._elastic: ElasticTraining | None = None  # where sites may leave and return
         self._agreed_before = 0
+        self._fuses = fused
+        self._fused: FusedCallbacks | None = None
 
     # The exchange
 
@@ -84,6 +99,15 @@ class DistributedRunner(BaseRunner):
             self._elastic = ElasticTraining(self, self.engine.transport)
             settings["state"] = {"trainer": self._elastic}
         return self._build_reduction(model, {"process_group": self._process_group} | settings)
+
+    def _setup_callbacks(self) -> None:
+        super()._setup_callbacks()
+        self._fused = None
+        if self._fuses and self.engine.reduction is not None:
+            refused = "" if getattr(self.engine, "scaler", None) is None else "a GradScaler scales the loss"
+            refused = refused or "sites may leave, by min_sites" * (self.options.min_sites is not None)
+            self._fused = FusedCallbacks(self.callbacks.values(), self.reduction, refused)
+            self.engine.fused_optimizers = self._fused.optimizers
 
     def _build_reduction(self, model: torch.nn.Module, settings: dict[str, Any]) -> GradientReduction:
         return GradientReduction(model, **settings)
@@ -108,6 +132,19 @@ class DistributedRunner(BaseRunner):
             super()._run_epoch()
         finally:
             self.loaders = loaders
+
+    def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
+        """Clip the agreed gradients by a function of the parameters, held ones among them; return what it returns."""
+        if self._fused is not None and self.reduction.holds:
+            return self._fused.clip(function)
+        return super().clip_gradients(function)
+
+    def step_optimizer(self, optimizer: Any) -> None:
+        """Step an optimizer with the agreed gradients, held ones among them."""
+        if self._fused is not None and self.reduction.holds:
+            self.reduction.apply_held(plain(optimizer), optimizer.step)
+        else:
+            super().step_optimizer(optimizer)
 
     # The loop
 

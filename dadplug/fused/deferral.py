@@ -93,6 +93,16 @@ def reasons_against(optimizers: Iterable[torch.optim.Optimizer]) -> dict[nn.Para
     return reasons
 
 
+def fused_remarks(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
+    """Return the lines of a plan that say which weights' gradients are formed for optimizers, and why."""
+    names = {weight: name for name, weight in model.named_parameters()}
+    reasons = {weight: reason for weight, reason in reasons_against(optimizers).items() if weight in names}
+    formed = {weight: reason for weight, reason in reasons.items() if reason}
+    if formed and len(formed) == len(reasons):
+        return (f"fused steps: no, {'; '.join(sorted(set(formed.values())))}",)
+    return ("fused steps: yes", *(f"  {names[weight]}: no, {reason}" for weight, reason in formed.items()))
+
+
 def take_step(optimizers: Iterable[torch.optim.Optimizer], products: Mapping[nn.Parameter, GradientProduct]) -> None:
     """Take the steps of optimizers: ordinary ones for gradients in ``.grad``, fused ones for products."""
     for optimizer in optimizers:

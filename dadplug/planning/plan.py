@@ -39,13 +39,26 @@ class Plan(Sequence[PlanRow]):
         world_size: number of sites.
         nodes: number of nodes that they are on, under hierarchical groups; then bytes are those that a site
             sends to other nodes.
+        remarks: further lines, below the table.
     """
 
-    def __init__(self, rows: Sequence[PlanRow], mode: str, world_size: int, nodes: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[PlanRow],
+        mode: str,
+        world_size: int,
+        nodes: int | None = None,
+        remarks: Sequence[str] = (),
+    ) -> None:
         self._rows = tuple(rows)
+        self.remarks = tuple(remarks)
         self.mode = mode
         self.world_size = world_size
         self.nodes = nodes
+
+    def with_remarks(self, remarks: Sequence[str]) -> Plan:
+        """Return the plan with further lines."""
+        return Plan(self._rows, self.mode, self.world_size, self.nodes, (*self.remarks, *remarks))
 
     @property
     def bytes(self) -> int:
@@ -99,4 +112,5 @@ class Plan(Sequence[PlanRow]):
         sites, where = f"{self.world_size} sites", ""
         if self.nodes is not None:
             sites, where = f"{sites} on {self.nodes} nodes", " for other nodes"
-        return f"mode {self.mode}, {sites}, payload a site hands to the transport{where}\n" + "\n".join(lines)
+        head_line = f"mode {self.mode}, {sites}, payload a site hands to the transport{where}"
+        return "\n".join([head_line, *lines, *self.remarks])

@@ -56,10 +56,12 @@ class PlannedModel(ReplicatedModel, ABC):
             raise
         return transport
 
+    remarks: tuple[str, ...] = ()
+
     @property
     def plan(self) -> Plan:
         """The path of every parameter and the bytes that it costs; final after the first step. Prints as a table."""
-        return self._planner.plan
+        return self._planner.plan.with_remarks(self.remarks)
 
     @property
     def quality(self) -> dict[str, Quality]:

@@ -41,6 +41,7 @@ class SiteEngine(Engine):
     Attributes:
         transport: transport for everything but gradients.
         reduction: gradient reduction of the model in training; None before it is built.
+        fused_optimizers: function that returns the optimizers whose next steps are fused.
         loader_samples: function that returns the number of samples of the current loader so far, on this site.
         seed: seed of the order of samples.
         splits: fingerprints of the data sets that are split over the sites, by the names of loaders; None for others.
@@ -66,6 +67,7 @@ class SiteEngine(Engine):
         self._process_group = process_group
         self._prepared: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.reduction: GradientReduction | None = None
+        self.fused_optimizers: Callable[[], list[torch.optim.Optimizer]] = list
         self.loader_samples: Callable[[], int] = lambda: 1
         self.seed = 0
         self.splits: dict[str, str | None] = {}
@@ -204,10 +206,21 @@ class SiteEngine(Engine):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward and synchronize the gradients with the other sites."""
-        super().backward(loss, **kwargs)
-        if self.reduction is not None and self.reduction.syncing:
+        self._backward(loss, [], kwargs)
+
+    def backward_before_step(self, loss: torch.Tensor) -> None:
+        """Run backward and synchronize; hold the gradients that the optimizers apply without forming them."""
+        self._backward(loss, self.fused_optimizers(), {})
+
+    def _backward(self, loss: torch.Tensor, fused: list[torch.optim.Optimizer], keywords: dict[str, Any]) -> None:
+        super().backward(loss, **keywords)
+        if self.reduction is None or not self.reduction.syncing:
+            return
+        if fused:
+            self.reduction.hold(*fused)
+        else:
             self.reduction.synchronize()
-            self.end_step()
+        self.end_step()
 
     def end_step(self) -> None:
         """Take note that a step of the reduction is over."""

@@ -16,7 +16,22 @@ from dadplug.runners import DADStrategy  # noqa: E402
 import dadplug  # noqa: E402
 
 # A rank of at least a site's rows loses nothing, so that rankdad is as exact as its compression.
-MODES = {"dsgd": {}, "dad": {}, "rankdad": {"rank": 8, "tolerance": 0.0}}
+MODES = {
+    "dsgd": {},
+    "dad": {},
+    "rankdad": {"rank": 8, "tolerance": 0.0},
+    "fused": {"mode": "dad", "fused": True},
+}
+UNFUSED = {  # by program, part of why its gradients are formed
+    "ClippedValue": "clipped by value",
+    "SkippedStep": "SkippedStep.optimizer_step may read",
+    "Norms": "Norms.on_after_backward may read",
+    "LineSearch": "LBFGS has no fused step",
+    "Adversaries": "manual optimization",
+    "AdversariesTogether": "manual optimization",
+    "ManualAccumulation": "manual optimization",
+    "ManualClosure": "manual optimization",
+}
 
 
 def rank() -> int:
@@ -29,8 +44,11 @@ def fit(name: str, mode: str | None) -> tuple:
     torch.manual_seed(0)
     site = None if mode is None else rank()
     module = loops.PROGRAMS[name](site).double()
-    strategy = "auto" if mode is None else DADStrategy(mode, timeout=200, **MODES[mode])
+    strategy = "auto" if mode is None else DADStrategy(**{"mode": mode, "timeout": 200} | MODES[mode])
     current = loops.trainer(strategy, module)
+    if name == "Plain":
+        module.formed = []
+        module.on_train_batch_end = lambda *given: module.formed.append(module.net[0].weight.grad is not None)
     current.fit(module, loops.loader(module.count, site), loops.loader(2, site, seed=1))
     return module, current
 
@@ -48,6 +66,13 @@ def trains_as_one_process(name: str) -> None:
         assert module.seen == pytest.approx(expected.seen, rel=10 * rel), mode
         assert float(current.callback_metrics["valid"]) == pytest.approx(float(alone.callback_metrics["valid"]), 0.2)
         assert current.strategy.reduction.first_difference() is None
+        fused, formed = mode == "fused" and name not in UNFUSED, vars(module).get("formed", [])
+        if name == "Plain":
+            assert formed == [not fused] * len(formed), mode
+        remarks = current.strategy.reduction.plan.remarks
+        assert remarks[:1] == (("fused steps: yes",) if fused else remarks[:1])
+        if mode == "fused" and not fused:
+            assert UNFUSED[name] in remarks[0]
 
 
 @pytest.mark.parametrize("name", loops.PROGRAMS)
@@ -180,7 +205,7 @@ def resumes(folder: str) -> None:
 
         def build(epochs: int):
             saver = pl.callbacks.ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
-            strategy = "auto" if mode is None else DADStrategy(mode, timeout=200, **MODES[mode])
+            strategy = "auto" if mode is None else DADStrategy(**{"mode": mode, "timeout": 200} | MODES[mode])
             return loops.trainer(strategy, module, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
 
         build(2).fit(module, *data)

@@ -18,7 +18,13 @@ from dadplug.runners import DistributedRunner
 WIDTH, CLASSES, COUNT = 6, 3, 7
 ROWS = (5, 3)  # of each batch, by site
 # A rank of at least a site's rows loses nothing, so that rankdad is as exact as its compression.
-MODES = {"dsgd": {}, "dad": {}, "rankdad": {"rank": 8, "tolerance": 0.0}}
+MODES = {
+    "dsgd": {},
+    "dad": {},
+    "rankdad": {"rank": 8, "tolerance": 0.0},
+    "fused": {"mode": "dad", "fused": True},
+}
+UNFUSED = {"skipped": "SkipsBatches may read", "adversaries": "no OptimizerCallback"}  # why gradients are formed
 cross_entropy = nn.functional.cross_entropy
 
 
@@ -109,12 +115,12 @@ def sgd(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 def program(name: str, mode: str) -> list[torch.Tensor]:
     """Train a program at this site."""
-    options = {"split_data": False, "timeout": 30} | MODES[mode]
-    criterion, callbacks, runner = nn.CrossEntropyLoss(), [], DistributedRunner(mode=mode, **options)
+    options = {"mode": mode, "split_data": False, "timeout": 30} | MODES[mode]
+    criterion, callbacks, runner = nn.CrossEntropyLoss(), [], DistributedRunner(**options)
     if name == "adversaries":
         model = dict(adversaries().items())
         optimizer = {key: torch.optim.Adam(part.parameters(), lr=0.02) for key, part in model.items()}
-        runner = Adversaries(mode=mode, **options)
+        runner = Adversaries(**options)
     else:
         model = net()
         optimizer = sgd(name, model)
@@ -146,6 +152,8 @@ def program(name: str, mode: str) -> list[torch.Tensor]:
             num_epochs=2,
         )
     assert runner.reduction.first_difference() is None
+    if mode == "fused":
+        assert UNFUSED.get(name, "fused steps: yes") in runner.reduction.plan.remarks[0]
     parts = nn.ModuleDict(model) if isinstance(model, dict) else model
     return [parameter.detach().clone() for parameter in parts.parameters()]
 
