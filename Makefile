@@ -15,15 +15,20 @@ NEWEST := .venv-newest
 CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fused hooks hub lowrank methods model_sync \
 	planning reducer runners serving test_jit.py test_reduction.py test_reduction_state.py test_registry.py test_signature.py)
 
-# Two processes, file by file. pytest-xdist may wait without end after it has replaced one that crashed.
-XDIST := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# File by file, in three processes on two cores: tests wait a seventh of the time, for timeouts and for
+# one another. pytest-xdist may wait without end after it has replaced one that crashed.
+XDIST := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test test-oldest test-newest lint types docs clean
+.PHONY: demo test pytest test-oldest test-newest lint types docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/two_site_mnist.py
 
-test: lint types
+# mypy works beside the first tests.
+test: lint
+	$(MAKE) --no-print-directory --jobs 2 types pytest
+
+pytest: $(READY)
 	$(BIN)/python tests/run.py $(XDIST)
 
 # Builds of torch without CUDA save gigabytes, where an index offers them:

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 
+import forkserver
 import pytest
 import support
 import torch
@@ -28,17 +29,37 @@ LONG = (
     "test_lost_sites.py",
     "test_failures.py",
     "test_docs.py",
+    "test_lightning.py",
+    "test_lossy_state.py",
+    "test_tunnel_parameters.py",
+    "test_edad.py",
+    "test_hierarchy.py",
+    "test_parameter_server_strategy.py",
     "test_adapm.py",
     "test_experiment.py",
     "test_models_of_others.py",
     "test_kit_flag.py",
     "test_adapm_strategy.py",
-    "test_hierarchy.py",
     "test_packaging.py",
     "test_elastic_catalyst.py",
-    "test_tunnel_parameters.py",
     "test_adapm_shards.py",
+    "test_parameter_server.py",
 )
+
+
+def starts_others(config):
+    """Whether this process has others run the tests."""
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+def pytest_configure(config):
+    if starts_others(config):
+        forkserver.share()
+
+
+def pytest_unconfigure(config):
+    if starts_others(config):
+        forkserver.stop()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,6 @@
 """Run pytest, and run the tests that failed once more, alone, when they are few.
 
-    python tests/run.py -n 2 --dist loadfile
+    python tests/run.py -n 3 --dist loadfile
 
 Tests of networks meet the scheduler of a busy machine. A test that fails in the first run and passes alone is flaky:
 the run passes, and its last lines name the test. Report and fix it, see CONTRIBUTING.md.

@@ -7,11 +7,11 @@ destructors of the program's objects. Only the destruction of the libraries' mod
 out, which takes four fifths of the processor time of a short program; a test that is about the end of a program asks
 for it.
 
-What a program can notice: the libraries in PRELOADED and PACKAGE are in `sys.modules`; environment variables that they
-read when imported have no effect, but for OMP_NUM_THREADS and numba's; `sys.executable`, with which it starts further
-sites, is a stand-in that has the same server start them; and garbage is collected less often. A test about the import
-of dadplug asks for a `bare` program. One that is about the import of another library, or about such a variable, starts
-its program with `subprocess`.
+What a program can notice: the libraries in PRELOADED and PACKAGE are in `sys.modules`; kernels that have
+been compiled before are loaded; environment variables that the libraries read when imported have no effect, but for
+OMP_NUM_THREADS and numba's; `sys.executable`, with which it starts further sites, is a stand-in that has the same
+server start them; and garbage is collected less often. A test about the import of dadplug asks for a `bare` program.
+One that is about the import of another library, or about such a variable, starts its program with `subprocess`.
 
 Run as a program, this file is the server: ``forkserver.py ADDRESS [MODULE ...]``. A program whose starter has gone,
 or closes the connection, is killed.
@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -37,12 +39,14 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 PRELOADED = ("numpy", "numba", "torch", "torch._dynamo", "torch.distributed")
 PACKAGE = (
+    "pytest",  # which helpers of tests import
     "dadplug.reduction",
     "dadplug.lowrank.kernels",
     "dadplug.lowrank.sparse_kernels",
@@ -62,6 +66,7 @@ TRAINERS = ("catalyst", "pytorch_lightning")
 _LIBRARIES = ("catalyst.dl", "pytorch_lightning", "torchmetrics", "sklearn.datasets")  # of programs with a trainer
 _RUNNERS = ("dadplug.runners.distributed_runner", "dadplug.runners.pytorch_lightning")
 _START_TIMEOUT = 240.0
+_SHARED = "DADPLUG_TEST_SERVERS"  # environment variable: the folder of the servers that processes of pytest share
 _LONGEST = 1 << 20  # bytes of a request
 
 
@@ -120,6 +125,7 @@ def start(
     inherit: Sequence[int] = (),
     destructors: bool = False,
     bare: bool = False,
+    kept: bool = False,
 ) -> Program:
     """Start a program, as the leader of a session of its own.
 
@@ -132,10 +138,11 @@ def start(
         inherit: open file descriptors for the program; it finds their numbers there in INHERITED, comma-separated.
         destructors: whether the libraries' modules and C++ objects are destroyed at the end of the process.
         bare: whether dadplug is left for the program to import.
+        kept: whether the program goes on without its starter, who cannot wait for it.
     """
     argv = [str(part) for part in command]
     request: dict[str, Any] = {"argv": argv, "env": dict(env or os.environ), "cwd": str(folder or Path.cwd())}
-    request["destructors"] = destructors
+    request |= {"destructors": destructors, "kept": kept}
     output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (they outlive this call)
     with open(os.devnull, "rb") as nothing:
         descriptors = [nothing.fileno(), output.fileno(), errors.fileno(), *inherit]
@@ -165,23 +172,58 @@ _servers: dict[tuple[str, ...], tuple[str, Any]] = {}
 
 def _address(preload: tuple[str, ...]) -> str:
     """Return the address of the server with these libraries, started when first asked for."""
+    if folder := os.environ.get(_SHARED):
+        return _shared_address(Path(folder), preload)
     if preload not in _servers or _servers[preload][1].poll() is not None:
         folder = tempfile.mkdtemp(prefix="dadplug-tests-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        address = str(Path(folder) / "server")
-        command = [__file__, address, *preload]
-        if preload:
-            server: Any = start(command, destructors=True, bare=True)  # its programs inherit how it ends
+        address = Path(folder) / "server"
+        server: Any
+        if preload:  # its programs inherit how it ends
+            server = start([__file__, str(address), *preload], destructors=True, bare=True)
         else:
-            threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-            server = subprocess.Popen([sys.executable, *command], env=os.environ | threads, stdin=subprocess.DEVNULL)
-        _servers[preload] = (address, server)
-        deadline = time.monotonic() + _START_TIMEOUT
-        while not Path(address).exists():
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server for {preload or 'programs'} did not start")
-            time.sleep(0.02)
+            server = _first_server(address)
+        _servers[preload] = (str(address), server)
+        _await(address, lambda: server.poll() is None)
     return _servers[preload][0]
+
+
+def _first_server(address: Path) -> subprocess.Popen[bytes]:
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, __file__, str(address)]
+    return subprocess.Popen(command, env=os.environ | threads, stdin=subprocess.DEVNULL)
+
+
+def _await(address: Path, alive: Callable[[], bool] = lambda: True) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT
+    while not address.exists():
+        if not alive() or time.monotonic() > deadline:
+            raise RuntimeError(f"the server at {address} did not start")
+        time.sleep(0.02)
+
+
+def share() -> None:
+    """Start a server for all processes that this one starts; they share those with more libraries, too."""
+    folder = tempfile.mkdtemp(prefix="dadplug-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address = _shared(Path(folder), ())
+    _servers[()] = (str(address), _first_server(address))
+    os.environ[_SHARED] = folder
+
+
+def _shared(folder: Path, preload: tuple[str, ...]) -> Path:
+    return folder / hashlib.sha256(" ".join(preload).encode()).hexdigest()[:12]
+
+
+def _shared_address(folder: Path, preload: tuple[str, ...]) -> str:
+    address = _shared(folder, preload)
+    if not address.exists():
+        with open(f"{address}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if preload and not address.exists():
+                start([__file__, str(address), *preload], destructors=True, bare=True, kept=True)
+            _await(address)
+    return str(address)
 
 
 def stop() -> None:
@@ -190,6 +232,9 @@ def stop() -> None:
         server = _servers.pop(preload)[1]
         server.kill()
         server.wait(200)
+
+
+_library_finalizers: list[weakref.finalize[Any, Any]] = []  # in a server and its programs: those of the libraries
 
 
 # What stands for the interpreter in a program of a server: it has the server start the program, with its own standard
@@ -225,7 +270,7 @@ os._exit(status)
 def _serve(address: str) -> dict[str, Any] | None:
     """Fork for each request until the parent has ended; return the request in a child, None in the server."""
     parent = os.getppid()
-    stand_in = Path(address).with_name("python")
+    stand_in = Path(f"{address}-python")
     stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address, room=2 * _LONGEST))
     stand_in.chmod(0o700)
     wake, woken = os.pipe()
@@ -237,6 +282,7 @@ def _serve(address: str) -> dict[str, Any] | None:
     listener.listen(64)
     Path(address + ".part").rename(address)
     running: dict[int, socket.socket] = {}
+    kernels = _Kernels()
     while os.getppid() == parent:
         readable, _, _ = select.select([listener, wake, *running.values()], [], [], 1.0)
         if wake in readable:
@@ -250,6 +296,7 @@ def _serve(address: str) -> dict[str, Any] | None:
         connection, _ = listener.accept()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * _LONGEST)
         message, descriptors, _, _ = socket.recv_fds(connection, _LONGEST, 16)
+        kernels.load()
         if (pid := os.fork()) == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -263,8 +310,40 @@ def _serve(address: str) -> dict[str, Any] | None:
             return json.loads(message) | {"descriptors": descriptors}
         for descriptor in descriptors:
             os.close(descriptor)
-        running[pid] = connection
+        if json.loads(message).get("kept"):
+            connection.close()
+        else:
+            running[pid] = connection
     return None
+
+
+class _Kernels:
+    """Loader of the kernels that programs have compiled: from the disk, each takes a program some 30 milliseconds."""
+
+    def __init__(self) -> None:
+        from numba.core.dispatcher import Dispatcher
+
+        modules = [module for name, module in list(sys.modules.items()) if name.startswith("dadplug.")]
+        found = {id(each): each for module in modules for each in vars(module).values() if isinstance(each, Dispatcher)}
+        self._kernels: list[Any] = [each for each in found.values() if hasattr(each._cache, "_cache_file")]
+        self._folders = {each._cache.cache_path: 0 for each in self._kernels}
+
+    def load(self) -> None:
+        """Load what is in the caches and has not been loaded; without a change, look at their folders alone."""
+        changed = {folder for folder, before in self._folders.items() if _changed(folder) != before}
+        self._folders.update({folder: _changed(folder) for folder in changed})
+        for kernel in self._kernels:
+            cache = kernel._cache
+            if cache.cache_path in changed:
+                codegen = kernel.targetctx.codegen()
+                for key in cache._cache_file._load_index():
+                    if key[0] not in kernel.overloads and key == cache._index_key(key[0], codegen):
+                        with contextlib.suppress(Exception):  # a program that needs it says what is wrong
+                            kernel.compile(key[0])
+
+
+def _changed(folder: str) -> int:
+    return os.stat(folder).st_mtime_ns if os.path.exists(folder) else 0
 
 
 def _reap(running: dict[int, socket.socket]) -> None:
@@ -298,6 +377,8 @@ def _become(request: dict[str, Any]) -> None:
     if request["destructors"]:
         _run(request, main)
     else:
+        for finalizer in _library_finalizers:
+            finalizer.atexit = False
         _end(_status(request, main), main)
 
 
@@ -374,6 +455,7 @@ def _main() -> dict[str, Any] | None:
     import torch._dynamo.utils
 
     numba.njit(lambda number: number)(1)  # so that the compiler is there, too
+    _library_finalizers.extend(weakref.finalize._registry)  # type: ignore[attr-defined]
     atexit.unregister(torch._dynamo.utils.dump_compile_times)  # a search for a library that is not there
     gc.set_threshold(10_000, 20, 50)
     gc.collect()

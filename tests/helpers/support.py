@@ -24,8 +24,8 @@ Sites and programs are started by fork from a process that has imported torch, n
 Waits are for events, not for seconds: poll, or give the shortest `timeout` that the machine's load allows. All
 processes share one folder of compiled kernels, unless NUMBA_CACHE_DIR names another.
 
-`make test` runs the suite in two processes, file by file, so that a fixture of a module is made once:
-``python -m pytest -n 2 --dist loadfile``. Without ``-n`` it runs in one.
+`make test` runs the suite in three processes, file by file, so that a fixture of a module is made once:
+``python -m pytest -n 3 --dist loadfile``. They share the servers of programs. Without ``-n`` it runs in one.
 """
 
 from __future__ import annotations
@@ -334,20 +334,24 @@ def run_programs(
         bare: for tests of the import of dadplug.
     """
     environment = os.environ | ONE_THREAD | (env or {})
-    processes = [
-        forkserver.start(command, environment, folder, preload, destructors=destructors, bare=bare)
-        for command in commands
-    ]
-    deadline = time.monotonic() + timeout
-    late = []
-    for number, process in enumerate(processes):
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except TimeoutError:
+    processes: list[forkserver.Program] = []
+    try:
+        for command in commands:
+            each = forkserver.start(command, environment, folder, preload, destructors=destructors, bare=bare)
+            processes.append(each)
+        deadline = time.monotonic() + timeout
+        late = []
+        for number, process in enumerate(processes):
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except TimeoutError:
+                process.kill()
+                process.wait(200)
+                output, errors = process.read()
+                late.append(f"program {number} did not end within {timeout:g} s:\n{output}\n{errors}")
+    finally:  # where a limit of pytest, or an interrupt, ends the wait
+        for process in processes:
             process.kill()
-            process.wait(200)
-            output, errors = process.read()
-            late.append(f"program {number} did not end within {timeout:g} s:\n{output}\n{errors}")
     if late:
         pytest.fail("\n".join(late), pytrace=False)
     return [Finished(process) for process in processes]
