@@ -83,6 +83,10 @@ def _serve(address: str) -> dict[str, Any] | None:
         connection, _ = listener.accept()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * LONGEST)
         message, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 16)
+        if not message:  # the starter has been killed meanwhile
+            connection.close()
+            continue
+        request = json.loads(message) | {"descriptors": descriptors}
         kernels.load()
         if (pid := os.fork()) == 0:
             signal.set_wakeup_fd(-1)
@@ -94,10 +98,10 @@ def _serve(address: str) -> dict[str, Any] | None:
             os.close(wake)
             os.close(woken)
             sys.executable = str(stand_in)
-            return json.loads(message) | {"descriptors": descriptors}
+            return request
         for descriptor in descriptors:
             os.close(descriptor)
-        if json.loads(message).get("kept"):
+        if request.get("kept"):
             connection.close()
         else:
             running[pid] = connection

@@ -65,6 +65,22 @@ def test_killing_a_program_ends_what_it_has_started():
     assert program.poll() == 0
 
 
+def test_programs_are_killed_where_the_wait_for_them_ends(monkeypatch):
+    waited = []
+    wait = forkserver.Program.wait
+
+    def interrupted(program, timeout=None):
+        if program not in waited:
+            waited.append(program)
+            raise KeyboardInterrupt
+        return wait(program, timeout)
+
+    monkeypatch.setattr(forkserver.Program, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        support.run_programs([["-c", "import time; time.sleep(100)"]])
+    assert waited[0].wait(200) == -signal.SIGKILL
+
+
 def answers(value):
     if value == "raise":
         raise ValueError("no answer")
