@@ -13,7 +13,6 @@ load. `zipf` compares with and without a cache. See `serving_models.py` for sele
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,8 +149,8 @@ class Server:
         """Wait until it answers."""
         end = time.monotonic() + 120
         while time.monotonic() < end:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                if asyncio.run(load(self.port, [body], 1, 0.05)).answered:
+            with contextlib.suppress(OSError):
+                if load(self.port, [body], 1, 0.05).answered:
                     return
             time.sleep(0.2)
         raise TimeoutError(f"{self.name} does not answer")
@@ -222,8 +222,8 @@ def throughput(folder: Path, options: argparse.Namespace) -> None:
                 for server in servers:
                     with server.running():
                         own = wrapped[server.name]
-                        asyncio.run(load(server.port, own, clients, options.seconds / 2))  # warm up
-                        measured = asyncio.run(load(server.port, own, clients, options.seconds))
+                        load(server.port, own, clients, options.seconds / 2)  # warm up
+                        measured = load(server.port, own, clients, options.seconds)
                         found.setdefault((server.name, clients), []).append(measured)
         with servers[0].running() as server:
             before = server.processor_time()
@@ -232,19 +232,30 @@ def throughput(folder: Path, options: argparse.Namespace) -> None:
     finally:
         for server in servers:
             server.end()
+    report(found)
+
+
+def report(found: dict[tuple[str, int], list[Load]]) -> None:
+    """Print the segments of `throughput`, the best rates, and latencies of one client relative to no batches."""
     print(f"{'server':24}{'clients':>8}{'1/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'failed':>8}")
     best: dict[str, float] = {}
+    alone: dict[str, float] = {}
     for (name, clients), loads in found.items():
         rate, p50, p99 = (
             float(np.median(each))
             for each in zip(*((x.rate, x.quantile(0.5), x.quantile(0.99)) for x in loads), strict=True)
         )
         print(f"{name:24}{clients:8}{rate:9.0f}{p50:9.2f}{p99:9.2f}{sum(x.failed for x in loads):8}")
+        if clients == 1:
+            alone[name] = p50
         if p99 <= 1000 * SLO:
             best[name] = max(best.get(name, 0.0), rate)
     print(f"\nbest rate with p99 <= {1000 * SLO:g} ms:")
     for name, rate in best.items():
         print(f"{name:24}{rate:9.0f}   dadplug has {best.get('dadplug', 0.0) / rate:.2f} times as many")
+    print("\np50 of one client:")
+    for name, p50 in alone.items():
+        print(f"{name:24}{p50:9.2f} ms   dadplug takes {alone['dadplug'] / p50:.2f} times as long")
 
 
 def slow(folder: Path, options: argparse.Namespace) -> None:
@@ -260,7 +271,7 @@ def slow(folder: Path, options: argparse.Namespace) -> None:
         ):
             if change:
                 (folder / "slow").touch()
-            measured = asyncio.run(load(server.port, bodies, options.clients, seconds))
+            measured = load(server.port, bodies, options.clients, seconds)
             above = sum(each > SLO for each in measured.latencies) + measured.failed
             share = above / max(1, measured.answered + measured.failed)
             print(
@@ -272,7 +283,7 @@ def slow(folder: Path, options: argparse.Namespace) -> None:
 
 
 def zipf(folder: Path, options: argparse.Namespace) -> None:
-    """Print the rates with a cache of a tenth of the keys and without a cache."""
+    """Print the rates with a cache of a tenth of the keys and without a cache, and the share of hits."""
     keys, rng = 2000, np.random.default_rng(1)
     every = requests_of(keys)
     drawn = rng.zipf(1.1, 200_000) - 1
@@ -287,13 +298,18 @@ def zipf(folder: Path, options: argparse.Namespace) -> None:
         for _ in range(options.rounds + 1):
             for server in servers:
                 with server.running():
-                    measured = asyncio.run(load(server.port, bodies, options.clients, options.seconds))
+                    measured = load(server.port, bodies, options.clients, options.seconds)
                     rates.setdefault(server.name, []).append(measured.rate)
+        with servers[0].running() as server, urllib.request.urlopen(f"http://127.0.0.1:{server.port}/status.json") as x:
+            counts = json.load(x)["cache"]
     finally:
         for server in servers:
             server.end()
     cache, none = (float(np.median(each[1:])) for each in rates.values())
     print(f"Zipf requests: {cache:.0f}/s with a cache of a tenth of the keys, {none:.0f}/s without: {cache / none:.2f}")
+    answered = counts["hits"] + counts["joined"]
+    share, best = answered / (answered + counts["misses"]), float((drawn[drawn < keys] < keys // 10).mean())
+    print(f"answered without a call of the model: {share:.1%}, of {best:.1%} if the most frequent tenth was known")
 
 
 PARTS = {"throughput": throughput, "slow": slow, "zipf": zipf}

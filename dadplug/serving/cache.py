@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from .popularity import PopularitySketch
 from .ticket import Listener, Ticket
 
 Key = tuple[str, int, bytes, str, tuple[int, ...]]
 _OVERHEAD = 400  # bytes of an entry besides its numbers: key, array, dictionary
+_BYTES_PER_COUNTER = 128  # of the limit; four rows of counters take up to a sixteenth of it
+_PERIOD = 30  # requests for each entry, after which the counts of the keys are halved
+_SHORTEST_PERIOD = 1000
 
 
 def cache_key(name: str, version: int, digest: bytes, x: np.ndarray[Any, Any]) -> Key:
@@ -29,7 +33,8 @@ def digest_of(x: np.ndarray[Any, Any]) -> bytes:
 class PredictionCache:
     """Outputs of recent requests, and the requests that are being computed.
 
-    The least recently used entries are removed first. Failures are not kept.
+    A new entry takes the place of the least recently used ones if its key was requested more often than theirs, and is
+    not kept otherwise (TinyLFU, see `popularity`). Failures are not kept.
 
     Args:
         limit: bytes of all entries.
@@ -46,6 +51,7 @@ class PredictionCache:
         self.bytes = self.hits = self.joined = self.misses = 0
         self._entries: OrderedDict[Key, np.ndarray[Any, Any]] = OrderedDict()
         self._open: dict[Key, Ticket] = {}
+        self._popularity = PopularitySketch(limit // _BYTES_PER_COUNTER)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -66,6 +72,7 @@ class PredictionCache:
             The output, if there is an entry; the ticket, if it has to be queued; neither after joining.
         """
         with self._lock:
+            self._popularity.record(key[2], max(_SHORTEST_PERIOD, _PERIOD * len(self._entries)))
             output = self._entries.get(key)
             if output is not None:
                 self._entries.move_to_end(key)
@@ -105,11 +112,20 @@ class PredictionCache:
         size = output.nbytes + _OVERHEAD
         if size > self.limit or key in self._entries:
             return
+        displaced, needed = [], self.bytes + size - self.limit
+        if needed > 0:
+            requests = self._popularity.estimate(key[2])
+            for oldest, other in self._entries.items():
+                if needed <= 0:
+                    break
+                if self._popularity.estimate(oldest[2]) >= requests:
+                    return
+                displaced.append(oldest)
+                needed -= other.nbytes + _OVERHEAD
+        for oldest in displaced:
+            self.bytes -= self._entries.pop(oldest).nbytes + _OVERHEAD
         self._entries[key] = output
         self.bytes += size
-        while self.bytes > self.limit:
-            _, oldest = self._entries.popitem(last=False)
-            self.bytes -= oldest.nbytes + _OVERHEAD
 
     def remove_model(self, name: str) -> None:
         """Remove the entries of a model; requests of its former version can no longer be joined."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import secrets
 import threading
 from collections import OrderedDict
@@ -39,6 +41,7 @@ class FeedbackJournal:
         self._seconds, self._most = seconds, most
         self._records: OrderedDict[str, tuple[float, Record | None]] = OrderedDict()
         self._issued = secrets.token_hex(4)  # of this server: an id of another one is unknown
+        self._secret, self._number = secrets.token_bytes(32), itertools.count()
         self._dropped = float("-inf")  # when the last dropped record was made
         self._lock = threading.Lock()
 
@@ -52,7 +55,10 @@ class FeedbackJournal:
             record: the record.
             now: the time in seconds.
         """
-        key = f"{self._issued}{int(now * 1000):012x}{secrets.token_hex(8)}"
+        # A keyed hash of a counter, since a call of the system for each id would let other threads run in between.
+        number = next(self._number).to_bytes(8, "little")
+        unguessable = hashlib.blake2b(number, key=self._secret, digest_size=8).hexdigest()
+        key = f"{self._issued}{int(now * 1000):012x}{unguessable}"
         with self._lock:
             self._records[key] = (now, record)
             while self._records and (

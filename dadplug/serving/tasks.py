@@ -40,6 +40,9 @@ class Classification:
             outputs: outputs by model, at least one.
             weights: weights by model.
         """
+        if len(outputs) == 1:
+            ((model, output),) = outputs.items()
+            return Combined(output, model, 1.0, _vote(output))
         votes = {name: _vote(output) for name, output in outputs.items()}
         totals: dict[int, float] = {}
         for name, vote in votes.items():

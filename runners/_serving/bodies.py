@@ -14,6 +14,7 @@ from dadplug.serving import InputError, Prediction
 JSON, NPY = "application/json", "application/x-npy"
 _MAGIC = b"\x93NUMPY"
 _LONGEST_HEAD = 10_000
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -70,17 +71,17 @@ def dump_npy(x: np.ndarray[Any, Any]) -> bytes:
 def answer_of(prediction: Prediction) -> bytes:
     """Return the body of an answer; numbers that are not finite, such as log-probabilities, become null."""
     output = prediction.output
-    values: Any = output.tolist()
-    if output.dtype.kind == "f" and not np.isfinite(output).all():
-        replaced = output.astype(object)
-        replaced[~np.isfinite(output)] = None
-        values = replaced.tolist()
     answer = {
         "id": prediction.id,
-        "output": values,
+        "output": output.tolist(),
         "label": prediction.label,
         "model": prediction.model,
         "confidence": prediction.confidence,
         "models": prediction.models,
     }
-    return json.dumps(answer).encode()
+    try:
+        return _ENCODER.encode(answer).encode()
+    except ValueError:  # a number is not finite
+        replaced = output.astype(object)
+        replaced[~np.isfinite(output)] = None
+        return _ENCODER.encode(answer | {"output": replaced.tolist()}).encode()

@@ -84,10 +84,16 @@ class Face:
         length = _header(scope, b"content-length")
         if length.isdigit() and int(length) > self._max_body:
             raise self._too_large()
-        try:
-            return await asyncio.wait_for(self._received(receive), self._read_seconds)
-        except asyncio.TimeoutError:
+        late = asyncio.Event()
+        timer = asyncio.get_running_loop().call_later(self._read_seconds, _cancel, asyncio.current_task(), late)
+        try:  # `asyncio.wait_for` would make a task for each request
+            return await self._received(receive)
+        except asyncio.CancelledError:
+            if not late.is_set():
+                raise
             raise Refused(f"the body did not arrive in {self._read_seconds:g} s", status=408) from None
+        finally:
+            timer.cancel()
 
     async def _received(self, receive: Receive) -> bytes:
         parts, size = [], 0
@@ -129,10 +135,14 @@ class Face:
         return 200, bodies.JSON, bodies.answer_of(await self._predicted(x, context, arrived))
 
     async def _predicted(self, x: Any, context: str | None, arrived: float) -> Prediction:
-        loop = asyncio.get_running_loop()
+        loop, thread = asyncio.get_running_loop(), threading.get_ident()
         future: asyncio.Future[Prediction | ServingError] = loop.create_future()
 
         def done(answer: Prediction | ServingError) -> None:
+            if threading.get_ident() == thread:  # from the cache, or at its deadline
+                if not future.done():
+                    future.set_result(answer)
+                return
             with self._lock:  # models answer in threads of their own
                 first = not self._ended
                 self._ended.append((future, answer))
@@ -140,14 +150,15 @@ class Face:
                 loop.call_soon_threadsafe(self._deliver)
 
         call = self._predictor.submit(x, done, context=context, arrived=arrived)
-        self._open[call] = None
-        if not self._sweeping:
-            self._sweeping = True
-            loop.call_later(self._interval, self._sweep)
+        if not future.done():
+            self._open[call] = None
+            if not self._sweeping:
+                self._sweeping = True
+                loop.call_later(self._interval, self._sweep)
         try:
             answer = await future
         finally:
-            del self._open[call]
+            self._open.pop(call, None)
         if isinstance(answer, ServingError):
             raise answer
         return answer
@@ -191,6 +202,11 @@ class Face:
 
     async def _page(self, scope: Scope, receive: Receive, arrived: float) -> tuple[int, str, bytes]:
         return 200, _HTML, PAGE.encode()
+
+
+def _cancel(task: asyncio.Task[Any], late: asyncio.Event) -> None:
+    late.set()
+    task.cancel()
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -64,7 +65,6 @@ class _Parts(_Base):
         self._max_body, self._read_seconds = max_body, read_seconds
         self.face: Face | None = None
         self.errors, self._report = multiprocessing.Pipe(duplex=False)
-        self.app.add_middleware(_Front, server=self)
 
     def launch_inference_worker(self, lit_api: Any) -> list[Any]:
         """Start no worker of LitServe: models have processes of their own."""
@@ -99,6 +99,8 @@ class _Parts(_Base):
                 raise
             key = os.environ.get("LIT_SERVER_API_KEY") or None
             self.face = Face(predictor, self._max_body, self._read_seconds, key)
+            app.middleware_stack = _Front(app.middleware_stack, self)  # the outermost, since each one costs time
+            gc.freeze()  # what was imported is not searched for garbage while requests wait
             try:
                 yield
             finally:
@@ -153,6 +155,7 @@ def run(server: Any, host: str, port: int, log_level: str) -> None:
             generate_client_file=False,
             timeout_keep_alive=30,
             access_log=False,
+            proxy_headers=False,
         )
     finally:
         if threading.current_thread() is threading.main_thread():

@@ -10,6 +10,7 @@ from patient import patient_predictor
 
 from dadplug.serving import ModelError
 from dadplug.serving.cache import PredictionCache, cache_key, digest_of
+from dadplug.serving.popularity import PopularitySketch
 from dadplug.serving.ticket import Ticket
 
 
@@ -56,7 +57,7 @@ def put(cache, x, output):
     assert cache.close(ticket, output, 1) == [print]
 
 
-def test_the_cache_is_bounded_in_bytes_and_drops_the_least_recently_used():
+def test_the_cache_is_bounded_in_bytes_and_displaces_what_is_requested_less():
     cache = PredictionCache(limit=3 * 1400)
     inputs = [np.full(3, i, np.float32) for i in range(4)]
     output = np.zeros(250, np.float32)  # 1000 bytes, and what an entry takes besides
@@ -65,13 +66,51 @@ def test_the_cache_is_bounded_in_bytes_and_drops_the_least_recently_used():
     assert len(cache) == 3
     assert cache.bytes == 3 * 1400
     assert cache.request(key_of(inputs[0]), 1.0, print, pytest.fail)[0] is output
+    put(cache, inputs[3], output)  # requested once, as the least recently used one was: not kept
+    assert len(cache) == 3
     put(cache, inputs[3], output)
     assert len(cache) == 3
     assert cache.bytes == 3 * 1400
-    assert cache.request(key_of(inputs[0]), 1.0, print, pytest.fail)[0] is output
+    for x in (inputs[0], inputs[2], inputs[3]):
+        assert cache.request(key_of(x), 1.0, print, pytest.fail)[0] is output
     assert cache.request(key_of(inputs[1]), 1.0, print, lambda: Ticket(inputs[1], 0.0, 1.0, None, []))[0] is None
     put(cache, np.ones(1), np.zeros(10**4))  # larger than the cache
     assert len(cache) == 3
+
+
+def test_popular_entries_stay_through_single_requests_and_go_when_others_are_popular():
+    cache, output = PredictionCache(limit=10 * 404), np.zeros(1, np.float32)
+    popular, later = ([np.full(1, base + i, np.float32) for i in range(10)] for base in (0, 100))
+
+    def ask(x):
+        found, ticket = cache.request(key_of(x), 1.0, print, lambda: Ticket(x, 0.0, 1.0, key_of(x), [print]))
+        if ticket is not None:
+            cache.close(ticket, output, 1)
+        return found is not None
+
+    for _ in range(5):
+        assert len([ask(x) for x in popular]) == 10
+    assert not any(ask(np.full(1, i, np.float32)) for i in range(1000, 1500))
+    assert all(ask(x) for x in popular)
+    for _ in range(40):
+        kept = [ask(x) for x in later]
+    assert all(kept)
+    assert not any(ask(x) for x in popular)
+
+
+def test_counts_are_halved_and_never_too_small():
+    sketch, digests = PopularitySketch(256), [digest_of(np.array([i])) for i in range(50)]
+    for number, digest in enumerate(digests):
+        for _ in range(number + 1):
+            sketch.record(digest, period=10_000)
+    estimates = [sketch.estimate(digest) for digest in digests]
+    assert all(estimate >= number + 1 for number, estimate in enumerate(estimates))
+    assert sum(estimates) < 1.2 * sum(range(51))
+    sketch.record(digests[0], period=1)
+    assert [sketch.estimate(digest) for digest in digests[1:]] == [each // 2 for each in estimates[1:]]
+    for _ in range(600):
+        sketch.record(digests[0], period=10_000)
+    assert sketch.estimate(digests[0]) == 255
 
 
 def test_a_result_of_an_older_version_is_not_kept():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import support
 import torch
 from patient import patient_predictor
 from torch import nn
@@ -99,6 +100,41 @@ def test_all_kinds_of_files_answer_as_the_model_does(builders, tmp_path):
         assert (p.confidence, set(p.models)) == (pytest.approx(1.0), set(models))
         pids = [model["pid"] for model in predictor.status()["models"].values()]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+CATALYST = """
+from catalyst import dl
+from dadplug.runners import DistributedRunner
+from torch.utils.data import DataLoader, TensorDataset
+sys.path.insert(0, ".")
+import builders
+
+torch.manual_seed(0)
+model, data = builders.net(7), TensorDataset(torch.randn(40, 4), torch.randint(3, (40,)))
+keys = {"loader_key": "valid", "metric_key": "loss", "minimize": True}
+DistributedRunner(mode="rankdad", rank=2).train(
+    model=model, criterion=nn.CrossEntropyLoss(), optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+    loaders={name: DataLoader(data, 8) for name in ("train", "valid")}, num_epochs=2,
+    callbacks=[dl.CheckpointCallback(logdir=mode, mode=mode, **keys) for mode in ("runner", "model")]
+    + [dl.AccuracyCallback(input_key="logits", target_key="targets")],
+)
+model.eval()
+torch.save(model(torch.linspace(-1, 1, 4)[None])[0].detach(), "expected.pt")
+"""
+
+
+def test_checkpoints_of_catalysts_runner_answer_as_the_trained_model_does(builders, tmp_path):
+    support.need("catalyst")
+    commands = support.site_scripts(CATALYST, tmp_path, world_size=1)
+    (program,) = support.run_programs(commands, folder=tmp_path, preload=["catalyst"])
+    assert program.status == 0, program.errors
+    files = [tmp_path / "runner" / "runner.last.pth", tmp_path / "model" / "model.last.pth"]
+    models = {path.stem: Model(path, builder=f"{builders}:net", arguments={"width": 7}) for path in files}
+    x, expected = torch.linspace(-1, 1, 4), torch.load(tmp_path / "expected.pt").numpy()
+    with patient_predictor(models, policy="exp4", task="regression") as predictor:
+        p = predictor.predict(x)
+        assert (set(p.models), p.confidence) == (set(models), pytest.approx(1.0))
+        np.testing.assert_allclose(p.output, expected, rtol=1e-5)
 
 
 def test_onnx_files(tmp_path):
