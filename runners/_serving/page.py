@@ -5,8 +5,14 @@ PAGE = """<!doctype html>
 <title>dadplug: serving</title>
 <style>
   body { font: 14px/1.4 system-ui, sans-serif; margin: 1.5em; max-width: 70em; color: #222 }
-  h2 { font-size: 1em; margin: 1.2em 0 .2em } svg { width: 100%; height: 9em; background: #f6f6f6 }
-  table { border-collapse: collapse } td, th { text-align: left; padding: .1em 1em .1em 0 }
+  h2 { font-size: 1em; margin: 1.4em 0 .2em }
+  table { border-collapse: collapse } td, th { text-align: left; padding: .1em 1.2em .1em 0 }
+  .chart { display: grid; grid-template-columns: 4em 1fr 13em; font-size: 12px }
+  .chart svg { width: 100%; height: 8em; background: #f6f6f6; grid-column: 2 }
+  .scale, .times { display: flex; justify-content: space-between; color: #666 }
+  .scale { flex-direction: column; text-align: right; padding-right: .5em; grid-column: 1 }
+  .times { grid-column: 2 }
+  .legend { padding-left: 1em; grid-column: 3 } .legend span { display: block }
   .error { color: #b00020 }
 </style>
 <h1>Serving</h1>
@@ -40,29 +46,40 @@ function charts(state) {
 
 const escaped = text => String(text).replace(/[&<>"']/g, c => "&#" + c.charCodeAt(0) + ";");
 
-function svg(lines) {
+const text = value => value >= 100 ? value.toFixed(0) : String(+value.toPrecision(3));
+const clock = seconds => new Date(1000 * seconds).toLocaleTimeString();
+
+// The next of 1, 2, 5, 10, 20, 50, ... or their fractions.
+function rounded(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return power * [1, 2, 5, 10].find(each => each * power >= value * 0.999);
+}
+
+function chart(lines) {
   const points = Object.values(lines).flat(), times = points.map(p => p[0]);
   const first = Math.min(...times), last = Math.max(...times, first + 1);
-  const top = Math.max(...points.map(p => p[1]), 1e-9) * 1.1;
-  const at = p => (50 + 700 * (p[0] - first) / (last - first)).toFixed(1) + "," + (95 - 90 * p[1] / top).toFixed(1);
+  const top = rounded(Math.max(...points.map(p => p[1]), 1e-9));
+  const at = p => (1000 * (p[0] - first) / (last - first)).toFixed(1) + "," + (97 - 94 * p[1] / top).toFixed(1);
   const names = Object.keys(lines), colour = i => COLOURS[i % COLOURS.length];
-  const path = (name, i) => lines[name].length > 1
-    ? `<polyline fill="none" stroke="${colour(i)}" stroke-width="1.5" points="${lines[name].map(at).join(" ")}"/>`
-    : `<circle r="2" fill="${colour(i)}" cx="${at(lines[name][0]).split(",")[0]}" ` +
-      `cy="${at(lines[name][0]).split(",")[1]}"/>`;
+  // A line of one point is repeated: its round ends are then a dot.
+  const path = (name, i) => {
+    const drawn = lines[name].length > 1 ? lines[name] : [lines[name][0], lines[name][0]];
+    return `<polyline fill="none" stroke="${colour(i)}" stroke-width="${lines[name].length > 1 ? 1.5 : 5}" ` +
+      `stroke-linecap="round" vector-effect="non-scaling-stroke" points="${drawn.map(at).join(" ")}"/>`;
+  };
   const label = (name, i) => {
     const value = lines[name][lines[name].length - 1][1];
-    return `<text x="760" y="${14 + 13 * i}" font-size="11" fill="${colour(i)}">${escaped(name)} ` +
-      `${value.toPrecision(3)}</text>`;
+    return `<span style="color: ${colour(i)}">${escaped(name)} ${text(value)}</span>`;
   };
-  return `<svg viewBox="0 0 900 100" preserveAspectRatio="none"><text x="2" y="12" font-size="10">` +
-    `${top.toPrecision(2)}</text><text x="2" y="97" font-size="10">0</text>` +
-    names.map(path).join("") + names.map(label).join("") + "</svg>";
+  return `<div class="chart"><div class="scale"><span>${text(top)}</span><span>0</span></div>` +
+    `<svg viewBox="0 0 1000 100" preserveAspectRatio="none">${names.map(path).join("")}</svg>` +
+    `<div class="legend">${names.map(label).join("")}</div>` +
+    `<div class="times"><span>${clock(first)}</span><span>${clock(last)}</span></div></div>`;
 }
 
 function page(state) {
   const found = charts(state);
-  return Object.keys(found).map(name => `<h2>${escaped(name)}</h2>${svg(found[name])}`).join("");
+  return Object.keys(found).map(name => `<h2>${escaped(name)}</h2>${chart(found[name])}`).join("");
 }
 
 function table(state) {
