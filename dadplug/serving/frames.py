@@ -11,6 +11,7 @@ import numpy as np
 
 _SIZES = struct.Struct("<IQ")
 _LARGEST_HEAD = 1 << 20
+_AT_ONCE = 1 << 16
 
 
 def send(connection: socket.socket, head: dict[str, Any], array: np.ndarray[Any, Any] | None = None) -> None:
@@ -42,22 +43,35 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], np.ndarray[Any, 
         OSError: if the connection fails, or nothing arrives in time.
         ValueError: if this is no message of `send`.
     """
-    size, length = _SIZES.unpack(_exactly(connection, _SIZES.size))
+    # One call receives a whole small message: each call lets other threads run, which may keep the interpreter.
+    start = bytearray(_part(connection, _AT_ONCE))
+    while len(start) < _SIZES.size:
+        start += _part(connection, _AT_ONCE)
+    size, length = _SIZES.unpack_from(start)
     if size > _LARGEST_HEAD:
         raise ValueError(f"the head of a message has {size} bytes")
-    head = json.loads(bytes(_exactly(connection, size)))
-    body = _exactly(connection, length)
+    begin = _SIZES.size + size
+    while len(start) < begin:
+        start += _part(connection, _AT_ONCE)
+    head = json.loads(bytes(start[_SIZES.size : begin]))
+    received = len(start) - begin
+    if received > length:
+        raise ValueError("there is more than one message")
+    body = bytearray(length)  # of its own, so that the numbers in it are aligned
+    body[:received] = start[begin:]
+    view = memoryview(body)[received:]
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError("the connection is closed")
+        view = view[count:]
     if "dtype" not in head:
         return head, None
     return head, np.frombuffer(body, np.dtype(head["dtype"])).reshape(head["shape"])
 
 
-def _exactly(connection: socket.socket, count: int) -> bytearray:
-    buffer = bytearray(count)
-    view = memoryview(buffer)
-    while view:
-        received = connection.recv_into(view)
-        if not received:
-            raise EOFError("the connection is closed")
-        view = view[received:]
-    return buffer
+def _part(connection: socket.socket, most: int) -> bytes:
+    part = connection.recv(most)
+    if not part:
+        raise EOFError("the connection is closed")
+    return part

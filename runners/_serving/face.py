@@ -204,9 +204,10 @@ class Face:
         return 200, _HTML, PAGE.encode()
 
 
-def _cancel(task: asyncio.Task[Any], late: asyncio.Event) -> None:
+def _cancel(task: asyncio.Task[Any] | None, late: asyncio.Event) -> None:
     late.set()
-    task.cancel()
+    if task is not None:
+        task.cancel()
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

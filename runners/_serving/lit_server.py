@@ -25,6 +25,7 @@ from dadplug.serving import LoadError, Predictor
 from .face import Face, Receive, Scope, Send
 
 _log = logging.getLogger("dadplug.serving")
+_SWITCH_SECONDS = 5e-4  # threads of models have their answers and wait for the interpreter: 5 ms, unless it is set
 
 
 class _Front:
@@ -100,6 +101,7 @@ class _Parts(_Base):
             key = os.environ.get("LIT_SERVER_API_KEY") or None
             self.face = Face(predictor, self._max_body, self._read_seconds, key)
             app.middleware_stack = _Front(app.middleware_stack, self)  # the outermost, since each one costs time
+            sys.setswitchinterval(_SWITCH_SECONDS)
             gc.freeze()  # what was imported is not searched for garbage while requests wait
             try:
                 yield
