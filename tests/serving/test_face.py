@@ -221,11 +221,10 @@ def test_a_request_past_its_deadline_gets_503(opened):
 
 
 def test_outputs_that_are_not_finite_become_null(opened):
-    face = opened({"m": lambda batch: np.log(np.maximum(batch, 0))}, task="regression")
-    with np.errstate(divide="ignore"):
-        for _ in range(2):  # from the model, and from the cache
-            ((status, answer, _),) = run(face, post("/predict", {"input": [1.0, -2.0]}))
-            assert (status, answer["output"]) == (200, [0.0, None])
+    face = opened({"m": lambda batch: np.where(batch > 0, batch, -np.inf)}, task="regression")
+    for _ in range(2):  # from the model, and from the cache
+        ((status, answer, _),) = run(face, post("/predict", {"input": [1.0, -2.0]}))
+        assert (status, answer["output"]) == (200, [1.0, None])
 
 
 def test_the_state_of_the_server(opened):
