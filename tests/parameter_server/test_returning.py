@@ -48,12 +48,16 @@ def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, proce
         for phase in range(server.phases, PHASES):
             for number, (inputs, indices) in enumerate(loader):
                 file.write(f"{phase} " + " ".join(map(str, indices.tolist())) + "\n")
+                if process == "back" and phase == PHASES - 1:
+                    (folder / "working").touch()
                 nn.functional.cross_entropy(model(inputs), indices % 3).backward()
                 if killed and phase == 1 and number == 2:
                     (folder / "killed").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 if process == "1" and phase == 1 and number == 1:
-                    wait_for(folder / "returned")  # so that it finds work
+                    wait_for(folder / "returned")
+                if process in ("0", "1") and phase == PHASES - 1 and number == 1:
+                    wait_for(folder / "working")  # so that it has a batch at least
                 server.step()
             server.finish()
     return log
