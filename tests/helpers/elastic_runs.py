@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import forkserver
 import pytest
 import support
 from elastic_site import Case
+from json_lines import read_lines
 from running_hub import RunningHub, running_hub
 
 ENDED = 200.0  # seconds for a process, on a busy machine
@@ -44,9 +44,7 @@ class Run:
 
     def lines(self, name: str) -> dict[int, dict]:
         """Return a site's lines by step."""
-        path = self.folder / f"{name}.log"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return {line["step"]: line for line in map(json.loads, lines)}
+        return {line["step"]: line for line in read_lines(self.folder / f"{name}.log")}
 
     def await_step(self, name: str, step: int) -> None:
         end = time.monotonic() + ENDED

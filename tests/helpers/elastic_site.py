@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from json_lines import read_lines
 from torch import nn
 
 import dadplug
@@ -154,8 +155,8 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
 def await_other(case: Case, step: int) -> None:
     """Wait until another site is two steps ahead, or has ended."""
     while True:
-        lines = Path(case.other).read_text().splitlines()
-        done = json.loads(lines[-1])["step"] if lines else -1
+        lines = read_lines(Path(case.other))
+        done = lines[-1]["step"] if lines else -1
         if done >= min(step + 1, last_step(case, step) - 1):
             return
         time.sleep(0.005)

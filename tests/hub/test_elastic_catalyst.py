@@ -11,6 +11,7 @@ import forkserver
 import pytest
 import support
 import torch
+from json_lines import read_lines
 from running_hub import RunningHub, running_hub, until
 
 support.need("catalyst")
@@ -101,9 +102,7 @@ def test_the_others_go_on_and_measure_what_they_have(tmp_path, names, lost, fiel
 
 
 def lines(folder: Path, name: str) -> dict[int, dict]:
-    path = folder / name / "log.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {line["number"]: line for line in found}
+    return {line["number"]: line for line in read_lines(folder / name / "log.jsonl")}
 
 
 @pytest.mark.parametrize(("names", "lost", "needed"), [("abc", "c", 1), ("ab", "a", 2)])

@@ -13,6 +13,7 @@ import pytest
 import support
 import torch
 from elastic_data import batch_of, batches_of, net, scores, trained_in_one_process
+from json_lines import read_lines
 from running_hub import RunningHub, running_hub
 
 support.need("pytorch_lightning")
@@ -41,8 +42,7 @@ class Run:
         assert self.processes[name].wait(ENDED) == status, self.processes[name].read()
 
     def written(self, name: str) -> list[dict]:
-        path = self.folder / name / "log.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_lines(self.folder / name / "log.jsonl")
 
     def steps(self, name: str) -> dict[int, dict]:
         """Return the lines of training, by the number of the batch from 1."""

@@ -12,6 +12,7 @@ import mortal_hub
 import pytest
 import support
 from elastic_site import Case
+from json_lines import read_lines
 from running_hub import free_port, running_hub, until
 
 ENDED = 60.0  # seconds for a process, on a busy machine
@@ -48,9 +49,7 @@ class Training:
         )
 
     def lines(self, name: str) -> dict[int, dict]:
-        path = self.folder / f"{name}.log"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return {line["step"]: line for line in map(json.loads, lines)}
+        return {line["step"]: line for line in read_lines(self.folder / f"{name}.log")}
 
     def await_step(self, name: str, step: int) -> None:
         until(lambda: max(self.lines(name), default=-1) >= step, self.state, ENDED)

@@ -12,6 +12,7 @@ import hub_kits
 import mortal_hub
 import pytest
 import support
+from json_lines import read_lines
 from running_hub import free_port, until
 
 HELPERS = Path(mortal_hub.__file__).parent
@@ -53,9 +54,7 @@ class Sites:
 
     def lines(self, name: str) -> dict[int, dict]:
         """Return the lines of a site's steps, by number."""
-        path = self.folder / name / "log.jsonl"
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return {line["number"]: line for line in found if "number" in line}
+        return {line["number"]: line for line in read_lines(self.folder / name / "log.jsonl") if "number" in line}
 
     def state(self) -> str:
         printed = {name: process.read()[1] for name, process in self.processes.items()}
@@ -105,4 +104,6 @@ def test_a_trainer_goes_on_after_each_interruption(tmp_path, trainer):
     assert max(first) == max(other)
     assert all(first[number]["digest"] == other[number]["digest"] for number in common)
     assert [0] in [first[number]["present"] for number in common]  # missed by b
-    assert first[max(common)]["present"] == [0, 1]
+    assert [0, 1] in [
+        first[number]["present"] for number in common if number > before
+    ]  # in the last step it may be late

@@ -1,0 +1,13 @@
+"""Logs of JSON lines that are read while another process writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Return what the whole lines of a log hold; of the last one only the beginning may be there."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
