@@ -57,7 +57,11 @@ class Plan(Sequence[PlanRow]):
         self.nodes = nodes
 
     def with_remarks(self, remarks: Sequence[str]) -> Plan:
-        """Return the plan with further lines."""
+        """Return the plan with further lines.
+
+        Args:
+            remarks: the lines, which follow those that the plan has.
+        """
         return Plan(self._rows, self.mode, self.world_size, self.nodes, (*self.remarks, *remarks))
 
     @property

@@ -44,11 +44,13 @@ def run(case: Case, folder: Path, again: bool = False) -> list[dict]:
     Args:
         case: the case.
         folder: where they write it.
-        again: start the victim again once it has been hit.
+        again: start the victim again once it has been hit. The last site starts then, too, so that the roll call cannot
+            be complete with a victim that answers and is hit at once.
     """
     folder.mkdir()
     port = support.free_port()
-    programs = {rank: start(case, rank, port, folder) for rank in range(case.world_size)}
+    late = case.world_size - 1 if again else None
+    programs = {rank: start(case, rank, port, folder) for rank in range(case.world_size) if rank != late}
     victim = programs[case.victim]
     try:
         survivors = [rank for rank in programs if rank != case.victim]
@@ -58,7 +60,8 @@ def run(case: Case, folder: Path, again: bool = False) -> list[dict]:
             if again and (folder / "hit").exists():
                 again = False
                 programs[case.victim] = start(case, case.victim, port, folder, spared=True)
-                survivors.append(case.victim)
+                programs[case.world_size - 1] = start(case, case.world_size - 1, port, folder)
+                survivors += [case.victim, case.world_size - 1]
         return [result_of(programs[rank], folder / f"{rank}.json") for rank in survivors]
     finally:
         for program in (victim, *programs.values()):

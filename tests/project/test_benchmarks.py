@@ -215,18 +215,6 @@ def test_verdicts_of_several_comparisons_are_counted():
     assert "dad, in 2 of 3" in table
 
 
-def test_a_table_of_berts_steps():
-    rows = [
-        {"method": "alone", "ms": 3000.0, "bytes": 100, "peak": 1_500_000_000},
-        {"method": "ddp", "ms": 41_000.0, "bytes": 440_000_000, "peak": 2_000_000_000},
-        {"method": "rankdad:rank=8+wire=bf16", "ms": 2600.0, "bytes": 3_900_000, "peak": 1_600_000_000},
-    ]
-    table = program("bert").table(rows)
-    assert "| one process alone | 3.00 | 0 | 1.50 |" in table
-    assert "| DDP | 41.0 | 440 | 2.00 |" in table
-    assert "| rankdad, rank 8, bf16 | 2.60 | 3.9 | 1.60 |" in table
-
-
 @pytest.mark.parametrize(("name", "millions"), [("bert", 109), ("vit-base", 87), ("gpt2", 124)])
 def test_large_models_have_the_parameters_of_their_originals(name, millions):
     pytest.importorskip("transformers")
