@@ -77,6 +77,18 @@ def _end_sites():
     support.close_all()
 
 
+@pytest.fixture(autouse=True)
+def _same_environment():
+    """Take back what a test has left in the environment: a launcher's variables change how later programs start."""
+    before = dict(os.environ)
+    yield
+    for name in {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+
+
 @pytest.fixture
 def sites():
     """Groups of processes by size: `sites(2).run(function, *args)`."""

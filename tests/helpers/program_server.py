@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -157,6 +158,7 @@ def _become(request: dict[str, Any]) -> None:
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    faulthandler.register(signal.SIGQUIT, file=2)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

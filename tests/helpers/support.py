@@ -345,6 +345,8 @@ def run_programs(
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except TimeoutError:
+                process.send_signal(signal.SIGQUIT)  # it prints where its threads are
+                time.sleep(1.0)
                 process.kill()
                 process.wait(200)
                 output, errors = process.read()
