@@ -11,7 +11,7 @@ OPTIMAL = 1.2  # the optimum may cost this much more than an approximation
 
 
 def terms(rows: int, out: int, width: int, k: int, iterations: int) -> dict[str, dict[str, float]]:
-    """Return the work of each algorithm, by the name of the constant that says how long it takes.
+    """Return the work of each algorithm, by the name of the rate at which it is done.
 
     Args:
         rows: rows N of the factors.

@@ -73,7 +73,7 @@ class Merging:
         whole = assign_owners(layers, sites, divide=False)
         to_all, to_owner = predict_seconds(layers, whole, sites, self.link)
         divided = predict_seconds(layers, owners, sites, self.link)[1]
-        return {to_all: {}, divided: owners, to_owner: whole}[min(to_all, to_owner, divided)]
+        return min((to_all, {}), (to_owner, whole), (divided, owners), key=lambda choice: choice[0])[1]
 
     def _layers(self, units: Sequence[Unit]) -> list[OwnedLayer]:
         """Return the layers that can have an owner: those whose gradients are compressed."""

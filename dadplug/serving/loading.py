@@ -59,12 +59,10 @@ def load(description: Mapping[str, Any]) -> Loaded:
 
 def _weights(path: Path, description: Mapping[str, Any]) -> Loaded:
     content = read_plain(path)
-    state, arguments = states_of(content, path)
     if "dadplug_shards" in content:
-        folder = path.with_name(path.name + ".shards")
+        folder, (_, arguments) = path.with_name(path.name + ".shards"), states_of(content, path)
         return load_folder(folder, description, content["dadplug_shards"], arguments)
-    model = build(description, arguments, state)
-    load_state(model, state, path)
+    model = _module(content, path, description)
     return Loaded(scheduled(model), Schema(None, dtype_of(model)))
 
 
@@ -80,7 +78,11 @@ def load_module(description: Mapping[str, Any]) -> nn.Module:
     path = Path(description["path"])
     if path.is_dir() or path.suffix in (".onnx", ".pt2"):
         raise LoadError(f"{path} has no module of torch: only files of weights can be tuned")
-    state, arguments = states_of(read_plain(path), path)
+    return _module(read_plain(path), path, description)
+
+
+def _module(content: Mapping[str, Any], path: Path, description: Mapping[str, Any]) -> nn.Module:
+    state, arguments = states_of(content, path)
     model = build(description, arguments, state)
     load_state(model, state, path)
     return model

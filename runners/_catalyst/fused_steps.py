@@ -33,7 +33,7 @@ class FusedCallbacks:
         if not reason and not self._stepping:
             reason = "there is no OptimizerCallback"
         self._unfused = bool(reason)
-        self._known = False  # whether the optimizers are known and the plan says what becomes of their weights
+        self._known = False  # whether the optimizers are known, and the remarks name their weights
         if reason:
             reduction.remarks = (f"fused steps: no, {reason}",)
 

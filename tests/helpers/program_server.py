@@ -130,7 +130,7 @@ class _Kernels:
                 codegen = kernel.targetctx.codegen()
                 for key in cache._cache_file._load_index():
                     if key[0] not in kernel.overloads and key == cache._index_key(key[0], codegen):
-                        with contextlib.suppress(Exception):  # a program that needs it says what is wrong
+                        with contextlib.suppress(Exception):  # a program that needs the kernel reports the error
                             kernel.compile(key[0])
 
 
