@@ -291,6 +291,23 @@ class Transport(ABC):
         """
         return None
 
+    def accept_streams(self, take: Callable[[int | None, socket.socket], None], timeout: float) -> bool:
+        """Accept byte streams over this transport's network from processes that replace lost sites, from now on.
+
+        Args:
+            take: called with the rank of the site and a connected socket; it must not block.
+            timeout: seconds to connect.
+
+        Returns:
+            Whether they can be accepted.
+        """
+        return False
+
+    @property
+    def dialed_by(self) -> str:
+        """Folder of the kit by which this site has dialed a hub; empty where it has not."""
+        return ""
+
     def lost(self, error: BaseException, peer: int | None = None) -> SiteError:
         """Convert a connection's error into one that names the site that is gone.
 

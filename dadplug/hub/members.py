@@ -8,7 +8,7 @@ from ..errors import SiteError
 from ..exchange.exit_reasons import watch_exit
 from ..exchange.sites import Sites
 from .link import HubLink
-from .tunnel import check_tunnel
+from .tunnels import check_tunnel
 
 _GRACE_SECONDS = 1.5  # for the hub's announcement of what a lost stream of the parameter manager is due to
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from .frames import FrameError, Head, Kind
+from .sealing import OPEN_BYTES
 
 if TYPE_CHECKING:
     from .sealing import Opener, Sealer
@@ -36,6 +37,23 @@ class Tag(IntEnum):
     DATA = 0
     ROOM = 1
     END = 2
+
+
+def pieces(buffers: Sequence[Any], most: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut buffers into the parts of frames, up to a number of bytes in all."""
+    parts: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        while len(view) and most:
+            part = view[: min(OPEN_BYTES - size, most)]
+            parts.append(part)
+            size, most, view = size + len(part), most - len(part), view[len(part) :]
+            if size == OPEN_BYTES:
+                yield parts, size
+                parts, size = [], 0
+    if parts:
+        yield parts, size
 
 
 class PeerStream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .frames import Kind
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
 from .members import HubSites
-from .tunnel import tunnel_of
+from .tunnels import tunnel_of
 
 SECOND_ROUND = 1 << 23  # bit of the number of a gather's second round
 _COLLECTIVES = 1 << 22  # first number of those that are used once, and their count
@@ -117,6 +117,16 @@ class HubTransport(Transport):
 
     def open_streams(self, timeout: float) -> dict[int, socket.socket]:
         return tunnel_of(self.link, timeout).open(self.gather_objects)
+
+    def accept_streams(self, take: Callable[[int | None, socket.socket], None], timeout: float) -> bool:
+        if self.link.sealing.required:  # the sites agree on their keys when a run starts
+            return False
+        tunnel_of(self.link, timeout).accept(take)
+        return True
+
+    @property
+    def dialed_by(self) -> str:
+        return str(self.link.kit.folder.resolve())
 
     def prefers_gather(self, nbytes: int) -> bool:
         peers = self.world_size - 1  # one other site sends as much as the hub would

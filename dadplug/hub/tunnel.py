@@ -7,14 +7,11 @@ connection. A thread of the tunnel sends that, and passes on what arrives: one s
 
 from __future__ import annotations
 
-import atexit
 import os
 import select
 import socket
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +19,17 @@ from ..errors import SiteError
 from .actions import Drop
 from .connection import HubConnection
 from .frames import FrameError, Head, Kind, Leave
-from .peer_stream import PeerStream, Tag
+from .peer_stream import PeerStream, Tag, pieces
 from .sealing import OPEN_BYTES, Keys
 
 if TYPE_CHECKING:
     from .kits import Kit
-    from .link import HubLink
 
 _MOST_UNSENT = 1 << 20  # bytes that the connection has not taken, beyond which streams are held up
 _MOST_KEPT = 32 << 20  # the same for bytes that the hub has not acknowledged
 _PING_SECONDS = 1.0
 _NONCE_BYTES = 16
+_LATER = 1 << 31  # bit of the channels of streams that one site opens by itself
 _END_SECONDS = 0.1  # for the hub to close the connection
 
 
@@ -86,6 +83,7 @@ class Tunnel(HubConnection):
         self._keys = keys
         self._streams: dict[tuple[int, int], PeerStream] = {}  # by channel and slot
         self._reached: set[PeerStream] = set()  # by messages that have just arrived
+        self._take: Callable[[int, socket.socket], None] | None = None  # takes a stream that another site has opened
         self._next = 0
         self._process = os.getpid()
         self._left = False  # whether the hub has been told that this site leaves
@@ -120,6 +118,30 @@ class Tunnel(HubConnection):
         self._wake()
         return opened
 
+    def accept(self, take: Callable[[int, socket.socket], None]) -> None:
+        """Accept streams that processes open by `dial` from now on, such as one that replaces a lost site.
+
+        Args:
+            take: called with the slot of the other site and a non-blocking socket; it must not block.
+        """
+        self._take = take
+
+    def dial(self, slot: int) -> socket.socket:
+        """Open a stream to a site that accepts such; return a non-blocking socket.
+
+        Args:
+            slot: slot of the site.
+        """
+        with self.lock:
+            self.check()
+            opened = self._begin(_LATER | int.from_bytes(os.urandom(4), "little"), slot)
+        self._wake()
+        return opened
+
+    def _begin(self, channel: int, slot: int) -> TunnelSocket:
+        stream = self._streams[channel, slot] = PeerStream(channel, slot)
+        return TunnelSocket(self, stream)
+
     def write(self, stream: PeerStream, buffers: Sequence[Any], spill: Callable[[Sequence[Any]], int]) -> int:
         """Send bytes of a stream, or leave them to the thread.
 
@@ -142,7 +164,7 @@ class Tunnel(HubConnection):
                 stream.spilled += count
                 return count
             before = stream.sent
-            for parts, size in _pieces(buffers, room):
+            for parts, size in pieces(buffers, room):
                 self._append_data(stream, parts, size)
             count = stream.sent - before
             self._flush_or_disconnect()
@@ -199,6 +221,9 @@ class Tunnel(HubConnection):
 
     def complete(self, head: Head, body: memoryview) -> None:
         """Take a frame; those of a stream that is closed here are of no use."""
+        begins = head.exchange & _LATER and head.tag == Tag.DATA and not head.offset
+        if begins and self._take is not None and (head.exchange, head.slot) not in self._streams:
+            self._take(head.slot, self._begin(head.exchange, head.slot))
         stream = self._streams.get((head.exchange, head.slot))
         if stream is None:
             return
@@ -329,61 +354,3 @@ class Tunnel(HubConnection):
     def _unwatch(self, descriptor: int) -> None:
         if self._watched.pop(descriptor, 0):
             self._poller.unregister(descriptor)
-
-
-def _pieces(buffers: Sequence[Any], most: int) -> Iterator[tuple[list[memoryview], int]]:
-    """Cut buffers into the parts of frames, up to a number of bytes in all."""
-    parts: list[memoryview] = []
-    size = 0
-    for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        while len(view) and most:
-            part = view[: min(OPEN_BYTES - size, most)]
-            parts.append(part)
-            size, most, view = size + len(part), most - len(part), view[len(part) :]
-            if size == OPEN_BYTES:
-                yield parts, size
-                parts, size = [], 0
-    if parts:
-        yield parts, size
-
-
-_tunnels: weakref.WeakKeyDictionary[HubLink, Tunnel] = weakref.WeakKeyDictionary()
-_opening = threading.Lock()
-
-
-def tunnel_of(link: HubLink, timeout: float) -> Tunnel:
-    """Return the tunnel beside a site's training connection; it dials when first asked for.
-
-    Args:
-        link: the training connection.
-        timeout: seconds to dial.
-
-    Raises:
-        RefusedError: if the hub refuses this site.
-        SiteError: if the hub cannot be reached in time.
-    """
-    with _opening:
-        tunnel = _tunnels.get(link)
-        if tunnel is None or tunnel.closed:
-            tunnel = Tunnel(link.kit, link.address, link.sealing.keys)
-            tunnel.start(timeout)
-            _tunnels[link] = tunnel
-        return tunnel
-
-
-def check_tunnel(link: HubLink) -> None:
-    """Raise the error with which the tunnel beside a training connection has failed, if it has.
-
-    Raises:
-        SiteError: see `dadplug.hub.connection.HubConnection.check`.
-    """
-    tunnel = _tunnels.get(link)
-    if tunnel is not None:
-        tunnel.check()
-
-
-@atexit.register  # before any transport, whose last messages go first therefore
-def _close_at_exit() -> None:
-    for tunnel in list(_tunnels.values()):
-        tunnel.close()

@@ -13,7 +13,7 @@ from ..local_steps.checks import raise_problems
 from .dealer import OwnDealer, SharedDealer
 from .log import Log
 from .options import ServerOptions
-from .returning import Listener
+from .returning import KIT, Listener, Reception
 from .sequencer import Sequencer
 from .service import SequencerService
 
@@ -133,7 +133,7 @@ def open_log(
         SiteError: if a site does not connect.
     """
     own, served = connect_star(transport, 0, options.timeout)
-    service, address = None, ""
+    service, address = None, ("", "")
     if served:
         shared = options.deal == "shared"
         dealer = SharedDealer(workers) if shared else OwnDealer(workers)
@@ -141,11 +141,23 @@ def open_log(
         service = SequencerService(
             served, workers, sequencer, dealer, limit, options.site_timeout, traffic, transport.rank
         )
-        if transport.is_direct and transport.world_size > 1:
-            service.listener = Listener(
-                [transport.sites.name(rank) for rank in range(transport.world_size)], service.admit
-            )
-            address = service.listener.address
-    address = transport.gather_objects(address)[0]
+        address = _receive_returning(transport, service, options.timeout)
+    place, token = transport.gather_objects(address)[0]
+    place = f"{KIT}{transport.dialed_by}" if transport.dialed_by else place
     log = Log(own, 0, transport.sites, limit, options.site_timeout, options.timeout, traffic)
-    return Opened(log, service, address)
+    return Opened(log, service, f"{place}/{token}" if token else "")
+
+
+def _receive_returning(transport: Transport, service: SequencerService, timeout: float) -> tuple[str, str]:
+    """Receive sites that return, from now on, at the site that has the sequencer.
+
+    Returns:
+        Host and port, where they dial this site itself; and their secret, empty where none can return.
+    """
+    reception = Reception([transport.sites.name(rank) for rank in range(transport.world_size)], service.admit)
+    if transport.accept_streams(reception.take, timeout):
+        return "", reception.token
+    if not transport.is_direct or transport.world_size == 1:
+        return "", ""
+    service.listener = Listener(reception)
+    return service.listener.place, reception.token if service.listener.place else ""

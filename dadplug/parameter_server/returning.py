@@ -19,6 +19,7 @@ from ..exchange import Traffic, Transport, codec
 from ..exchange.addresses import listen
 from ..exchange.sites import Sites
 from ..exchange.transport import Gather, Reduction
+from ..methods import check_allowed
 from .log import Log
 from .options import ServerOptions
 
@@ -26,29 +27,66 @@ _HELLO = struct.Struct("<32sH")  # token, rank
 _SIZE = struct.Struct("<I")
 _MOST_NAMES = 1 << 24  # bytes
 _HELLO_SECONDS = 5.0
+KIT = "kit:"  # before the folder of the kit, in addresses over a hub
+
+
+class Reception:
+    """Reception of sites that return: it answers those that know the training's secret, each in a thread.
+
+    Args:
+        names: names of the sites, by rank.
+        admit: called with the rank and the socket of such a site.
+
+    Attributes:
+        token: the secret.
+    """
+
+    def __init__(self, names: Sequence[str], admit: Callable[[int, socket.socket], None]) -> None:
+        self.token = secrets.token_hex(16)
+        self._names = codec.encode(list(names))
+        self._count = len(names)
+        self._admit = admit
+
+    def take(self, rank: int | None, connected: socket.socket) -> None:
+        """Answer a process that has connected; return at once.
+
+        Args:
+            rank: its rank, where its certificate has shown that; else None.
+            connected: the socket.
+        """
+        threading.Thread(target=self._greet, args=(rank, connected), name="dadplug-greeting", daemon=True).start()
+
+    def _greet(self, known: int | None, connected: socket.socket) -> None:
+        try:
+            connected.settimeout(_HELLO_SECONDS)
+            token, rank = _HELLO.unpack(_read(connected, _HELLO.size))
+            is_site = rank < self._count and known in (None, rank)
+            if not hmac.compare_digest(token, self.token.encode()) or not is_site:
+                raise ConnectionError("it is no site")
+            _write(connected, _SIZE.pack(len(self._names)) + self._names)
+        except OSError:
+            connected.close()
+            return
+        self._admit(rank, connected)
 
 
 class Listener:
     """Listening socket for sites that return, with a thread.
 
     Args:
-        names: names of the sites, by rank.
-        admit: called in the thread with the rank and the socket of a site that has the token.
+        reception: takes their connections.
 
     Attributes:
-        address: ``HOST:PORT/TOKEN``; empty where no socket can listen.
+        place: ``HOST:PORT``; empty where no socket can listen.
     """
 
-    def __init__(self, names: Sequence[str], admit: Callable[[int, socket.socket], None]) -> None:
-        self._names = codec.encode(list(names))
-        self._count = len(names)
-        self._admit = admit
-        self._token = secrets.token_hex(16)
+    def __init__(self, reception: Reception) -> None:
+        self._reception = reception
         self._socket = listen()
-        self.address = ""
+        self.place = ""
         if self._socket is not None:
             host, port = self._socket.getsockname()[:2]
-            self.address = f"{host}:{port}/{self._token}"
+            self.place = f"{host}:{port}"
             threading.Thread(target=self._run, args=(self._socket,), name="dadplug-returning", daemon=True).start()
 
     def close(self) -> None:
@@ -64,16 +102,7 @@ class Listener:
                 connected, _ = listener.accept()
             except OSError:
                 return
-            try:
-                connected.settimeout(_HELLO_SECONDS)
-                token, rank = _HELLO.unpack(_read(connected, _HELLO.size))
-                if not hmac.compare_digest(token, self._token.encode()) or rank >= self._count:
-                    raise ConnectionError("it is no site")
-                connected.sendall(_SIZE.pack(len(self._names)) + self._names)
-            except OSError:
-                connected.close()
-                continue
-            self._admit(rank, connected)
+            self._reception.take(None, connected)
 
 
 class Returned(Sites):
@@ -124,6 +153,7 @@ class ReturnedTransport(Transport):
             traffic: the meter.
         """
         connected, sites = dial(address, options.timeout)
+        check_allowed(options.of_reduction())  # a kit restricts it
         log = Log(connected, 0, sites, limit, options.site_timeout, options.timeout, traffic, returns=True)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return cls(sites, traffic, device, options.timeout, log)
@@ -155,7 +185,7 @@ class ReturnedTransport(Transport):
 
 
 def dial(address: str, timeout: float) -> tuple[socket.socket, Returned]:
-    """Connect to the site that has the sequencer.
+    """Connect to the site that has the sequencer, directly or over the hub.
 
     Args:
         address: `ParameterServer.return_address` of the process that this one replaces.
@@ -166,22 +196,40 @@ def dial(address: str, timeout: float) -> tuple[socket.socket, Returned]:
 
     Raises:
         ValueError: if the address is none.
+        KitError: if the kit that it names is incomplete or damaged, or not valid at present.
+        RefusedError: if the hub refuses this site.
         SiteError: if the training cannot be reached.
     """
     try:
-        place, token, rank = address.split("/")
-        host, port = place.rsplit(":", 1)
-        hello, number = _HELLO.pack(token.encode(), int(rank)), int(port)
+        place, token, rank = address.rsplit("/", 2)
+        hello = _HELLO.pack(token.encode(), int(rank))
+        host, port = ("", "0") if place.startswith(KIT) else place.rsplit(":", 1)
+        number = int(port)
     except (ValueError, struct.error) as error:
         raise ValueError(f"rejoin should be the return_address of a ParameterServer, got {address!r}") from error
     try:
-        connected = socket.create_connection((host, number), timeout)
-        connected.sendall(hello)
+        if place.startswith(KIT):
+            connected = _dial_hub(place.removeprefix(KIT), timeout)
+        else:
+            connected = socket.create_connection((host, number), timeout)
+        connected.settimeout(timeout)
+        _write(connected, hello)
         (size,) = _SIZE.unpack(_read(connected, _SIZE.size))
         names = codec.decode(_read(connected, min(size, _MOST_NAMES)))
     except (OSError, codec.DamagedError) as error:
         raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
     return connected, Returned(int(rank), names)
+
+
+def _dial_hub(folder: str, timeout: float) -> socket.socket:
+    """Open a stream to site 0, and put the restrictions of this site's kit into force."""
+    from ..hub import restrictions, tunnels  # only hubs need what they import
+    from ..hub.kits import Kit
+
+    kit = Kit.load(folder)
+    kit.check_dates()
+    restrictions.impose(restrictions.Restrictions(kit.policy, kit.roster))
+    return tunnels.open_alone(kit, timeout).dial(0)
 
 
 def _read(connected: socket.socket, size: int) -> bytes:
@@ -192,3 +240,8 @@ def _read(connected: socket.socket, size: int) -> bytes:
             raise ConnectionError("the connection was closed")
         content += part
     return content
+
+
+def _write(connected: socket.socket, content: bytes) -> None:
+    while content:
+        content = content[connected.send(content) :]

@@ -14,7 +14,7 @@ from running_hub import free_port, until
 
 from dadplug.errors import SiteError
 from dadplug.hub.site_store import HubStore
-from dadplug.hub.tunnel import check_tunnel, tunnel_of
+from dadplug.hub.tunnels import check_tunnel, tunnel_of
 
 RESTARTED = "has been restarted"
 

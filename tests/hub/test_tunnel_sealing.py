@@ -15,7 +15,8 @@ from dadplug.hub.frames import Kind
 from dadplug.hub.kits import Kit
 from dadplug.hub.peer_stream import Tag
 from dadplug.hub.relay import Relay
-from dadplug.hub.tunnel import Tunnel, tunnel_of
+from dadplug.hub.tunnel import Tunnel
+from dadplug.hub.tunnels import tunnel_of
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 import support
 from running_hub import running_hub
 
+RETURNING = support.load(str(Path(__file__).with_name("test_returning.py")))
 ON_ONE_NETWORK = support.load(str(Path(__file__).with_name("test_parameter_server.py")))
 
 
@@ -34,3 +35,11 @@ def test_the_others_go_on_without_a_killed_site_over_a_hub(tmp_path):
     assert first.value == second.value  # the same log, the same parameters
     assert "site 2" in first.value
     assert "has left, and the others go on" in first.value
+
+
+def test_a_killed_site_returns_over_a_hub(tmp_path):
+    names = ("a", "b", "c")
+    with running_hub(tmp_path / "kits", names) as hub:
+        RETURNING.check_return(tmp_path, [hub.kits / name for name in names])
+        address = (tmp_path / "address2").read_text()
+        assert address.startswith(f"kit:{(hub.kits / 'c').resolve()}/")
