@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command and its arguments; None for those of this process.
 
     Returns:
-        The exit status: 0, or 1 after an error of `ERRORS`.
+        The exit status: 0, or 1 after an error of `ERRORS`, or 2 without a command.
     """
     parser = argparse.ArgumentParser(prog="python -m dadplug", description="Distributed training between sites.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             loaded = importlib.import_module(f".{module}", __package__)
             loaded.add_arguments(command)
             command.set_defaults(run=loaded.run)
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
     parsed = parser.parse_args(given)
     try:
         status: int = parsed.run(parsed)

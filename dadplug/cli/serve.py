@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
         print(f"serving {', '.join(models)} on http://{arguments.host}:{arguments.port}/predict", flush=True)
         server.run(port=arguments.port, host=arguments.host)
+        for number in (signal.SIGTERM, signal.SIGINT):  # all has ended; a second signal need not interrupt the exit
+            signal.signal(number, signal.SIG_IGN)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -84,13 +85,16 @@ class Face:
         length = _header(scope, b"content-length")
         if length.isdigit() and int(length) > self._max_body:
             raise self._too_large()
-        late = asyncio.Event()
-        timer = asyncio.get_running_loop().call_later(self._read_seconds, _cancel, asyncio.current_task(), late)
+        late, task = asyncio.Event(), asyncio.current_task()
+        assert task is not None
+        timer = asyncio.get_running_loop().call_later(self._read_seconds, _cancel, task, late)
         try:  # `asyncio.wait_for` would make a task for each request
             return await self._received(receive)
         except asyncio.CancelledError:
             if not late.is_set():
                 raise
+            if sys.version_info >= (3, 11):  # the timer's cancellation ends here
+                task.uncancel()
             raise Refused(f"the body did not arrive in {self._read_seconds:g} s", status=408) from None
         finally:
             timer.cancel()
@@ -204,10 +208,9 @@ class Face:
         return 200, _HTML, PAGE.encode()
 
 
-def _cancel(task: asyncio.Task[Any] | None, late: asyncio.Event) -> None:
+def _cancel(task: asyncio.Task[Any], late: asyncio.Event) -> None:
     late.set()
-    if task is not None:
-        task.cancel()
+    task.cancel()
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -72,8 +72,6 @@ class _Parts(_Base):
         from litserve.utils import WorkerSetupStatus
 
         self.workers_setup_status["predict_0"] = WorkerSetupStatus.READY
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _interrupts(os.getpid()))
         threading.Thread(target=self._end_with_the_http_server, daemon=True).start()
         return []
 
@@ -81,7 +79,7 @@ class _Parts(_Base):
         while True:
             for process in multiprocessing.active_children():
                 if process.name.startswith("LitServer-"):
-                    process.join()
+                    wait([process.sentinel])  # `join` would take its exit status, for which LitServe waits
                     with contextlib.suppress(OSError, EOFError):  # the manager may have ended
                         self._shutdown_event.set()
                     return
@@ -92,6 +90,7 @@ class _Parts(_Base):
         """Run the predictor while the HTTP server runs."""
         async with super().lifespan(app):
             _end_with_the_parent()
+            _end_alike()
             _use_one_thread()
             try:
                 predictor = await asyncio.to_thread(Predictor, self._models, **self._options)
@@ -147,8 +146,7 @@ def run(server: Any, host: str, port: int, log_level: str) -> None:
     Raises:
         LoadError: if a model cannot be loaded.
     """
-    former = signal.getsignal(signal.SIGTERM)
-    try:
+    with _interrupted_once():
         server.run(
             host=host,
             port=port,
@@ -159,23 +157,45 @@ def run(server: Any, host: str, port: int, log_level: str) -> None:
             access_log=False,
             proxy_headers=False,
         )
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, former)
     if server.errors.poll():
         raise LoadError(server.errors.recv())
 
 
-def _interrupts(pid: int) -> Callable[..., None]:
-    """Return a handler that shuts a process down as Ctrl-C does, and leaves those forked from it their own way."""
+@contextlib.contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """Let the first SIGTERM or Ctrl-C interrupt this process, and ignore further ones until the context ends.
+
+    An interrupt of the shutdown would leave processes behind. `timeout` sends SIGTERM twice, and users press Ctrl-C
+    again. Processes forked from this one end as if there was no handler.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pid, interrupted = os.getpid(), False
 
     def handle(number: int, frame: Any) -> None:
-        if os.getpid() == pid:
+        nonlocal interrupted
+        if os.getpid() != pid:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif not interrupted:
+            interrupted = True
             raise KeyboardInterrupt
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
 
-    return handle
+    former = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # before LitServe expects it
+            yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _end_alike() -> None:
+    """Let Ctrl-C end the HTTP server as SIGTERM does: a second one would end it without closing the predictor."""
+    if threading.current_thread() is threading.main_thread():
+        terminate: Any = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGINT, lambda _, frame: terminate(signal.SIGTERM, frame))
 
 
 def _use_one_thread() -> None:

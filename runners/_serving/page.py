@@ -58,7 +58,7 @@ function rounded(value) {
 function chart(lines) {
   const points = Object.values(lines).flat(), times = points.map(p => p[0]);
   const first = Math.min(...times), last = Math.max(...times, first + 1);
-  const top = rounded(Math.max(...points.map(p => p[1]), 1e-9));
+  const top = rounded(Math.max(...points.map(p => p[1])) || 1);
   const at = p => (1000 * (p[0] - first) / (last - first)).toFixed(1) + "," + (97 - 94 * p[1] / top).toFixed(1);
   const names = Object.keys(lines), colour = i => COLOURS[i % COLOURS.length];
   // A line of one point is repeated: its round ends are then a dot.

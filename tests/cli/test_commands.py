@@ -123,6 +123,13 @@ assert main(["provision", {str(folder / "project.toml")!r}]) == 1
     )
 
 
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 2
+    help_text = capsys.readouterr().err
+    assert {line.split()[0] for line in help_text.splitlines() if line.startswith("    ")} >= set(COMMANDS)
+    assert "hub, which all sites dial" in help_text
+
+
 def test_the_module_is_a_program():
     command = [sys.executable, "-m", "dadplug", "provision"]
     program = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -168,6 +168,18 @@ def test_a_key_is_needed_where_one_is_set(opened):
     assert [status for status, _, _ in found] == [401, 200, 401]
 
 
+def test_a_late_body_leaves_no_cancellation_behind(opened):
+    face = opened(read_seconds=0.01)
+
+    async def late():
+        status, answer, _ = await send(face, "POST", "/predict", parts=[STALL])
+        task = asyncio.current_task()
+        return status, answer["error"], task.cancelling() if hasattr(task, "cancelling") else 0
+
+    status, error, cancelling = asyncio.run(late())
+    assert (status, "did not arrive" in error, cancelling) == (408, True, 0)
+
+
 def test_slow_clients_do_not_hold_up_others(opened):
     face = opened(read_seconds=2.0)
 
@@ -274,11 +286,21 @@ STATE = {
 def test_the_page_draws_its_data(tmp_path):
     script = PAGE.split("<script>")[1].split("</script>")[0]
     state = json.dumps(STATE)
-    script += f"\nconst state = {state};\nconsole.log(JSON.stringify([charts(state), page(state), table(state)]));"
+    idle = {
+        "requests": 0,
+        "failures": 0,
+        "above_goal": 0,
+        "hits": 0,
+        "batches": {"<a>": 0},
+        "weights": {"w": {"<a>": 0}},
+    }
+    zero = json.dumps(STATE | {"history": [each | idle for each in STATE["history"]]})
+    script += f"\nconst state = {state}, zero = {zero};\n"
+    script += "console.log(JSON.stringify([charts(state), page(state), table(state), page(zero)]));"
     (tmp_path / "page.js").write_text(script)
     node = subprocess.run(["node", str(tmp_path / "page.js")], capture_output=True, text=True, timeout=120)
     assert node.returncode == 0, node.stderr
-    charts, page, table = json.loads(node.stdout)
+    charts, page, table, zero = json.loads(node.stdout)
     assert charts["Latency in ms"]["p99"] == [[101, 20], [102, 20]]  # the first second had no answers
     assert charts["Latency in ms"]["goal"] == [[100, 50], [101, 50], [102, 50]]
     assert charts["Batch size"] == {"<a>": [[100, 4], [101, 5], [102, 6]]}
@@ -289,3 +311,4 @@ def test_the_page_draws_its_data(tmp_path):
     assert "NaN" not in page
     assert "<a>" not in page + table  # names are escaped
     assert "&#60;a&#62;" in table
+    assert zero.count("<span>1</span><span>0</span>") == 4  # all charts but that of latencies, whose goal is drawn
