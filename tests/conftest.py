@@ -54,7 +54,15 @@ def starts_others(config):
 
 def pytest_configure(config):
     if starts_others(config):
-        forkserver.share()
+        interpreter = forkserver.share()
+        config.option.tx = [f"popen//python={interpreter}"] * len(config.option.tx)
+    elif workerinput := getattr(config, "workerinput", None):
+        sys.executable = workerinput["executable"]  # for tests that start real interpreters
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["executable"] = sys.executable
 
 
 def pytest_unconfigure(config):

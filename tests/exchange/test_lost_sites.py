@@ -33,7 +33,7 @@ starting = threading.Lock()
 def start(case: Case, rank: int, port: int, folder: Path, spared: bool = False) -> forkserver.Program:
     arguments = [json.dumps(dataclasses.asdict(case)), str(rank), str(port), str(folder), str(spared)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    whole = rank == min(set(range(case.world_size)) - {case.victim})  # one survivor of each case ends as users' do
+    whole = rank == 0 and case.victim == 1  # wherever it is lost, one survivor ends as users' programs do
     with starting:
         return forkserver.start([lost_sites.__file__, *arguments], environment, destructors=whole)
 

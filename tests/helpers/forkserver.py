@@ -9,8 +9,8 @@ for it.
 
 What a program can notice: the libraries in PRELOADED and PACKAGE are in `sys.modules`; kernels that have been compiled
 before are loaded; environment variables that the libraries read when imported have no effect, but for OMP_NUM_THREADS
-and numba's; `sys.executable`, with which it starts further sites, is a stand-in that has the same server start them;
-and garbage is collected less often. A test about the import of dadplug asks for a `bare` program. One that is about the
+and numba's; `sys.executable` and the interpreter of `multiprocessing`, with which it starts further sites, are a
+stand-in that has the same server start them, so that `os.getppid()` is the server's there; and garbage is collected less often. A test about the import of dadplug asks for a `bare` program. One that is about the
 import of another library, or about such a variable, starts its program with `subprocess`.
 
 `program_server` is the server. A program whose starter has gone, or closes the connection, is killed.
@@ -61,6 +61,8 @@ _RUNNERS = ("dadplug.runners.distributed_runner", "dadplug.runners.pytorch_light
 _START_TIMEOUT = 240.0
 _SHARED = "DADPLUG_TEST_SERVERS"  # environment variable: the folder of the servers that processes of pytest share
 LONGEST = 1 << 20  # bytes of a request
+MOST_DESCRIPTORS = 100  # of a request
+STAND_IN = "-python"  # after the address of a server: the interpreter of its programs
 _SERVER = str(Path(__file__).with_name("program_server.py"))
 
 
@@ -196,13 +198,19 @@ def _await(address: Path, alive: Callable[[], bool] = lambda: True) -> None:
         time.sleep(0.02)
 
 
-def share() -> None:
-    """Start a server for all processes that this one starts; they share those with more libraries, too."""
+def share() -> str:
+    """Start the servers for all processes that this one starts.
+
+    Returns:
+        An interpreter for these processes: a stand-in, which has the server with all trainers start them.
+    """
     folder = tempfile.mkdtemp(prefix="dadplug-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = _shared(Path(folder), ())
     _servers[()] = (str(address), _first_server(address))
     os.environ[_SHARED] = folder
+    installed = [name for name in TRAINERS if importlib.util.find_spec(name)]
+    return _address(_modules(installed, bare=False)) + STAND_IN
 
 
 def _shared(folder: Path, preload: tuple[str, ...]) -> Path:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -20,13 +22,13 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from forkserver import LONGEST, PRELOADED
+from forkserver import LONGEST, MOST_DESCRIPTORS, PRELOADED, STAND_IN
 
 _library_finalizers: list[weakref.finalize[Any, Any]] = []  # in a server and its programs: those of the libraries
 
 
 # What stands for the interpreter in a program of a server: it has the server start the program, with its own standard
-# input and output, passes signals on, and ends as that does.
+# input and output and what else it has inherited, passes signals on, and ends as that does.
 _STAND_IN = """#!{python} -ISE
 import json, os, signal, socket, sys
 arguments = sys.argv[1:]
@@ -34,11 +36,21 @@ while arguments and arguments[0] in ("-u", "-B"):
     arguments.pop(0)
 if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-request = {{"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd(), "destructors": False}}
+inherited = []
+for number in map(int, os.listdir("/dev/fd")):
+    try:
+        os.fstat(number)
+    except OSError:
+        continue  # that of the listing
+    if number > 2:
+        inherited.append(number)
+request = {{"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd(), "destructors": False, "numbers": inherited}}
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {room})
 connection.connect({address!r})
-socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
+socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2, *inherited])
+for number in inherited:
+    os.close(number)  # whoever waits for the end of a pipe waits for the program, not for this process
 pid = int(connection.recv(100))
 def pass_on(number, _):
     try:
@@ -58,7 +70,7 @@ os._exit(status)
 def _serve(address: str) -> dict[str, Any] | None:
     """Fork for each request until the parent has ended; return the request in a child, None in the server."""
     parent = os.getppid()
-    stand_in = Path(f"{address}-python")
+    stand_in = Path(address + STAND_IN)
     stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address, room=2 * LONGEST))
     stand_in.chmod(0o700)
     wake, woken = os.pipe()
@@ -83,7 +95,7 @@ def _serve(address: str) -> dict[str, Any] | None:
             continue
         connection, _ = listener.accept()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * LONGEST)
-        message, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 16)
+        message, descriptors, _, _ = socket.recv_fds(connection, LONGEST, MOST_DESCRIPTORS)
         if not message:  # the starter has been killed meanwhile
             connection.close()
             continue
@@ -99,6 +111,7 @@ def _serve(address: str) -> dict[str, Any] | None:
             os.close(wake)
             os.close(woken)
             sys.executable = str(stand_in)
+            multiprocessing.set_executable(sys.executable)
             return request
         for descriptor in descriptors:
             os.close(descriptor)
@@ -162,7 +175,9 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    if inherited:
+    if "numbers" in request:
+        _renumber(inherited, request["numbers"])
+    elif inherited:
         os.environ["INHERITED"] = ",".join(map(str, inherited))
     _reconfigure()
     main = types.ModuleType("__main__")
@@ -173,6 +188,17 @@ def _become(request: dict[str, Any]) -> None:
         for finalizer in _library_finalizers:
             finalizer.atexit = False
         _end(_status(request, main), main)
+
+
+def _renumber(descriptors: list[int], numbers: list[int]) -> None:
+    """Give descriptors the numbers that they have in the process that passes them on."""
+    beyond = max([*descriptors, *numbers], default=0) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, beyond) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(moved, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 def _run(request: dict[str, Any], main: types.ModuleType) -> None:
