@@ -9,9 +9,10 @@ for it.
 
 What a program can notice: the libraries in PRELOADED and PACKAGE are in `sys.modules`; kernels that have been compiled
 before are loaded; environment variables that the libraries read when imported have no effect, but for OMP_NUM_THREADS
-and numba's; `sys.executable` and the interpreter of `multiprocessing`, with which it starts further sites, are a
-stand-in that has the same server start them, so that `os.getppid()` is the server's there; and garbage is collected less often. A test about the import of dadplug asks for a `bare` program. One that is about the
-import of another library, or about such a variable, starts its program with `subprocess`.
+and numba's; `sys.executable` and the interpreter of `multiprocessing`, with which it starts further sites, are a stand-
+in that has the same server start them, so that `os.getppid()` is the server's there; and garbage is collected less
+often. A test about the import of dadplug asks for a `bare` program. One that is about the import of another library, or
+about such a variable, starts its program with `subprocess`.
 
 `program_server` is the server. A program whose starter has gone, or closes the connection, is killed.
 """
@@ -37,7 +38,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("numpy", "numba", "torch", "torch._dynamo", "torch.distributed")
+PRELOADED = (
+    *("numpy", "numba", "torch", "torch._dynamo", "torch.distributed"),
+    *(("torchmetrics",) if importlib.util.find_spec("torchmetrics") else ()),  # most of the import of Lightning
+)
 PACKAGE = (
     "pytest",  # which helpers of tests import
     "dadplug.reduction",
@@ -56,7 +60,7 @@ PACKAGE = (
     "dadplug.experiment",
 )
 TRAINERS = ("catalyst", "pytorch_lightning")
-_LIBRARIES = ("catalyst.dl", "pytorch_lightning", "torchmetrics", "sklearn.datasets")  # of programs with a trainer
+_LIBRARIES = ("catalyst.dl", "pytorch_lightning", "sklearn.datasets")  # of programs with a trainer
 _RUNNERS = ("dadplug.runners.distributed_runner", "dadplug.runners.pytorch_lightning")
 _START_TIMEOUT = 240.0
 _SHARED = "DADPLUG_TEST_SERVERS"  # environment variable: the folder of the servers that processes of pytest share

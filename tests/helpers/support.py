@@ -188,7 +188,8 @@ class Sites:
             outcomes = group.outcomes(timeout=10)     # a list by rank of kind, value, seconds
             assert "site 0" in outcomes[1].value
 
-    With `kits`, a folder for each site, they connect through a hub, which has to run. `preload` as in `run_programs`.
+    With `kits`, a folder for each site, they connect through a hub, which has to run. The processes have the trainers
+    that this one has imported, as test modules do.
     """
 
     def __init__(
@@ -196,9 +197,9 @@ class Sites:
         world_size: int,
         env: dict[str, str] | None = None,
         kits: Sequence[Path] = (),
-        preload: Sequence[str] = (),
     ) -> None:
         self.world_size = world_size
+        preload = [name for name in forkserver.TRAINERS if name in sys.modules]
         port, key = free_port(), bytes(multiprocessing.current_process().authkey)
         self.processes: list[forkserver.Program] = []
         self._pipes: list[Connection] = []
@@ -289,12 +290,9 @@ atexit.register(lambda: close_all())
 
 
 def sites(world_size: int) -> Sites:
-    """Return the group of this size, started when first asked for.
-
-    Its processes have the trainers that this one has imported, as test modules do.
-    """
+    """Return the group of this size, started when first asked for."""
     if world_size not in _groups or not _groups[world_size].alive:
-        _groups[world_size] = Sites(world_size, preload=[name for name in forkserver.TRAINERS if name in sys.modules])
+        _groups[world_size] = Sites(world_size)
     return _groups[world_size]
 
 

@@ -4,11 +4,10 @@ import io
 import os
 import pickle
 import random
-import subprocess
-import sys
 import textwrap
 
 import pytest
+import support
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -236,19 +235,18 @@ def test_a_race_on_this_machine_by_the_command(tmp_path):
             return TensorDataset(inputs, (inputs[:, :3].sum(1) > 0).long())
         """)
     )
-    program = [sys.executable, "-m", "dadplug", "compare", "task.py:build"]
+    program = ["-m", "dadplug", "compare", "task.py:build"]
     options = ["--seconds=2", "--processes=2", "--ways=alone,ddp,hogwild", "--picture=race.png"]
-    settings = {"capture_output": True, "text": True, "cwd": tmp_path}
-    found = subprocess.run([*program, "task.py:dataset", *options], **settings)
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
+    commands = [[*program, "task.py:dataset", *options], [*program, "task.py:missing"]]
+    found, wrong = support.run_programs(commands, folder=tmp_path)
+    assert found.status == 0, found.errors
+    lines = found.output.splitlines()
     labels = [line.split("  ")[0] for line in lines[2:5]]
     assert sorted(labels) == ["DDP", "Hogwild!", "alone, 1 thread"]
     assert lines[6].startswith(("fastest: ", "no difference beyond noise between "))
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
-    assert "Exception" not in found.stderr
-    wrong = subprocess.run([*program, "task.py:missing"], **settings)
-    assert (wrong.returncode, wrong.stderr) == (1, "error: task has no missing\n")
+    assert "Exception" not in found.errors
+    assert (wrong.status, wrong.errors) == (1, "error: task has no missing\n")
 
 
 # Connected sites
