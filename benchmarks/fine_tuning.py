@@ -2,14 +2,16 @@
 
     python benchmarks/fine_tuning.py                               five seeds, both sites on this machine
     python benchmarks/fine_tuning.py --seeds 2 --steps 40 --pretraining 60
-    python benchmarks/fine_tuning.py --draw-only                   table and picture of an earlier run
+    python benchmarks/fine_tuning.py --methods rankdad:rank=16+dense=lowrank --seeds 1 --first-seed 4 --keep
+                                                                   one more curve, beside those of earlier runs
+    python benchmarks/fine_tuning.py --draw-only                   table and picture of earlier runs
 
 A transformer of two blocks on bytes, with its table tied to its output layer, as GPT-2 has it. It is trained on the
 Markdown text of this repository's documentation, and then fine-tuned, all of its weights, on the Python sources of the
 package: each site has half of the files, in windows of 64 bytes, 8 a step, Adam. Every tenth file is held out. The loss
 is that on windows of the held-out files, in nats a byte. Seeds draw other batches; both ways get the same ones.
 
-Writes OUT.json, a line a curve as it is measured, OUT.md and OUT.png.
+Writes OUT.json, a line a curve as it is measured, OUT.pt, the weights that are fine-tuned, OUT.md and OUT.png.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ import dadplug
 from dadplug.cli.launch import launch_sites
 
 ROOT = Path(__file__).resolve().parents[1]
-METHODS = "ddp,rankdad:dense=lowrank,rankdad:dense=lowrank+wire=int8"
+UNTRAINED = "untrained"
+COMPRESSED = "rankdad:error_feedback=true+dense=lowrank"
+METHODS = f"ddp,rankdad:dense=lowrank,{COMPRESSED},{COMPRESSED}+rank=16,{COMPRESSED}+rank=16+wire=int8,{UNTRAINED}"
 LENGTH, BATCH, WINDOWS = 64, 8, 64
-UNTRAINED = "from random weights"
 
 
 def tied_model() -> nn.Module:
@@ -70,7 +73,7 @@ def windows(data: Tensor, count: int, generator: torch.Generator) -> tuple[Tenso
 
 
 def train(model: nn.Module, method: str, data: Tensor, held_out: Tensor, arguments: argparse.Namespace, **options):
-    """Train a model; return the held-out loss every few steps."""
+    """Train a model; return the held-out loss every few steps, and the bytes that this site sends in a step."""
     steps, seed, rate = options["steps"], options["seed"], options["rate"]
     attached = Attached(model, method, arguments.rank)
     optimizer = torch.optim.Adam(model.parameters(), rate)
@@ -86,30 +89,47 @@ def train(model: nn.Module, method: str, data: Tensor, held_out: Tensor, argumen
         loss(attached.model(inputs), targets).backward()
         attached.step(optimizer)
     attached.detach()
-    return curve
+    return curve, dense_bytes(model) if attached.reduction is None else attached.reduction.traffic.bytes_sent
+
+
+def dense_bytes(model: nn.Module) -> int:
+    """Return what each of two sites sends in a step of DDP: one gradient, by a ring."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def start_weights(arguments: argparse.Namespace, untrained: nn.Module) -> nn.Module:
+    """Return the model that is fine-tuned: trained on the first text, or as an earlier run has stored it."""
+    trained, file = deepcopy(untrained), Path(f"{arguments.out}.pt")
+    if arguments.keep and file.exists():
+        trained.load_state_dict(torch.load(file))
+        return trained
+    prose = [text("*.md", ("docs",), part) for part in ("site", "held out")]
+    curve, _ = train(trained, "dsgd", *prose, arguments, steps=arguments.pretraining, seed=0, rate=2e-3)
+    dist.barrier()  # the other site may still look for the file
+    if dist.get_rank() == 0:
+        print(f"training: held-out loss from {curve[0]:.2f} to {curve[-1]:.2f} nats a byte", flush=True)
+        torch.save(trained.state_dict(), file)
+    return trained
 
 
 def run_site(arguments: argparse.Namespace) -> None:
     """Train the model on the first text, then fine-tune it on the second one by each method for each seed."""
     torch.set_num_threads(1)
     dadplug.connect()
-    prose = [text("*.md", ("docs",), part) for part in ("site", "held out")]
-    code = [text("*.py", ("dadplug", "hooks", "runners"), part) for part in ("site", "held out")]
     torch.manual_seed(0)
     untrained = tied_model()
-    trained = deepcopy(untrained)
-    before = train(trained, "dsgd", *prose, arguments, steps=arguments.pretraining, seed=0, rate=2e-3)
-    runs = [(method, seed, trained) for seed in range(arguments.seeds) for method in arguments.methods.split(",")]
-    runs.append((UNTRAINED, 0, untrained))
-    if dist.get_rank() == 0:
-        print(f"training: held-out loss from {before[0]:.2f} to {before[-1]:.2f} nats a byte", flush=True)
-    for name, seed, start in runs:
-        method = "ddp" if name == UNTRAINED else name
-        curve = train(deepcopy(start), method, *code, arguments, steps=arguments.steps, seed=seed, rate=5e-4)
+    trained = start_weights(arguments, untrained)
+    code = [text("*.py", ("dadplug", "hooks", "runners"), part) for part in ("site", "held out")]
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    for method, seed in ((method, seed) for seed in seeds for method in arguments.methods.split(",")):
+        if method == UNTRAINED and seed:
+            continue
+        name, start = ("ddp", untrained) if method == UNTRAINED else (method, trained)
+        curve, nbytes = train(deepcopy(start), name, *code, arguments, steps=arguments.steps, seed=seed, rate=5e-4)
         if dist.get_rank() == 0:
-            print(f"{name}, seed {seed}: {curve[0]:.3f} to {curve[-1]:.3f}", flush=True)
+            print(f"{method}, seed {seed}: {curve[0]:.3f} to {curve[-1]:.3f}", flush=True)
             with open(f"{arguments.out}.json", "a") as results:
-                row = {"method": name, "seed": seed, "every": arguments.every, "curve": curve}
+                row = {"method": method, "seed": seed, "every": arguments.every, "curve": curve, "bytes": nbytes}
                 results.write(json.dumps(row) + "\n")
 
 
@@ -120,7 +140,7 @@ def curves_of(rows: list[dict], method: str) -> list[list[float]]:
 def table(rows: list[dict]) -> str:
     """Write a table of held-out losses: mean and range over seeds at half of the steps and at the end."""
     peers = curves_of(rows, "ddp")
-    lines = ["| | half of the steps | all | points inside DDP's range |", "| --- " * 4 + "|"]
+    lines = ["| | kB a step | half of the steps | all | points inside DDP's range |", "| --- " * 5 + "|"]
     for method in dict.fromkeys(row["method"] for row in rows):
         own = curves_of(rows, method)
         cells = []
@@ -130,7 +150,8 @@ def table(rows: list[dict]) -> str:
         means = [statistics.fmean(values) for values in zip(*own, strict=True)]
         ranges = [(min(values), max(values)) for values in zip(*peers, strict=True)]
         inside = sum(least <= mean <= most for mean, (least, most) in zip(means, ranges, strict=True))
-        lines.append(f"| {title(method)} | {cells[0]} | {cells[1]} | {inside} of {len(means)} |")
+        sent = next(row["bytes"] for row in rows if row["method"] == method)
+        lines.append(f"| {title(method)} | {sent / 1e3:,.0f} | {cells[0]} | {cells[1]} | {inside} of {len(means)} |")
     return "\n".join(lines)
 
 
@@ -166,10 +187,12 @@ def main() -> int:
     parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them; with ddp")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--pretraining", type=int, default=600, help="steps on the first text")
     parser.add_argument("--steps", type=int, default=200, help="steps on the second text")
     parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
     parser.add_argument("--out", default="fine_tuning", help="name of the files, without .json, .md and .png")
+    parser.add_argument("--keep", action="store_true", help="keep the curves and the weights of earlier runs")
     parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
     arguments = parser.parse_args()
     results = Path(f"{arguments.out}.json")
@@ -177,7 +200,8 @@ def main() -> int:
         run_site(arguments)
         return 0
     if not arguments.draw_only:
-        results.unlink(missing_ok=True)
+        if not arguments.keep:
+            results.unlink(missing_ok=True)
         if status := launch_sites([__file__, *sys.argv[1:]], 2):
             return status
     rows = read(results)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import MismatchError
 from .all_to_all import PointToPointAllToAll, SocketAllToAll
 from .objects import MAX_BYTES, gather_objects
 from .sites import Sites
@@ -94,7 +95,8 @@ class GroupTransport(Transport):
         if not self._sockets_tried:
             self._sockets_tried = True
             with self.traffic.apart():
-                self._sockets = connect_sockets(self)
+                sockets = connect_sockets(self)
+            self._sockets = None if sockets is None else PeerSockets(self, sockets)
         return self._sockets
 
     def all_reduce(self, tensor: Tensor) -> Reduction:
@@ -139,6 +141,8 @@ class GroupTransport(Transport):
         try:
             with self.traffic.waiting():
                 work.wait()
+        except MismatchError:
+            raise
         except RuntimeError as error:
             raise self.lost(error, peer) from error
         # Gloo's thread releases the work later than this one. If it were the last to do so, it would free tensors of

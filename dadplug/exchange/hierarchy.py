@@ -2,11 +2,13 @@
 
 A gather sends a process's payload to the other processes of its node, and to one process of each other node, which
 forwards it. A sum is divided among the processes with the same index on all nodes: each sums its part inside its node,
-then between nodes, and sends the result to the processes of its node.
+then between nodes, and sends the result to the processes of its node. Messages travel on connections of the processes'
+own, inside a node by Unix sockets where there are any, or else by gloo.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -17,8 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import MismatchError
 from .group_transport import GroupTransport
 from .sites import Sites
+from .socket_setup import connect_sockets
+from .socket_transport import mismatch
+from .tagged_sockets import TaggedSockets
 from .topology import Nodes
 from .traffic import Traffic
 from .transport import Gather, Reduction
@@ -45,6 +51,7 @@ class HierarchicalTransport(GroupTransport):
 
     def __init__(self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, timeout: float, nodes: Nodes) -> None:
         self.workers = WorkerThreads()
+        self._messages: TaggedSockets | None = None
         super().__init__(group, sites, traffic, torch.device("cpu"), timeout)
         self.nodes = nodes
         self.has_all_to_all = False  # payloads are forwarded to all processes of a node
@@ -54,9 +61,13 @@ class HierarchicalTransport(GroupTransport):
         self.ring = 2 * (nodes.count - 1) / nodes.count / nodes.owners if works else 0.0
 
     def close(self) -> None:
+        if self._process != os.getpid():
+            return
         if not self.workers.close(_SHORT):
             self._close_connections()
             self.workers.close(_LONG)
+        if self._messages is not None:
+            self._messages.close()
         super().close()
 
     def _close_connections(self) -> None:
@@ -65,6 +76,9 @@ class HierarchicalTransport(GroupTransport):
         gloo has no call for it, but a wait that times out closes all connections of a group; a wait for a site that is
         gone does not.
         """
+        if self._messages is not None:
+            self._messages.shut_down()
+            return
         for rank in range(self.world_size):
             if rank != self.rank:
                 with suppress(RuntimeError):
@@ -80,26 +94,40 @@ class HierarchicalTransport(GroupTransport):
 
     def tags(self, count: int) -> int:
         """Reserve consecutive tags, and return the first; all sites must reserve theirs in the same order."""
+        if not self._sockets_tried:
+            self._connect()
         if self._tags + count > _MAX_TAGS:
             self._tags = 0
         first = self._tags + 1
         self._tags += count
         return first
 
+    def _connect(self) -> None:
+        """Open the connections of the processes, which all of them do together."""
+        self._sockets_tried = True
+        with self.traffic.apart():
+            sockets = connect_sockets(self, self.nodes.peers)
+        if sockets is not None:
+            self._messages = TaggedSockets(sockets, self.timeout, {rank: mismatch(self, rank) for rank in sockets})
+
     def send(self, tensor: Tensor, rank: int, tag: int) -> list[tuple[dist.Work, int]]:
         """Start to send a contiguous tensor; return the operations to wait for, each with the rank of the other end."""
         if not tensor.numel():
             return []
         self.traffic.add(tensor.numel() * tensor.element_size(), inside=rank in self.nodes.own)
-        return self._start(dist.isend, tensor, rank, tag)
+        return self._start(tensor, rank, tag, sends=True)
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> list[tuple[dist.Work, int]]:
         """Start to receive into a contiguous tensor; return as `send` does."""
-        return self._start(dist.irecv, tensor, rank, tag) if tensor.numel() else []
+        return self._start(tensor, rank, tag, sends=False) if tensor.numel() else []
 
-    def _start(self, start: Any, tensor: Tensor, rank: int, tag: int) -> list[tuple[dist.Work, int]]:
+    def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> list[tuple[dist.Work, int]]:
+        content = tensor.view(torch.uint8)
+        if self._messages is not None:
+            return [(self._messages.start(content, rank, tag, sends), rank)]
+        start: Any = dist.isend if sends else dist.irecv
         try:
-            return [(start(tensor.view(torch.uint8), self._global[rank], group=self.group, tag=tag), rank)]
+            return [(start(content, self._global[rank], group=self.group, tag=tag), rank)]
         except RuntimeError as error:
             raise self.lost(error, rank) from error
 
@@ -147,6 +175,8 @@ class HierarchicalTransport(GroupTransport):
         for work, peer in works:
             try:
                 work.wait()
+            except MismatchError:
+                raise
             except RuntimeError as error:
                 culprit: int | None = peer
                 if "imed out" in str(error):

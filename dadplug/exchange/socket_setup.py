@@ -1,4 +1,8 @@
-"""Setup of connections between sites: each listens, sends its address to the others, and connects to lower ranks."""
+"""Setup of connections between sites: each listens, sends its address to the others, and connects to lower ranks.
+
+Processes of a node connect by Unix sockets where the system has abstract names for them, as Linux does: those take
+about half of the processor time of TCP on the loopback interface.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ import select
 import selectors
 import socket
 import struct
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import NamedTuple, cast
 
 from .addresses import own_addresses
-from .socket_transport import KERNEL_BYTES, PeerSockets
+from .socket_transport import KERNEL_BYTES
 from .transport import Transport
 
 _HELLO = struct.Struct("<16sI")  # the listener's token, the connecting site's rank
@@ -23,31 +28,55 @@ _CONNECT_SECONDS = 10.0  # for all sites to reach one another
 _SWITCH = "DADPLUG_STREAMS"
 
 
-def connect_sockets(transport: Transport) -> PeerSockets | None:
+class _Address(NamedTuple):
+    """Address of a listening site.
+
+    Attributes:
+        host: IPv4 address.
+        port: TCP port.
+        token: what a site that connects sends to prove that it belongs to the group.
+        name: abstract name of a Unix socket; empty where it has none.
+    """
+
+    host: str
+    port: int
+    token: bytes
+    name: bytes
+
+
+def connect_sockets(transport: Transport, near: Collection[int] = ()) -> dict[int, socket.socket] | None:
     """Connect all sites of a transport with one another; all of them must call it together.
 
+    Args:
+        transport: the transport.
+        near: ranks that may be reached by Unix sockets, where that is possible.
+
     Returns:
-        The connections; None on all sites if one of them cannot connect or has DADPLUG_STREAMS=0 in its environment.
-        Messages are sent by gloo then.
+        Connected sockets by rank; None on all sites if one of them cannot connect or has DADPLUG_STREAMS=0 in its
+        environment. Messages are sent by gloo then.
 
     Raises:
         SiteError: if a site is gone.
     """
     listener = _listen() if os.environ.get(_SWITCH, "1") != "0" and hasattr(select, "poll") else None
-    token = secrets.token_bytes(16)
-    address = None if listener is None else (*listener.getsockname()[:2], token)
-    addresses = transport.gather_objects(address)
+    listeners = [] if listener is None else [listener, *(_listen_near() if near else ())]
+    address = None
+    if listener is not None:
+        name = listeners[1].getsockname() if len(listeners) > 1 else b""
+        host, port = listener.getsockname()[:2]
+        address = _Address(host, port, secrets.token_bytes(16), name)
+    addresses = transport.gather_objects(address and tuple(address))
     sockets: dict[int, socket.socket] = {}
-    if listener is not None and all(addresses):
+    if listeners and all(addresses):
         try:
-            sockets = _connect_all(transport, listener, addresses)
+            sockets = _connect_all(transport, listeners, [_Address(*each) for each in addresses], near)
         except OSError:
             sockets = {}
-    if listener is not None:
-        listener.close()
+    for each in listeners:
+        each.close()
     complete = len(sockets) == transport.world_size - 1
     if all(transport.gather_objects(complete)):
-        return PeerSockets(transport, sockets)
+        return sockets
     for connected in sockets.values():
         connected.close()
     return None
@@ -66,6 +95,20 @@ def _listen() -> socket.socket | None:
     return None
 
 
+def _listen_near() -> list[socket.socket]:
+    """Open a Unix socket with an abstract name, which is gone with the socket; return none where there are none."""
+    if sys.platform != "linux":
+        return []
+    listener = _large_socket(socket.AF_UNIX)
+    try:
+        listener.bind(b"\0dadplug-" + secrets.token_hex(16).encode())
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        return []
+    return [listener]
+
+
 def _large_socket(family: socket.AddressFamily) -> socket.socket:
     """Make a socket with large buffers of fixed size; where the system grants less, leave their size to it."""
     sized = socket.socket(family)
@@ -79,14 +122,15 @@ def _large_socket(family: socket.AddressFamily) -> socket.socket:
 
 
 def _connect_all(
-    transport: Transport, listener: socket.socket, addresses: Sequence[tuple[str, int, bytes]]
+    transport: Transport, listeners: Sequence[socket.socket], addresses: Sequence[_Address], near: Collection[int]
 ) -> dict[int, socket.socket]:
     """Connect to the sites of lower rank, and accept the connections of the others.
 
     Args:
         transport: the transport.
-        listener: this site's listening socket.
-        addresses: host, port and token of every site, by rank.
+        listeners: this site's listening sockets.
+        addresses: address of every site, by rank.
+        near: ranks that may be reached by Unix sockets.
 
     Returns:
         Connected sockets by rank; without those of sites that have not connected in time.
@@ -97,37 +141,55 @@ def _connect_all(
     deadline = time.monotonic() + min(_CONNECT_SECONDS, transport.timeout)
     sockets: dict[int, socket.socket] = {}
     for rank in range(transport.rank):
-        host, port, token = addresses[rank]
-        connected = sockets[rank] = _large_socket(socket.AF_INET)
-        connected.settimeout(max(0.1, deadline - time.monotonic()))
-        connected.connect((host, port))
-        connected.sendall(_HELLO.pack(token, transport.rank))
+        connected = _connect(addresses[rank], rank in near, deadline)
+        sockets[rank] = connected
+        connected.sendall(_HELLO.pack(addresses[rank].token, transport.rank))
     expected = set(range(transport.rank + 1, transport.world_size))
-    for rank, connected in _accept(listener, addresses[transport.rank][2], expected, deadline):
+    for rank, connected in _accept(listeners, addresses[transport.rank].token, expected, deadline):
         sockets[rank] = connected
     return sockets
 
 
+def _connect(address: _Address, is_near: bool, deadline: float) -> socket.socket:
+    """Connect to a listening site, by TCP where its Unix socket cannot be reached: it may be in another container."""
+    if is_near and address.name:
+        connected = _large_socket(socket.AF_UNIX)
+        with suppress(OSError):
+            connected.settimeout(max(0.1, deadline - time.monotonic()))
+            connected.connect(address.name)
+            return connected
+        connected.close()
+    connected = _large_socket(socket.AF_INET)
+    connected.settimeout(max(0.1, deadline - time.monotonic()))
+    try:
+        connected.connect((address.host, address.port))
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
 def _accept(
-    listener: socket.socket, token: bytes, expected: set[int], deadline: float
+    listeners: Sequence[socket.socket], token: bytes, expected: set[int], deadline: float
 ) -> Iterator[tuple[int, socket.socket]]:
     """Yield the connections of the expected sites; connections of others are closed without a delay for the sites.
 
     Args:
-        listener: the listening socket.
+        listeners: the listening sockets.
         token: what a site sends to prove that it belongs to the group.
         expected: ranks that are to connect; those that have are removed.
         deadline: end of the wait, by `time.monotonic`.
     """
     unknown: dict[socket.socket, bytearray] = {}
-    listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ)
         while expected and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
-                if key.fileobj is listener:
+                if key.fileobj in listeners:
                     with suppress(OSError):
-                        connected, _ = listener.accept()
+                        connected, _ = cast(socket.socket, key.fileobj).accept()
                         connected.setblocking(False)
                         unknown[connected] = bytearray()
                         selector.register(connected, selectors.EVENT_READ)

@@ -237,11 +237,7 @@ class PeerSockets:
             if read:
                 connection.read()
         except _Mismatch as error:
-            sites = self._transport.sites
-            raise MismatchError(
-                f"{sites[error.rank]} and {sites[self._transport.rank]} are not at the same exchange: every site must "
-                "call synchronize() equally often, with the same model; a site that has run out of data calls idle()"
-            ) from None
+            raise MismatchError(mismatch(self._transport, error.rank)) from None
         except (OSError, ValueError) as error:
             raise self._transport.lost(error, connection.rank) from error
 
@@ -323,6 +319,15 @@ class SocketGather(Gather):
                 self._sockets.wait(self._messages)
             self._messages = []
         return self._payloads
+
+
+def mismatch(transport: Transport, rank: int) -> str:
+    """Return the text of the error for a message of a site that is not the expected one."""
+    sites = transport.sites
+    return (
+        f"{sites[rank]} and {sites[transport.rank]} are not at the same exchange: every site must call synchronize() "
+        "equally often, with the same model; a site that has run out of data calls idle()"
+    )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 
 import pytest
 import support
@@ -75,6 +76,37 @@ def sums_and_gathers(layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_sums_and_gathers_are_right(sites, layout):
     sites(4).run(sums_and_gathers, layout)
+
+
+def switches_streams(mode: str, layout) -> list[str]:
+    """Gradients are the same to the bit on the processes' own connections and by gloo; returns what the former are."""
+    found = []
+    for streams in ("1", "0"):
+        os.environ["DADPLUG_STREAMS"] = streams
+        try:
+            found.append(gradients_of(mode, {"hierarchy": layout}, 4))
+            transport = open_transport(None, Traffic(), torch.device("cpu"), 30, layout)
+            assert isinstance(transport, HierarchicalTransport)
+            transport.tags(1)
+            if streams == "1":
+                assert transport._messages is not None
+                connections = transport._messages.connections.items()
+                families = [f"{rank}: {connection.socket.family.name}" for rank, connection in connections]
+            else:
+                assert transport._messages is None
+            transport.close()
+        finally:
+            os.environ["DADPLUG_STREAMS"] = "1"
+    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
+    return sorted(families)
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "rankdad"])
+def test_own_connections_give_the_results_of_gloo(sites, mode):
+    families = sites(4).run(switches_streams, mode, [[0, 2], [1, 3]])
+    near = "AF_UNIX" if sys.platform == "linux" else "AF_INET"
+    assert families[0] == ["1: AF_INET", f"2: {near}", "3: AF_INET"]
+    assert families[3] == ["0: AF_INET", f"1: {near}", "2: AF_INET"]
 
 
 def gradients_of(mode: str, options: dict, processes: int) -> list[torch.Tensor]:

@@ -226,13 +226,13 @@ def test_large_models_have_the_parameters_of_their_originals(name, millions):
 def test_a_table_of_fine_tuning_has_the_points_inside_the_range():
     curves = {"ddp": [[3.0, 2.0, 1.0], [3.0, 2.2, 1.2]], "rankdad": [[3.0, 2.4, 1.0], [3.0, 2.3, 1.2]]}
     rows = [
-        {"method": method, "seed": seed, "every": 10, "curve": curve}
+        {"method": method, "seed": seed, "every": 10, "curve": curve, "bytes": 2_000 * len(method)}
         for method, own in curves.items()
         for seed, curve in enumerate(own)
     ]
     table = program("fine_tuning").table(rows)
-    assert "| DDP | 2.100 (2.000 to 2.200) | 1.100 (1.000 to 1.200) | 3 of 3 |" in table
-    assert "| rankdad | 2.350 (2.300 to 2.400) | 1.100 (1.000 to 1.200) | 2 of 3 |" in table
+    assert "| DDP | 6 | 2.100 (2.000 to 2.200) | 1.100 (1.000 to 1.200) | 3 of 3 |" in table
+    assert "| rankdad | 14 | 2.350 (2.300 to 2.400) | 1.100 (1.000 to 1.200) | 2 of 3 |" in table
 
 
 def fine_tune() -> None:
@@ -243,7 +243,8 @@ def fine_tune() -> None:
     torch.manual_seed(0)
     model = tuning.tied_model()
     data = phrase, phrase, arguments
-    curve = tuning.train(model, "rankdad:dense=lowrank", *data, steps=12, seed=0, rate=2e-3)
+    curve, nbytes = tuning.train(model, "rankdad:dense=lowrank", *data, steps=12, seed=0, rate=2e-3)
+    assert 0 < nbytes < tuning.dense_bytes(model) / 10
     assert len(curve) == 4
     assert curve[-1] < 0.95 * curve[0]
 
