@@ -12,7 +12,7 @@ from torch import nn
 from ..adapm import AdaModel
 from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.base_runner import RunnerArguments
+from ._catalyst.runner_arguments import RunnerArguments
 from .distributed_runner import DistributedRunner
 from .lookahead_loader import LookaheadLoader
 from .management import Management, Stub, check_names, clip, embeddings_of, give_back

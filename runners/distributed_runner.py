@@ -14,12 +14,13 @@ from ..hub.trainer_transport import TrainerTransport
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.base_runner import BaseRunner, RunnerArguments
+from ._catalyst.elastic_runner import ElasticRunner
 from ._catalyst.elastic_training import ElasticTraining
 from ._catalyst.fused_steps import FusedCallbacks, plain
+from ._catalyst.runner_arguments import RunnerArguments
 
 
-class DistributedRunner(BaseRunner):
+class DistributedRunner(ElasticRunner):
     """Catalyst runner that trains one model between sites; a drop-in replacement for `SupervisedRunner`.
 
     Every site runs the same script. The sites are connected by `dadplug.connect`, by torchrun's environment, or by an
@@ -77,7 +78,6 @@ class DistributedRunner(BaseRunner):
         given, options = split_keywords(RunnerArguments, arguments)
         checked = Options.create(mode=mode, **options)
         super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
-        self._elastic: ElasticTraining | None = None  # where sites may leave and return
         self._agreed_before = 0
         self._fuses = fused
         self._fused: FusedCallbacks | None = None
@@ -87,10 +87,6 @@ class DistributedRunner(BaseRunner):
     @property
     def _requirements(self) -> Requirements | None:
         return self.options.requirements
-
-    @property
-    def _joins(self) -> bool:
-        return self._joined is not None
 
     def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> GradientReduction:
         settings = {name: getattr(self.options, name) for name in Options.names()}
@@ -112,27 +108,6 @@ class DistributedRunner(BaseRunner):
     def _build_reduction(self, model: torch.nn.Module, settings: dict[str, Any]) -> GradientReduction:
         return GradientReduction(model, **settings)
 
-    @property
-    def _joined(self) -> dict[str, Any] | None:
-        """State of the other sites that this one joins in mid-training, up to the end of its first step; else None."""
-        return None if self._elastic is None else self._elastic.joined
-
-    def on_experiment_start(self, runner: Any) -> None:
-        """Restore the state of the other sites, if this one joins them in mid-training."""
-        super().on_experiment_start(runner)
-        if self._elastic is not None:
-            self._elastic.restore()
-
-    def _run_epoch(self) -> None:
-        loaders = self.loaders
-        if (state := self._joined) is not None:  # others have gone through the loaders before this one
-            self.loaders = dict([*loaders.items()][[*loaders].index(state["loader"]) :])
-            self.epoch_metrics.update(state["metrics"])
-        try:
-            super()._run_epoch()
-        finally:
-            self.loaders = loaders
-
     def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
         """Clip the agreed gradients by a function of the parameters, held ones among them; return what it returns."""
         if self._fused is not None and self.reduction.holds:
@@ -153,13 +128,6 @@ class DistributedRunner(BaseRunner):
         super().on_epoch_start(runner)
         if self.engine.is_main_process and not self.loggers and self.engine.transport.elastic:
             self.loggers = self.get_loggers()
-
-    def on_loader_start(self, runner: Any) -> None:
-        """Compute the number of steps with the other sites; of a site that joins them, that of their epoch."""
-        super().on_loader_start(runner)
-        if (state := self._joined) is not None:
-            self.steps, self.micro_step = state["steps"], state["micro_step"]
-            self._own_steps = min(self._own_steps, self.steps)
 
     def _stops_before_step(self) -> bool:
         self._agreed_before = self.reduction.step

@@ -17,7 +17,8 @@ from ..hogwild import Hogwild
 from ..hogwild.dealing import check_loader
 from ..hogwild.options import HogwildOptions
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.base_runner import BaseRunner, RunnerArguments
+from ._catalyst.base_runner import BaseRunner
+from ._catalyst.runner_arguments import RunnerArguments
 from .hogwild_loader import HogwildLoader
 
 

@@ -10,7 +10,8 @@ import torch
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.base_runner import BaseRunner, RunnerArguments
+from ._catalyst.base_runner import BaseRunner
+from ._catalyst.runner_arguments import RunnerArguments
 
 
 class LocalSGDRunner(BaseRunner):

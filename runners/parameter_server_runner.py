@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import MismatchError
+from ..exchange import Transport
 from ..parameter_server import ParameterServer, ServerOptions
+from ..parameter_server.trainer_transport import ServerTransport
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.base_runner import BaseRunner, RunnerArguments
+from ._catalyst.elastic_runner import ElasticRunner
+from ._catalyst.elastic_training import ServerTraining
+from ._catalyst.runner_arguments import RunnerArguments
+from .return_file import ReturnFile
 from .server_loader import NO_ACCUMULATION, ServerLoader
 
 
-class ParameterServerRunner(BaseRunner):
+class ParameterServerRunner(ElasticRunner):
     """Catalyst runner for asynchronous steps; a drop-in replacement for `SupervisedRunner`.
 
     Each site sends its gradients and applies those of all sites in the order of one log; none waits for another one's
@@ -26,11 +32,18 @@ class ParameterServerRunner(BaseRunner):
     With ``deal="shared"`` the batches of training loaders are handed out on demand, each once an epoch. Every site
     counts as many steps as there are batches, and those that others make are without data.
 
+    With ``return_file`` training goes on without a lost site, other than site 0. Metrics are those of the sites that
+    are present, and each of them writes the checkpoints. A process that is started in place of a lost one finds the
+    file, and returns: it takes over model, optimizer, scheduler and the place in the epoch from site 0, and goes on in
+    the midst of an epoch. Such a process must not call `dadplug.connect`.
+
     Args:
         model: model to train; may be passed to `train` instead.
         criterion: loss, the mean over the samples of its batch; may be passed to `train` instead.
         optimizer: optimizer of the model; may be passed to `train` instead.
         mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``: how gradients are encoded.
+        return_file: path of a file of this site, which exists while a training is under way, and holds a secret. Where
+            it is given, at all sites, lost sites are not waited for, and return.
         arguments: options of the server, with the names and defaults of `dadplug.parameter_server.ServerOptions`, and
             the other arguments of `DistributedRunner`.
 
@@ -57,6 +70,8 @@ class ParameterServerRunner(BaseRunner):
         criterion: Any = None,
         optimizer: Any = None,
         mode: str = ServerOptions.mode,
+        *,
+        return_file: str | Path | None = None,
         **arguments: Any,
     ) -> None:
         given, options = split_keywords(RunnerArguments, arguments)
@@ -64,10 +79,14 @@ class ParameterServerRunner(BaseRunner):
         super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
         self._clip: Callable[[Any], Any] | None = None
         self._hook: Any = None
+        self._file = None if return_file is None else ReturnFile(return_file)
+        self.dealt: set[str] = set()  # names of the loaders whose batches are dealt
 
     def _run(self) -> None:
         try:
             super()._run()
+            if self._file is not None:
+                self._file.remove()
         finally:
             if self._hook is not None:
                 self._hook.remove()
@@ -80,6 +99,7 @@ class ParameterServerRunner(BaseRunner):
     def _setup_loaders(self) -> None:
         """Have the batches of the training loaders dealt with ``deal="shared"``; the other loaders are split."""
         super()._setup_loaders()
+        self.dealt.clear()
         if self.options.deal != "shared" or self.engine.num_processes == 1:
             return
         for name in [name for name in self.loaders if name.startswith("train")]:
@@ -87,8 +107,9 @@ class ParameterServerRunner(BaseRunner):
                 raise MismatchError(
                     f"the sites have different data sets in loader {name!r}: deal='shared' deals the batches of one"
                 )
-            dealt = ServerLoader(self._undivided[name], lambda: self.reduction, pads=False)
+            dealt = ServerLoader(self.undivided[name], lambda: self.reduction, pads=False)
             self.loaders[name] = self.engine.on_device(dealt)
+            self.dealt.add(name)
 
     def _setup_callbacks(self) -> None:
         super()._setup_callbacks()
@@ -106,11 +127,28 @@ class ParameterServerRunner(BaseRunner):
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
         self._clip = None
         self._hook = optimizer.register_step_pre_hook(self._before_commit)
-        return ParameterServer(model, optimizer, process_group=self._process_group, **vars(self.options))
+        options = {"process_group": self._process_group} | vars(self.options)
+        transport = self.engine.transport
+        if self._file is None or not isinstance(transport, ServerTransport):
+            return ParameterServer(model, optimizer, in_trainer=True, **options)
+        self._elastic = ServerTraining(self, transport)
+        return self._file.build(transport, self._elastic, model, optimizer, **options)
+
+    def _connect(self) -> None:
+        if self._file is None or not self._file.returns:
+            super()._connect()
+
+    def _open_with(self, open_first: Callable[[], Transport]) -> Transport:
+        if self._file is None:
+            return open_first()
+        return self._file.open_transport(torch.device("cpu"), self.options.timeout, open_first)
+
+    def _batches_from(self, first: int) -> Iterator[Any]:
+        return iter(self.loader) if self.loader_key in self.dealt else super()._batches_from(first)
 
     def _idle(self) -> None:
         if self.update_due:
-            self.reduction.step()
+            self._step()
 
     def clip_gradients(self, function: Callable[[Any], Any]) -> None:
         """Clip the merged gradient of each commit from now on by a function of the parameters."""
@@ -122,8 +160,14 @@ class ParameterServerRunner(BaseRunner):
 
     def step_optimizer(self, optimizer: Any) -> None:
         """Send this site's gradient, and make the optimizer's steps of the commits that have arrived."""
+        self._step()
+
+    def _step(self) -> None:
         self.reduction.step()
-        self.reduction.require_all()
+        if self._elastic is None:
+            self.reduction.require_all()
+        else:
+            self.engine.end_step()
 
     def _run_loader(self) -> None:
         """Run a loader; after training wait until all sites hold one model, before callbacks exchange metrics."""

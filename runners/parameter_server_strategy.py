@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from torch import Tensor
 from ..exchange import Transport
 from ..model_sync.uneven_inputs import batches_before
 from ..parameter_server import ParameterServer, ServerOptions
+from ..parameter_server.trainer_transport import ServerTransport
 from ..signature import split_keywords, takes_keywords_of
+from ._lightning.environment import ReturnedEnvironment
+from ._lightning.server_fit import ServerFit
 from ._lightning.site_strategy import SiteStrategy, StrategyArguments
+from .return_file import ReturnFile
 from .server_loader import NO_ACCUMULATION, ServerLoader
 
 _MEETS_TOO_EARLY = (
@@ -35,6 +40,11 @@ class ParameterServerStrategyBase(SiteStrategy):
     With ``deal="shared"`` the batches of the training loader are handed out on demand, each once an epoch. Every site
     has as many steps as there are batches, and skips those that others make. Sites meet at the end of epochs only then.
 
+    With ``return_file`` training goes on without a lost site, other than site 0. Metrics and collectives are those of
+    the sites that are present. A process that is started in place of a lost one finds the file, and returns: it takes
+    over model, optimizer, schedules, callbacks and the place in the epoch from site 0, and goes on in the midst of an
+    epoch. Such a process must not call `dadplug.connect`.
+
     Within ``training_step`` a metric that is logged with ``sync_dist=True`` is this site's own; over an epoch it is
     that of all sites. Other collectives there are an error, since the sites are not at the same batch.
 
@@ -42,6 +52,8 @@ class ParameterServerStrategyBase(SiteStrategy):
 
     Args:
         mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``: how gradients are encoded.
+        return_file: path of a file of this site, which exists while a fit is under way, and holds a secret. Where it is
+            given, at all sites, lost sites are not waited for, and return.
         arguments: options of the server, with the names and defaults of `dadplug.parameter_server.ServerOptions`, and
             arguments of ``DDPStrategy``, as in `DADStrategy`.
 
@@ -63,11 +75,17 @@ class ParameterServerStrategyBase(SiteStrategy):
     server: ParameterServer | None = None
 
     @takes_keywords_of(StrategyArguments, ServerOptions)
-    def __init__(self, mode: str = ServerOptions.mode, **arguments: Any) -> None:
+    def __init__(
+        self, mode: str = ServerOptions.mode, *, return_file: str | Path | None = None, **arguments: Any
+    ) -> None:
         given, options = split_keywords(StrategyArguments, arguments)
+        self._file = None if return_file is None else ReturnFile(return_file)
+        if self._file is not None and self._file.rank is not None:
+            given["cluster_environment"] = ReturnedEnvironment(self._file.rank, len(self._file.names))
         checked = ServerOptions.create(mode=mode, **options)
         super().__init__(checked, given)
         self._dealt: ServerLoader | None = None
+        self._fit: ServerFit | None = None  # where sites may leave and return
         self._in_step = False
         self._has_stepped = False  # since the sites held one model
 
@@ -87,8 +105,23 @@ class ParameterServerStrategyBase(SiteStrategy):
         if self._transport is not None:
             self._transport.gather_objects(None)  # a site that has failed by now builds no server
 
+    def setup_environment(self) -> None:
+        if isinstance(self.cluster_environment, ReturnedEnvironment):
+            self.cluster_environment.begin()
+        super().setup_environment()
+
+    def _open_transport(self) -> Transport:
+        open_first = super()._open_transport
+        if self._file is None:
+            return open_first()
+        return self._file.open_transport(self.root_device, self.options.timeout, open_first)
+
     def setup(self, trainer: Any) -> None:
         fits = trainer.state.fn == "fit"
+        self._fit = None
+        if fits and isinstance(self._transport, ServerTransport):
+            self._fit = ServerFit(self, trainer, self._transport)
+            self._fit.begin(self._run, fits)
         if fits:
             self._check()
             if self._deals and trainer.accumulate_grad_batches != 1:
@@ -102,11 +135,24 @@ class ParameterServerStrategyBase(SiteStrategy):
         if len(self.optimizers) != 1:
             raise ValueError("a parameter server needs one optimizer; DADStrategy takes several")
         (optimizer,) = self.optimizers
-        self.server = ParameterServer(self.lightning_module, optimizer, **vars(self.options))
+        self.server = self._build_server(self.lightning_module, optimizer)
         self._run.callback(optimizer.register_step_pre_hook(self._before_commit).remove)
-        if self._states is not None:
+        if self._states is not None and not (self._fit is not None and self._fit.joins):
             self.server.load_states(self._states)
-            self._states = None
+        self._states = None
+        if self._fit is not None:
+            self._fit.restore(self._run)
+
+    def _build_server(self, *arguments: Any) -> ParameterServer:
+        if self._fit is None or self._file is None:
+            return ParameterServer(*arguments, in_trainer=True, **vars(self.options))
+        assert isinstance(self._transport, ServerTransport)
+        return self._file.build(self._transport, self._fit, *arguments, **vars(self.options))
+
+    def on_train_start(self) -> None:
+        if self._fit is not None:
+            self._fit.prepare_validation()
+        super().on_train_start()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -122,11 +168,16 @@ class ParameterServerStrategyBase(SiteStrategy):
 
     def _match_lengths(self, dataloader: Any, transport: Transport) -> Any:
         """Have the batches of the training loader dealt, or match the lengths of all sites' loaders."""
+        if not self._deals and self._fit is not None:
+            loader = self._fit.wrap(dataloader)
+            self._steps = loader.place
+            return loader
         if not self._deals:
             return super()._match_lengths(dataloader, transport)
         if self._dealt is not None and self._dealt.unused:
             raise ValueError("deal='shared' deals the batches of one training loader: put the data sets into one")
-        self._dealt = ServerLoader(dataloader, self._current_server, pads=True)
+        first = int if self._fit is None else self._fit.first_batch
+        self._dealt = ServerLoader(dataloader, self._current_server, True, first)
         return self._dealt
 
     def _current_server(self) -> ParameterServer:
@@ -184,7 +235,10 @@ class ParameterServerStrategyBase(SiteStrategy):
         self._has_stepped = True
         with self._stepping():
             self.server.step()
-        self.server.require_all()
+        if self._fit is None:
+            self.server.require_all()
+        else:
+            self._fit.end_step()
         if self._trainer.is_last_batch:  # before metrics of the epoch, which need all sites
             self._end_phase()
         return output
@@ -197,10 +251,6 @@ class ParameterServerStrategyBase(SiteStrategy):
             yield
         finally:
             self._in_step = before
-
-    def on_train_end(self) -> None:
-        self._end_phase()
-        super().on_train_end()
 
     def _average_buffers(self) -> None:
         """Wait until all sites hold one model, before an evaluation or a checkpoint."""
@@ -272,5 +322,16 @@ class ParameterServerStrategyBase(SiteStrategy):
     # Checkpoints
 
     def _add_states(self, checkpoint: dict[str, Any]) -> None:
-        if self._in_fit:  # after an error, contributions that are in transit would not arrive
+        if not self._in_fit:  # after an error, contributions that are in transit would not arrive
+            return
+        if self._fit is None or self.server is None:
             super()._add_states(checkpoint)
+        else:
+            assert self._transport is not None
+            checkpoint["dadplug"] = self._transport.gather_objects(self.server.state_dict())
+
+    def on_train_end(self) -> None:
+        self._end_phase()
+        if self._file is not None and self._fit is not None:
+            self._file.remove()
+        super().on_train_end()

@@ -22,6 +22,7 @@ class ServerLoader(DelegatingLoader):
         loader: the DataLoader.
         server: returns the server; called once a pass begins.
         pads: whether the loader goes on up to its length with batches that are not to be trained on.
+        first: returns the number of steps that a pass leaves out, at a site that returns; called once a pass begins.
 
     Attributes:
         deals: whether the last batch that was taken is to be trained on.
@@ -32,12 +33,14 @@ class ServerLoader(DelegatingLoader):
         ValueError: if its batches cannot be dealt.
     """
 
-    _OWN = (*DelegatingLoader._OWN, "_server", "_dealt", "_pads", "_batches", "deals", "running")
+    _OWN = (*DelegatingLoader._OWN, "_server", "_dealt", "_pads", "_first", "_batches", "deals", "running")
 
-    def __init__(self, loader: Any, server: Callable[[], ParameterServer], pads: bool) -> None:
+    def __init__(
+        self, loader: Any, server: Callable[[], ParameterServer], pads: bool, first: Callable[[], int] = int
+    ) -> None:
         super().__init__(loader)
         self._batches = count_batches(loader)
-        self._server, self._pads = server, pads
+        self._server, self._pads, self._first = server, pads, first
         self._dealt: Any = None
         self.deals = self.running = False
 
@@ -52,8 +55,13 @@ class ServerLoader(DelegatingLoader):
     def __iter__(self) -> Iterator[Any]:
         if self._dealt is None:
             self._dealt = self._server().loader(self._loader)
+        sites = len(self._server().present_sites)
+        if self._pads and self._batches < sites:  # metrics of an epoch are those of sites with batches
+            raise ValueError(
+                f"deal='shared' needs a batch for each of the {sites} sites, and there are {self._batches}"
+            )
         batch: Any = ()
-        count, self.deals, self.running = 0, True, True
+        count, self.deals, self.running = self._first(), True, True
         for batch in self._dealt:
             count += 1
             yield batch

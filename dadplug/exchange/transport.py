@@ -145,6 +145,14 @@ class Transport(ABC):
         return self.present[0]
 
     @property
+    def place(self) -> int:
+        """Number of this transport among those of the process, where sites may return.
+
+        It is the same at all sites at the same place of a program.
+        """
+        return 0
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """Process group of the sites.
 

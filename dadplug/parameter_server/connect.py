@@ -118,7 +118,12 @@ def largest_message(model: nn.Module) -> int:
 
 
 def open_log(
-    transport: Transport, options: ServerOptions, workers: Sequence[int], limit: int, traffic: Traffic
+    transport: Transport,
+    options: ServerOptions,
+    workers: Sequence[int],
+    limit: int,
+    traffic: Traffic,
+    in_trainer: bool,
 ) -> Opened:
     """Start the sequencer at site 0, and connect this site to it; all sites must call it together.
 
@@ -128,6 +133,7 @@ def open_log(
         workers: ranks of the sites that contribute.
         limit: bytes of the largest message.
         traffic: meter of sent bytes.
+        in_trainer: whether sites return in the midst of a phase only.
 
     Raises:
         SiteError: if a site does not connect.
@@ -136,10 +142,10 @@ def open_log(
     service, address = None, ("", "")
     if served:
         shared = options.deal == "shared"
-        dealer = SharedDealer(workers) if shared else OwnDealer(workers)
+        dealer = SharedDealer(workers, in_trainer) if shared else OwnDealer(workers)
         sequencer = Sequencer(workers, options.rules, balanced=not shared)
         service = SequencerService(
-            served, workers, sequencer, dealer, limit, options.site_timeout, traffic, transport.rank
+            served, workers, sequencer, dealer, limit, options.site_timeout, traffic, transport.rank, in_trainer
         )
         address = _receive_returning(transport, service, options.timeout)
     place, token = transport.gather_objects(address)[0]

@@ -110,6 +110,11 @@ class Dealer(ABC):
         """Return whether a site waits for an answer that depends on other sites."""
         return False
 
+    @property
+    def has_for_another(self) -> bool:
+        """Whether a site that returns would have data in the present epoch."""
+        return True
+
     def finish(self, site: int) -> list[Answer]:
         """Record that a site has ended its phase."""
         self._sites.discard(site)
@@ -135,10 +140,17 @@ class Dealer(ABC):
 
 
 class SharedDealer(Dealer):
-    """Dealer of the batches of one data set."""
+    """Dealer of the batches of one data set.
 
-    def __init__(self, sites: Iterable[int]) -> None:
+    Args:
+        sites: ranks of the sites that train.
+        reserves: whether one batch of an epoch is kept for each site that has had none so far.
+    """
+
+    def __init__(self, sites: Iterable[int], reserves: bool = False) -> None:
         super().__init__(sites)
+        self._reserves = reserves
+        self._had: set[int] = set()  # sites that have had a batch in the epoch
         self._number = -1  # of the epoch in the phase
         self._batches = self._unused = 0
         self._left: deque[int] = deque()  # batches that nobody has
@@ -165,7 +177,7 @@ class SharedDealer(Dealer):
     def draw(self, site: int, waits: bool) -> list[Answer]:
         if self._epoch_of.get(site) != self._number:  # others have gone on to the next one
             return [Answer(site, Deal.OVER if waits else Deal.NONE)]
-        if self._left:
+        if self._has_for(site):
             return [self._deal(site)]
         if not waits:
             return [Answer(site, Deal.NONE)]
@@ -199,19 +211,29 @@ class SharedDealer(Dealer):
             self._waiting.remove(site)
         return self._progress()
 
+    @property
+    def has_for_another(self) -> bool:
+        return self._has_for(-1)
+
+    def _has_for(self, site: int) -> bool:
+        kept = len(self._sites - self._had - {site}) if self._reserves and site in self._had | {-1} else 0
+        return len(self._left) > kept
+
     def _give_back(self, site: int) -> None:
         self._left.extendleft(reversed(self._dealt.pop(site, ())))
 
     def _deal(self, site: int, resumes: bool = False) -> Answer:
         batch = self._left.popleft()
+        self._had.add(site)
         self._dealt.setdefault(site, deque()).append(batch)
         return Answer(site, Deal.BATCH, batch, resumes)
 
     def _progress(self) -> list[Answer]:
         """Return the answers for which sites have waited."""
         answers = self._begin_waiting()
-        while self._waiting and self._left:
-            answers.append(self._deal(self._waiting.pop(0), resumes=True))
+        while (site := next((each for each in self._waiting if self._has_for(each)), None)) is not None:
+            self._waiting.remove(site)
+            answers.append(self._deal(site, resumes=True))
         if not self._unused:
             answers += [Answer(site, Deal.OVER, self._number, resumes=True) for site in self._waiting]
             self._waiting.clear()
@@ -226,6 +248,7 @@ class SharedDealer(Dealer):
             self.epochs += 1
             self._unused = self._batches
             self._left = deque(range(self._batches))
+            self._had.clear()
         answers = []
         for site, (number, _) in list(self._beginning.items()):
             if number <= self._number:

@@ -26,7 +26,7 @@ from .options import ServerOptions
 _HELLO = struct.Struct("<32sH")  # token, rank
 _SIZE = struct.Struct("<I")
 _MOST_NAMES = 1 << 24  # bytes
-_HELLO_SECONDS = 5.0
+_HELLO_SECONDS, _ANSWER_SECONDS = 5.0, 30.0
 KIT = "kit:"  # before the folder of the kit, in addresses over a hub
 
 
@@ -212,7 +212,7 @@ def dial(address: str, timeout: float) -> tuple[socket.socket, Returned]:
             connected = _dial_hub(place.removeprefix(KIT), timeout)
         else:
             connected = socket.create_connection((host, number), timeout)
-        connected.settimeout(timeout)
+        connected.settimeout(min(timeout, _ANSWER_SECONDS))
         _write(connected, hello)
         (size,) = _SIZE.unpack(_read(connected, _SIZE.size))
         names = codec.decode(_read(connected, min(size, _MOST_NAMES)))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..exchange import Transport, codec
+from ..exchange import Transport
 from ..exchange.exit_reasons import add_announcer, remove_announcer
 from ..methods import Quality, make_method
-from ..model_sync.join_state import JoinState
-from ..model_sync.replicated_model import ReplicatedModel
+from ..model_sync.join_state import Stateful
 from ..signature import takes_keywords_of
 from .averages import average_buffers, pack_buffers
 from .collector import GradientCollector
@@ -27,6 +26,7 @@ from .optimizer import LoggedOptimizer
 from .options import ServerOptions
 from .replica import ANY_STATE, Replica, check_site_model
 from .returning import ReturnedTransport
+from .server_state import ServerState
 from .service import SequencerService
 from .streams import Kind
 from .trainer_calls import TrainerCalls
@@ -34,7 +34,7 @@ from .trainer_calls import TrainerCalls
 _DETACHED = "it has called detach()"
 
 
-class ParameterServer(TrainerCalls, ReplicatedModel):
+class ParameterServer(TrainerCalls, ServerState):
     """Asynchronous training: each site sends its gradients, and nobody waits for the parameters of others.
 
     No parameters travel. Each site sends its gradient, compressed as in `dadplug.GradientReduction`. A sequencer, which
@@ -48,6 +48,9 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         role: ``"worker"``, or ``"server"`` for a process that makes no batches: it calls `finish` where the others do,
             and then holds their model, to evaluate it and to write checkpoints. Rank 0 orders the log in any case.
         process_group: the processes that are the sites; the default group where None.
+        state: objects that a process needs which replaces a lost one, besides model and optimizer, by name: those with
+            ``state_dict`` and ``load_state_dict``, such as a scheduler. The names are the same at all sites.
+        in_trainer: for trainers: sites exchange metrics between phases, and return in the midst of a phase only.
         rejoin: in a process that replaces one that was lost: the `return_address` of that one. It needs no connection
             by `dadplug.connect`, and has no process group.
         options: the options, with the names and defaults of `dadplug.parameter_server.ServerOptions`.
@@ -79,11 +82,13 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         role: str = "worker",
         process_group: dist.ProcessGroup | None = None,
         rejoin: str | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        in_trainer: bool = False,
         **options: Any,
     ) -> None:
         self._problem = ""  # of the arguments
         self._role = role
-        self._rejoin = rejoin
+        self._rejoin, self._in_trainer = rejoin, in_trainer
         self._workers: list[int] = []
         self._limit = largest_message(model)
         self._service: SequencerService | None = None
@@ -97,6 +102,7 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
             self.server_options = ServerOptions()
         self._rules = self.server_options.rules
         super().__init__(model, process_group, self.server_options.of_reduction())
+        self._further = dict(state or {})
         self._described = self._describe() | ANY_STATE
         self.phases = 0
         self._earlier = 0  # versions before the start, of a training that this one resumes
@@ -110,7 +116,8 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         self._loader: SiteLoader | None = None  # the last one
         add_announcer(self._announce)
         if self._joined is None:
-            opened = open_log(self._transport, self.server_options, self._workers, self._limit, self.traffic)
+            arguments = self.server_options, self._workers, self._limit, self.traffic, in_trainer
+            opened = open_log(self._transport, *arguments)
             self._log, self._service, self._address = opened
         else:
             self._take_over(self._joined)
@@ -127,22 +134,11 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         self._workers = gather_workers(transport, self._role, self._rules.quorum, self._problem)
         return transport
 
-    def _take_over(self, state: JoinState) -> None:
-        """Go on from the state of another site: apply what has been committed since, and take part."""
-        self._replica.take_over(state)
-        self._earlier, self.phases = state.further["earlier"], state.further["phases"]
-        self._log.send(Kind.READY)
-        while self._log.first is None:
-            self._log.wait(lambda: self._log.first is not None)
-            while (end := self._apply_arrived()) is not None:  # of a phase that this site has not taken part in
-                self._end_phase(end)
-        self._joined = None
-
     def _announce(self, reason: str, _: bool) -> None:
         self._log.leave(reason)
 
     def _describe(self) -> dict[str, str]:
-        rules = self._rules._asdict() | {"deal": self.server_options.deal}
+        rules = self._rules._asdict() | {"deal": self.server_options.deal, "in_trainer": self._in_trainer}
         rules = {f"option {name}": repr(value) for name, value in rules.items()}
         described = super()._describe() | rules | self._optimizer.describe()
         return described if self._rejoin is None else described | ANY_STATE
@@ -176,6 +172,7 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
             raise RuntimeError("a process with role='server' takes no steps: call finish() where the others do")
         self._gradients.check_unchanged()
         self._collect()
+        self._begin_training()
         self._apply_arrived()
         if self._held.samples and (not self._log.blocked or self._log.outstanding >= self._rules.staleness):
             self._send()
@@ -220,9 +217,7 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         """Make the optimizer's step of one commit."""
         self._replica.apply(commit)
         if commit.asks is not None:
-            further = {"earlier": self._earlier, "phases": self.phases}
-            state = self._replica.snapshot(self.model, self._described, further)
-            self._log.send(Kind.SNAPSHOT, commit.asks, body=codec.encode(state))
+            self._answer(commit.asks)
 
     def finish(self) -> None:
         """End a phase of training: send what is held, and wait until all sites have done so and all is applied.
@@ -250,6 +245,7 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         if self.options.average_buffers and end.ended:
             average_buffers(self.model, end.ended, self._transport.sites)
         self._epoch_samples = 0
+        self._trains = False
         self.phases += 1
 
     def loader(self, loader: Any, *, samples: int | None = None, seed: int = 0) -> SiteLoader:
@@ -338,46 +334,7 @@ class ParameterServer(TrainerCalls, ReplicatedModel):
         """Effective rank and relative residual of this site's compressed gradients, by name of the weight."""
         return self._method.quality()
 
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this site's state beside its model and its optimizer, which are the same on all sites.
-
-        It involves no other site. Each site saves its own, after `finish`.
-
-        Raises:
-            RuntimeError: if gradients have not been committed yet.
-        """
-        if self._held.samples or self._log.outstanding or self._collector.pending:
-            raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
-        epochs = self._service.epochs if self._service else 0
-        return {"version": self.version, "epochs": epochs} | self._replica.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; all sites must do so, before their first step.
-
-        Args:
-            state: the state.
-        """
-        self._earlier = state["version"] - self._replica.version
-        if self._service is not None:
-            self._service.epochs = state.get("epochs", 0)
-        self._replica.load_state_dict(state)
-
-    def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Restore this site's state from those of all sites, as a checkpoint contains them.
-
-        A site that has none in it begins with an empty compressor state, at the version of the others.
-
-        Args:
-            states: the states, by rank.
-        """
-        own = states[self.site_rank] if self.site_rank < len(states) else None
-        if own is not None:
-            self.load_state_dict(own)
-        elif (other := next((each for each in states if each is not None), None)) is not None:
-            empty = self._replica.state_dict() | {"reference": other["reference"]}
-            self.load_state_dict(dict(other) | empty)
+    # End
 
     def abort(self, reason: str) -> None:
         self._announce(reason, False)

@@ -27,6 +27,8 @@ class SequencerService:
         timeout: seconds of silence after which a site counts as lost.
         traffic: meter of sent bytes.
         own: rank of the site that has the sequencer.
+        in_trainer: whether a site that returns waits until others have begun the steps of a phase; this phase does not
+            end without it.
 
     Attributes:
         listener: the socket for sites that return, which is closed with the service.
@@ -42,12 +44,16 @@ class SequencerService:
         timeout: float,
         traffic: Traffic,
         own: int,
+        in_trainer: bool = False,
     ) -> None:
         self._sequencer = sequencer
         self._dealer = dealer
         self._contributors = set(contributors)
         self._connected = set(sockets)
         self._own = own
+        self._in_trainer = in_trainer
+        self._trains = False  # whether a site has begun the steps of the phase; of interest in trainers
+        self._waiting: list[int] = []  # sites that are to return in the next phase of steps
         self.listener: Listener | None = None
         self._open: dict[tuple[int, int], Frame] = {}  # contributions that are not decided on
         self._ends: dict[int, Frame] = {}  # of sites that have ended the phase
@@ -125,11 +131,13 @@ class SequencerService:
         elif frame.kind is Kind.REACHED:
             self._sequencer.reach(site, frame.reached)
         elif frame.kind is Kind.READY:
-            count = self._sequencer.join(site)
-            self._dealer.join(site)
-            self._thread.send(site, Frame(Kind.READY, site, count))
+            self._thread.send(site, Frame(Kind.READY, site, self._join(site)))
+        elif frame.kind is Kind.TRAINS:
+            self._admit_waiting()
         else:
             self._answer(self._deal(site, frame))
+            if frame.kind is Kind.BEGIN and self._in_trainer:
+                self._admit_waiting()
 
     def _deal(self, site: int, frame: Frame) -> list[Answer]:
         """Pass a message to the dealer; return its answers."""
@@ -165,6 +173,7 @@ class SequencerService:
                 del self._open[key]
             if decision.over:
                 self._ends.clear()
+                self._trains = False
                 self._dealer.end_phase(self._sequencer.present)
 
     def _on_lost(self, site: int, error: Exception) -> None:
@@ -172,6 +181,8 @@ class SequencerService:
         self._decide()
 
     def _leave(self, site: int, reason: str) -> None:
+        if site in self._waiting:
+            self._waiting.remove(site)
         if site in self._connected:
             self._left[site] = Frame(Kind.LEFT, site, body=reason.encode())
             self._send_all(self._left[site])  # to that site, too, if it can be reached
@@ -186,6 +197,25 @@ class SequencerService:
         if site not in self._contributors:
             self._thread.drop(site)
             return
+        self._waiting.append(site)
+        if self._trains or not self._in_trainer:
+            self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """Begin the return of the sites that wait for it, if they can take part in the present phase."""
+        self._trains = True
+        while self._waiting and (self._dealer.has_for_another or not self._in_trainer):
+            self._begin_return(self._waiting.pop(0))
+
+    def _join(self, site: int) -> int:
+        """Make a site one that contributes; return the number of its next contribution."""
+        self._dealer.join(site)
+        return self._sequencer.join(site)
+
+    def _begin_return(self, site: int) -> None:
+        if self._in_trainer:  # the phase has to wait for it
+            self._join(site)
+            self._sequencer.idle(site)
         self._left.pop(site, None)
         self._send_all(Frame(Kind.RETURNED, site))
         self._connected.add(site)

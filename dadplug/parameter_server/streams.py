@@ -59,6 +59,8 @@ class Kind(IntEnum):
     """The state of a site, for one that returns, whose rank is `number`; without a body the request for it."""
     READY = 16
     """A site that returns has loaded the state; in the answer, `number` is that of its next contribution."""
+    TRAINS = 17
+    """A site has begun the steps of a phase, within which sites of a trainer may return."""
 
 
 class Frame(NamedTuple):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from catalyst.callbacks.scheduler import SchedulerCallback
 from catalyst.core.callback import Callback, ICheckpointCallback, ISchedulerCallback
 from catalyst.core.misc import get_original_callback
@@ -20,44 +18,17 @@ from catalyst.runners.supervised import SupervisedRunner
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...errors import MismatchError
-from ...exchange import connect
+from ...exchange import Transport, connect
 from ...exchange.requirements import Requirements
 from ...model_sync.uneven_inputs import batches_before, takes_part
 from ..position import batches_from
 from .engine import SiteEngine
 from .fixes import accumulation_steps, adapt, load_model, load_runner
-from .loaders import SPLIT_DATA, begin_epoch
+from .loaders import begin_epoch
 from .metrics import merge_metrics
 from .patches import OLDER_NAMES
+from .runner_arguments import RunnerArguments
 from .shared_checkpoint import shared_checkpoint
-
-_AS_IN_SUPERVISED = {"help": "as in `SupervisedRunner`"}
-_SPLIT = {
-    "help": "True: all sites' loaders hold the same data set, which is split over the sites; False: each site has data "
-    'of its own; ``"auto"``: split those loaders that hold the same data set on all sites'
-}
-_GROUP = {"help": "process group of the sites; the default group if None"}
-
-
-@dataclass(frozen=True)
-class RunnerArguments:
-    """Arguments that every runner has beside model, criterion, optimizer and its own options.
-
-    Raises:
-        ValueError: if `split_data` is neither True, False nor ``"auto"``.
-    """
-
-    input_key: Any = field(default="features", metadata=_AS_IN_SUPERVISED)
-    output_key: Any = field(default="logits", metadata=_AS_IN_SUPERVISED)
-    target_key: str = field(default="targets", metadata=_AS_IN_SUPERVISED)
-    loss_key: str = field(default="loss", metadata=_AS_IN_SUPERVISED)
-    split_data: bool | str = field(default="auto", metadata=_SPLIT)
-    process_group: dist.ProcessGroup | None = field(default=None, metadata=_GROUP)
-
-    def __post_init__(self) -> None:
-        if self.split_data not in SPLIT_DATA:
-            valid = ", ".join(map(repr, SPLIT_DATA))
-            raise ValueError(f"unknown split_data {self.split_data!r}; valid ones are {valid}")
 
 
 class BaseRunner(SupervisedRunner):
@@ -78,6 +49,7 @@ class BaseRunner(SupervisedRunner):
         reduction: the exchange of the last training, with its traffic.
         steps: number of steps of the current loader, the same on all sites in training.
         micro_step: number of the current step.
+        undivided: loaders as they were given, before their data were divided, by name.
     """
 
     engine: SiteEngine
@@ -99,7 +71,7 @@ class BaseRunner(SupervisedRunner):
         self._process_group = arguments.process_group
         self._states: tuple[int, list[Any]] | None = None
         self._loader_samples = 0
-        self._undivided: Mapping[str, Any] = {}
+        self.undivided: Mapping[str, Any] = {}
         self.steps = 0
         self.micro_step = 0
         self._own_steps = 0
@@ -154,7 +126,7 @@ class BaseRunner(SupervisedRunner):
             SiteError: if a site exits or does not answer in time.
             MismatchError: if models, options or loaders differ between sites.
         """
-        connect(timeout=self.options.timeout)
+        self._connect()
         for name, value in self._given.items():
             if settings.get(name) is None:
                 settings[name] = value
@@ -169,6 +141,10 @@ class BaseRunner(SupervisedRunner):
         finally:
             self._states = None
             self._close_older_names()
+
+    def _connect(self) -> None:
+        """Connect to the other sites by the environment, unless they are connected."""
+        connect(timeout=self.options.timeout)
 
     def predict_loader(
         self, *, loader: Any, engine: Any = None, cpu: bool = False, fp16: bool = False, **rest: Any
@@ -194,7 +170,12 @@ class BaseRunner(SupervisedRunner):
             split_data=self._split_data if split_data is None else split_data,
             process_group=self._process_group,
             requirements=self._requirements,
+            open_with=self._open_with,
         )
+
+    def _open_with(self, open_first: Callable[[], Transport]) -> Transport:
+        """Open the transport for everything but gradients, by a function that opens the usual one."""
+        return open_first()
 
     def _run(self) -> None:
         with self._engine.running():
@@ -224,7 +205,7 @@ class BaseRunner(SupervisedRunner):
     def _setup_loaders(self) -> None:
         self.engine.seed = self.seed
         self.engine.loader_samples = lambda: self._loader_samples
-        loaders = self._undivided = self.get_loaders()
+        loaders = self.undivided = self.get_loaders()
         names = [*self.engine.transport.gather_present(list(loaders)).values()]
         if any(other != names[0] for other in names):
             raise MismatchError(f"the sites do not have the same loaders: {'; '.join(map(str, names))}")
@@ -246,7 +227,7 @@ class BaseRunner(SupervisedRunner):
                 f"each site has data of its own in loader {name!r}: their batches can follow goodput in a loop of your "
                 "own, by dadplug.AdaptiveDataLoader(source=...)"
             )
-        return self._undivided[name], self.engine.transport.world_size
+        return self.undivided[name], self.engine.transport.world_size
 
     def _setup_components(self) -> None:
         super()._setup_components()
@@ -283,7 +264,7 @@ class BaseRunner(SupervisedRunner):
             return
         with torch.set_grad_enabled(True):
             first = self.micro_step
-            batches = batches_from(self.loader, batches_before(first, self._own_steps, self.steps))
+            batches = self._batches_from(batches_before(first, self._own_steps, self.steps))
             step = first
             while step < self.steps:
                 self.micro_step = step
@@ -304,6 +285,10 @@ class BaseRunner(SupervisedRunner):
             else:
                 if self._changes_batches:
                     next(batches, None)  # the loader ends the last step
+
+    def _batches_from(self, first: int) -> Iterator[Any]:
+        """Return the batches of the training loader from one on."""
+        return batches_from(self.loader, first)
 
     @property
     def _changes_batches(self) -> bool:

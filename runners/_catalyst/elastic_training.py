@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import MismatchError
-from ...hub.trainer_transport import TrainerTransport
+from ...exchange import Transport
 
-_PARTS = ("criterion", "optimizer", "scheduler")
 _COUNTERS = ("batch_step", "sample_step")
 
 
@@ -21,7 +20,9 @@ class ElasticTraining:
         transport: transport for everything but gradients.
     """
 
-    def __init__(self, runner: Any, transport: TrainerTransport) -> None:
+    _parts: tuple[str, ...] = ("criterion", "optimizer", "scheduler")
+
+    def __init__(self, runner: Any, transport: Transport) -> None:
         self._runner, self._transport = runner, transport
         self._joined: dict[str, Any] | None = None
 
@@ -43,7 +44,7 @@ class ElasticTraining:
             "splits": runner.engine.splits,
             "metrics": measured,
             "counters": {name: getattr(runner, name) for name in _COUNTERS},
-            "parts": {name: _state_of(getattr(runner, name)) for name in _PARTS},
+            "parts": {name: _state_of(getattr(runner, name)) for name in self._parts},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -69,11 +70,20 @@ class ElasticTraining:
         for name, value in state["counters"].items():
             setattr(runner, name, value)
         runner.epoch_step = state["epoch"] - 1  # the epoch begins once more here
-        engine = runner.engine
-        runner.loaders = {
-            name: engine.prepare_data_loader(loader, name=name, known=state["splits"][name])
-            for name, loader in runner.loaders.items()
-        }
+        runner.loaders = {name: self._prepare(name, state["splits"][name]) for name in runner.loaders}
+
+    def _prepare(self, name: str, split: str | None) -> Any:
+        """Return a loader whose data are split over the sites as at the others."""
+        return self._runner.engine.prepare_data_loader(self._runner.undivided[name], name=name, known=split)
+
+
+class ServerTraining(ElasticTraining):
+    """One training with a parameter server, which sends the optimizer's state itself, and deals batches."""
+
+    _parts = ("criterion", "scheduler")
+
+    def _prepare(self, name: str, split: str | None) -> Any:
+        return self._runner.loaders[name] if name in self._runner.dealt else super()._prepare(name, split)
 
 
 def _state_of(part: Any) -> Any:

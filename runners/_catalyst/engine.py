@@ -37,6 +37,7 @@ class SiteEngine(Engine):
         split_data: whether to split the data set of the sites' loaders over the sites: True, False or ``"auto"``.
         process_group: process group of the sites; the default group if None.
         requirements: what training requires to go on without a site that leaves; None where all must stay.
+        open_with: opens the transport, by a function that opens the usual one.
 
     Attributes:
         transport: transport for everything but gradients.
@@ -59,6 +60,7 @@ class SiteEngine(Engine):
         split_data: bool | str = "auto",
         process_group: dist.ProcessGroup | None = None,
         requirements: Requirements | None = None,
+        open_with: Callable[[Callable[[], Transport]], Transport] = lambda open_first: open_first(),
     ) -> None:
         with _alone():
             super().__init__(cpu=cpu or not torch.cuda.is_available(), mixed_precision=mixed_precision)
@@ -71,14 +73,8 @@ class SiteEngine(Engine):
         self.loader_samples: Callable[[], int] = lambda: 1
         self.seed = 0
         self.splits: dict[str, str | None] = {}
-        self.transport = open_transport(
-            process_group,
-            Traffic(),
-            torch.device("cpu"),
-            timeout,
-            requirements=requirements,
-            for_trainer=True,
-        )
+        arguments = process_group, Traffic(), torch.device("cpu"), timeout
+        self.transport = open_with(lambda: open_transport(*arguments, requirements=requirements, for_trainer=True))
         self._place = self.transport.rank, self.transport.world_size
 
     @contextmanager

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...exchange import Transport
-from ...hub.trainer_transport import TrainerTransport
 from . import present_sites
 
 if TYPE_CHECKING:
@@ -27,9 +26,9 @@ class SiteCollectives(_DDPStrategy):
     _transport: Transport | None
 
     @property
-    def _elastic_transport(self) -> TrainerTransport | None:
+    def _elastic_transport(self) -> Transport | None:
         """The transport where sites may leave and return."""
-        return self._transport if isinstance(self._transport, TrainerTransport) else None
+        return self._transport if self._transport is not None and self._transport.elastic else None
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all sites; after an error return at once, since the other sites may have exited."""

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import MismatchError
-from ...exchange import codec
-from ...hub.trainer_transport import TrainerTransport
+from ...exchange import Transport, codec
 from ...model_sync.uneven_inputs import batches_before, takes_part
 from ..position import batches_from
 from .present_sites import metrics_of_present_sites
@@ -38,7 +37,9 @@ class ElasticFit:
         steps: number of batches in an epoch.
     """
 
-    def __init__(self, strategy: Any, trainer: Any, transport: TrainerTransport) -> None:
+    _option = "min_sites"  # with which sites may leave
+
+    def __init__(self, strategy: Any, trainer: Any, transport: Transport) -> None:
         self._strategy, self._trainer, self._transport = strategy, trainer, transport
         self._joined: dict[str, Any] | None = None
         self._first = True
@@ -61,7 +62,7 @@ class ElasticFit:
             ValueError: if something needs all sites, or cannot be restored at a site that returns.
         """
         for reason in self._reasons() if fits else ():
-            raise ValueError(f"{reason}: leave min_sites out")
+            raise ValueError(f"{reason}: leave {self._option} out")
         package = type(self._trainer).__module__.split(".trainer.")[0]
         run.enter_context(metrics_of_present_sites(self._transport, package))
 
@@ -86,7 +87,7 @@ class ElasticFit:
         """Raise ValueError for an optimizer with several gradients in a step, or a state that cannot be sent."""
         for optimizer in self._strategy.optimizers:
             if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
-                raise ValueError("LBFGS needs all sites in each of a step's gradients: leave min_sites out")
+                raise ValueError(f"LBFGS needs all sites in each of a step's gradients: leave {self._option} out")
         try:
             codec.encode(self.state_dict())
         except TypeError as error:
@@ -113,7 +114,7 @@ class ElasticFit:
             "counts": {name: _completed(each) for name, each in self._counts().items()},
             "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "stops": bool(trainer.should_stop),
-            "optimizers": [getattr(each, "_optimizer", each).state_dict() for each in strategy.optimizers],
+            "optimizers": self._optimizer_states(),
             "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": strategy.precision_plugin.state_dict(),
             "callbacks": self._callback_states(),
@@ -132,6 +133,10 @@ class ElasticFit:
                 "the other sites are in another fit of the program than the first one, into which a site cannot return"
             )
         self._joined, self.steps = state, state["steps"]
+
+    def _optimizer_states(self) -> list[Any] | None:
+        """Return the states of the optimizers; None where the exchange sends them."""
+        return [getattr(each, "_optimizer", each).state_dict() for each in self._strategy.optimizers]
 
     def _callback_states(self) -> dict[str, Any]:
         states = {}
@@ -192,8 +197,9 @@ class ElasticFit:
         if state is None:
             self._check_state()
             return
-        for optimizer, own in zip(strategy.optimizers, state["optimizers"], strict=True):
-            getattr(optimizer, "_optimizer", optimizer).load_state_dict(own)
+        if state["optimizers"] is not None:
+            for optimizer, own in zip(strategy.optimizers, state["optimizers"], strict=True):
+                getattr(optimizer, "_optimizer", optimizer).load_state_dict(own)
         for config, own in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(own)
         strategy.precision_plugin.load_state_dict(state["precision"])
@@ -241,7 +247,7 @@ class ElasticFit:
         if not all(lengths):
             raise ValueError("where sites may leave and return, each needs a training loader of known length")
         if self.steps and self._joined is None:
-            raise ValueError("a site cannot return into a fit with several training loaders: leave min_sites out")
+            raise ValueError(f"a site cannot return into a fit with several training loaders: leave {self._option} out")
         self.steps = self.steps or max(lengths)
         return ElasticLoader(loader, min(own, self.steps), self.steps, self)
 

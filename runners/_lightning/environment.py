@@ -54,3 +54,29 @@ class SiteEnvironment:
 
     def teardown(self) -> None:
         """Do nothing: the process group belongs to the program that created it."""
+
+
+class ReturnedEnvironment(SiteEnvironment):
+    """Cluster environment of a site that returns into a training, and has no process group with the others.
+
+    Args:
+        rank: this site.
+        world_size: number of sites.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def begin(self) -> None:
+        """Start a process group of this process alone, without which metrics would not ask for the other sites'."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return self._rank

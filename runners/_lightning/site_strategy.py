@@ -140,16 +140,20 @@ class SiteStrategy(SiteCollectives):
         super().setup_environment()
         if self.world_size > 1:
             before = self._transport
-            self._transport = open_transport(
-                None,
-                Traffic(),
-                self.root_device,
-                self.options.timeout,
-                requirements=self._requirements,
-                for_trainer=True,
-            )
+            self._transport = self._open_transport()
             if before is not None:
                 before.close()
+
+    def _open_transport(self) -> Transport:
+        """Open the transport for everything but gradients."""
+        return open_transport(
+            None,
+            Traffic(),
+            self.root_device,
+            self.options.timeout,
+            requirements=self._requirements,
+            for_trainer=True,
+        )
 
     def setup(self, trainer: Any) -> None:
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True); torch's own works on GPUs only

@@ -101,7 +101,8 @@ class Program:
     def send_signal(self, number: int, group: bool = False) -> None:
         """Send a signal to the program, or to its group of processes, which it leads."""
         if self.poll() is None:
-            (os.killpg if group else os.kill)(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself meanwhile
+                (os.killpg if group else os.kill)(self.pid, number)
 
     def kill(self) -> None:
         """End the program and all processes of its group."""

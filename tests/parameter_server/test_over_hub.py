@@ -40,6 +40,6 @@ def test_the_others_go_on_without_a_killed_site_over_a_hub(tmp_path):
 def test_a_killed_site_returns_over_a_hub(tmp_path):
     names = ("a", "b", "c")
     with running_hub(tmp_path / "kits", names) as hub:
-        RETURNING.check_return(tmp_path, [hub.kits / name for name in names])
+        RETURNING.check_return(tmp_path, [hub.kits / name for name in names], quorum=2, late="keep")
         address = (tmp_path / "address2").read_text()
         assert address.startswith(f"kit:{(hub.kits / 'c').resolve()}/")

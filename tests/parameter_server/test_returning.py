@@ -28,10 +28,11 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def made(rejoin: str | None = None) -> tuple[nn.Module, dadplug.ParameterServer]:
+def made(rejoin: str | None = None, **more) -> tuple[nn.Module, dadplug.ParameterServer]:
     model, optimizer = network()
-    options = {"mode": "rankdad", "rank": 2, "staleness": 3, "deal": "shared", "timeout": 100.0}
-    return model, dadplug.ParameterServer(model, optimizer, rejoin=rejoin, **options)
+    options = {"mode": "rankdad", "rank": 2, "staleness": 3, "deal": "shared", "timeout": 100.0} | more
+    state = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1000)}
+    return model, dadplug.ParameterServer(model, optimizer, rejoin=rejoin, state=state, **options)
 
 
 def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, process: str, killed: bool = False) -> list:
@@ -79,9 +80,9 @@ def summary(model: nn.Module, server: dadplug.ParameterServer) -> tuple:
     return hashlib.sha256(b"".join(state)).hexdigest(), server.version, server.phases
 
 
-def trains(folder: str) -> tuple:
+def trains(folder: str, options: dict) -> tuple:
     rank = dist.get_rank()
-    model, server = made()
+    model, server = made(**options)
     (Path(folder) / f"address{rank}").write_text(server.return_address)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -95,7 +96,7 @@ def trains(folder: str) -> tuple:
     return found, log, [str(each.message) for each in caught]
 
 
-def returns(folder: str) -> tuple:
+def returns(folder: str, options: dict) -> tuple:
     folder = Path(folder)
     wait_for(folder / "address2")
     address = (folder / "address2").read_text()
@@ -107,8 +108,8 @@ def returns(folder: str) -> tuple:
     with pytest.raises(dadplug.SiteError, match="cannot be reached"):
         made(f"{address.rsplit('/', 2)[0]}/{'0' * 32}/2")
     with pytest.raises(dadplug.MismatchError, match="option staleness is 3 at the other sites and 1 at site 2"):
-        dadplug.ParameterServer(*network(), rank=2, staleness=1, deal="shared", rejoin=address)
-    model, server = made(address)
+        made(address, **options | {"staleness": 1})
+    model, server = made(address, **options)
     assert server.phases == 1
     assert server.version > 0
     (folder / "returned").touch()
@@ -125,10 +126,10 @@ def test_a_killed_site_returns_and_has_the_bits_of_the_others(tmp_path):
     check_return(tmp_path)
 
 
-def check_return(tmp_path: Path, kits: Sequence[Path] = ()) -> None:
+def check_return(tmp_path: Path, kits: Sequence[Path] = (), **options) -> None:
     with support.Sites(3, kits=kits) as group, support.Sites(1) as other:
-        group.start(trains, str(tmp_path))
-        other.start(returns, str(tmp_path))
+        group.start(trains, str(tmp_path), options)
+        other.start(returns, str(tmp_path), options)
         first, second, third = group.outcomes()
         (back,) = other.outcomes()
     assert third.kind == "ended", third.value
@@ -149,3 +150,49 @@ def check_return(tmp_path: Path, kits: Sequence[Path] = ()) -> None:
     for phase in range(PHASES):
         used = [int(index) for key in log for index in by_number[key][1:] if by_number[key][0] == str(phase)]
         assert sorted(used) == list(range(SAMPLES))
+
+
+def halts(folder: str, killed: bool) -> tuple:
+    """Train with a checkpoint after each phase, and lose site 0, or go on from the last checkpoint."""
+    rank, path = dist.get_rank(), Path(folder) / f"checkpoint{dist.get_rank()}.pt"
+    model, optimizer = network()
+    kept = torch.load(path, weights_only=False) if path.exists() else None
+    if kept is not None:
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+    server = dadplug.ParameterServer(model, optimizer, rank=2, staleness=2, error_feedback=True, timeout=100.0)
+    if kept is not None:
+        server.load_state_dict(kept["server"])
+    phases = kept["phases"] if kept else 0
+    refused = ""
+    try:
+        for phase in range(phases, 3):
+            for step in range(4):
+                indices = torch.arange(8 * rank + 4 * (step % 2), 8 * rank + 4 * (step % 2) + 4)
+                nn.functional.cross_entropy(model(torch.eye(SAMPLES)[indices]), indices % 3).backward()
+                if killed and rank == 0 and (phase, step) == (1, 2):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                server.step()
+            server.finish()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "server": server.state_dict()}
+            torch.save(state | {"phases": phase + 1}, path)
+    except dadplug.SiteError as error:
+        refused = str(error)
+    server.detach()
+    return refused, phases, summary(model, server)
+
+
+def test_after_the_loss_of_site_0_all_start_again_from_the_last_checkpoint(tmp_path):
+    with support.Sites(2) as group:
+        group.start(halts, str(tmp_path), True)
+        first, second = group.outcomes()
+    assert first.kind == "ended"
+    assert second.kind == "ok", second.value
+    assert second.value[0].startswith("site 0")
+    assert "it has the sequencer, without which training cannot go on" in second.value[0]
+    with support.Sites(2) as group:
+        first, second = group.run(halts, str(tmp_path), False)
+    assert first == second
+    assert first[:2] == ("", 1)
+    kept = torch.load(tmp_path / "checkpoint0.pt", weights_only=False)
+    assert (kept["phases"], kept["server"]["version"]) == (3, first[2][1])  # versions go on from the checkpoint's

@@ -1,4 +1,4 @@
-"""The sequencer, by random histories: delays, reordering between sites, kills, several phases."""
+"""The sequencer, by random histories: delays, reordering between sites, kills, returns, several phases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SimulatedSite:
 
     def __init__(self, rank: int, staleness: int) -> None:
         self.rank, self.staleness = rank, staleness
-        self.version = self.base = self.count = self.outstanding = 0
+        self.version = self.base = self.count = self.outstanding = self.first = 0
         self.up: deque[tuple] = deque()
         self.down: deque[Decision] = deque()
         self.log: list[Decision] = []
@@ -42,7 +42,7 @@ class SimulatedSite:
         decision = self.down.popleft()
         self.log.append(decision)
         keys = [(entry.site, entry.number) for entry in decision.entries] + list(decision.dropped)
-        self.outstanding -= sum(site == self.rank for site, _ in keys)
+        self.outstanding -= sum(site == self.rank and number >= self.first for site, number in keys)
         self.version = decision.version
         if decision.over:
             assert self.finished
@@ -100,6 +100,15 @@ class World:
             self.sequencer.leave(site.rank)
             self.decide()
 
+    def bring_back(self, site: SimulatedSite) -> None:
+        """Let a process take the place of one that was killed, with the log so far."""
+        if not site.alive:
+            site.__init__(site.rank, site.staleness)  # type: ignore[misc]
+            site.first = site.count = self.sequencer.join(site.rank)
+            site.version = site.base = self.sequencer.version
+            site.log = list(self.log)
+            self.decide()
+
     @property
     def idle(self) -> bool:
         """Whether a phase is over, and all sites know it."""
@@ -138,7 +147,7 @@ def test_every_contribution_is_committed_exactly_once(count, rules, history):
         elif action == 14:
             site.finish()
         elif number == 3:
-            world.kill(site)
+            (world.kill if site.alive else world.bring_back)(site)
     world.drain()
     committed = [(entry.site, entry.number) for decision in world.log for entry in decision.entries]
     dropped = [key for decision in world.log for key in decision.dropped]
@@ -150,6 +159,36 @@ def test_every_contribution_is_committed_exactly_once(count, rules, history):
             assert sum(rank == site.rank for rank, _ in world.arrived) == site.count
             assert site.log == world.log
             assert world.log[-1].over
+
+
+def test_a_site_that_returns_has_its_share_of_the_steps_again():
+    sequencer = Sequencer(range(2), Rules(8, 1, "keep"), balanced=True)
+    counts, sizes = [0, 0], [0.0, 0.0]
+
+    def contribute(site: int) -> None:
+        sequencer.contribute(site, counts[site], sequencer._sites[site].reached, sequencer.version, 4)
+        counts[site] += 1
+        for entry in sequencer.decide().entries:
+            sizes[entry.site] += entry.scale
+        sequencer.reach(0, sequencer.version)
+
+    for site, data in ((0, 30), (1, 10)):
+        sequencer.declare(site, data)
+    contribute(0)
+    contribute(1)
+    sequencer.leave(1)
+    for _ in range(5):
+        contribute(0)
+    assert sequencer.join(1) == counts[1] == 1
+    before = list(sizes)
+    for _ in range(4):  # three times as much data, at a fifth of the speed of the other site
+        for _ in range(5):
+            contribute(0)
+        contribute(1)
+        sequencer.reach(1, sequencer.version)
+    contribute(0)
+    assert sizes[0] - before[0] == pytest.approx(25 * 0.75)
+    assert sizes[1] - before[1] == pytest.approx(24 * 0.25)
 
 
 def test_contributions_that_wait_together_are_committed_together():

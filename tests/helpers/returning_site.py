@@ -1,0 +1,140 @@
+"""One site of the tests of trainers with a parameter server: is killed where it is told, or waits for others.
+
+The programs that use it are ``returning_lightning.py`` and ``returning_catalyst.py``, run with a case as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dadplug
+
+SAMPLES, BATCH, EPOCHS = 96, 4, 3
+LOST = 2  # rank of the site that is killed
+SECONDS = 150.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process of a site.
+
+    Attributes:
+        folder: folder of all sites.
+        rank: the site.
+        process: name of the process.
+        kit: folder of its kit; empty where the sites connect directly.
+        url: the meeting point where they do.
+        deal: option of the server.
+        ends: whether site 0 is killed, for good, in place of site 2.
+    """
+
+    folder: str
+    rank: int
+    process: str
+    kit: str = ""
+    url: str = ""
+    deal: str = "shared"
+    ends: bool = False
+
+    @property
+    def returns(self) -> str:
+        """File of the site's address."""
+        return f"{self.folder}/address{self.rank}"
+
+    def connect(self) -> None:
+        """Connect to the other sites, unless this process returns."""
+        if Path(self.returns).exists():
+            return
+        if self.kit:
+            dadplug.connect(kit=self.kit, timeout=SECONDS)
+        else:
+            dadplug.connect(self.rank, 3, self.url, timeout=SECONDS)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the server."""
+        options = {"mode": "rankdad", "rank": 2, "staleness": 3, "deal": self.deal, "timeout": SECONDS}
+        return options | {"return_file": self.returns, "error_feedback": True}
+
+    def loader(self) -> DataLoader[Any]:
+        """Return the loader of this site: of all data where they are dealt, else of its own."""
+        first, last = (0, SAMPLES) if self.deal == "shared" else (32 * self.rank, 32 * self.rank + 32)
+        return DataLoader(samples(first, last), BATCH, shuffle=self.deal == "shared")
+
+    def write(self, **line: Any) -> None:
+        """Append a line to what this process has written."""
+        with (Path(self.folder) / f"{self.process}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def touch(self, name: str) -> None:
+        (Path(self.folder) / name).touch()
+
+    def wait_for(self, name: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not (Path(self.folder) / name).exists():
+            assert time.monotonic() < deadline, name
+            time.sleep(0.02)
+
+
+def samples(first: int, last: int) -> TensorDataset:
+    """Return samples, each of which names itself."""
+    return TensorDataset(torch.eye(SAMPLES, dtype=torch.float64)[first:last], torch.arange(first, last) % 3)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(SAMPLES, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3)).double()
+
+
+def digest(model: nn.Module, server: Any) -> str:
+    """Return a digest of model and optimizer."""
+    values = [*model.state_dict().values()]
+    values += [each for state in server._optimizer.state_dict()["state"].values() for each in state.values()]
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()[:16]
+
+
+class Steps:
+    """Steps of this process: it is killed in one, waits before others, and writes what is committed.
+
+    Args:
+        case: the case.
+        epoch: returns the number of the epoch, from 0.
+    """
+
+    def __init__(self, case: Case, epoch: Callable[[], int]) -> None:
+        self._case, self._epoch = case, epoch
+        self._numbers: dict[int, int] = {}
+        original = dadplug.ParameterServer._apply
+
+        def apply(server: Any, commit: Any) -> None:
+            for entry in commit.decision.entries:
+                case.write(commit=commit.decision.version, site=entry.site, number=entry.number)
+            original(server, commit)
+
+        dadplug.ParameterServer._apply = apply  # type: ignore[method-assign]
+
+    def begin(self, inputs: torch.Tensor, **line: Any) -> None:
+        """Begin a step with a batch."""
+        case, epoch = self._case, self._epoch()
+        number = self._numbers[epoch] = self._numbers.get(epoch, -1) + 1
+        case.write(epoch=epoch, ids=inputs.argmax(1).tolist(), **line)
+        if case.process == "back":
+            case.touch("working")
+        if epoch == 1 and number == 2 and case.process == ("0" if case.ends else str(LOST)):
+            case.touch("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if epoch == 1 and number == 1 and not case.ends and case.process in "01":
+            case.wait_for("killed")
+            if case.process == "1":
+                case.wait_for("working")

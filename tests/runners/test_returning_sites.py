@@ -1,0 +1,93 @@
+"""Sites that are killed in a trainer with a parameter server, and return in the midst of an epoch."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import forkserver
+import pytest
+import support
+from json_lines import read_lines
+from returning_site import BATCH, EPOCHS, LOST, SAMPLES, Case
+from running_hub import running_hub
+
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
+ENDED = 170.0  # seconds for a process, on a busy machine
+
+
+def start(trainer: str, case: Case) -> forkserver.Program:
+    support.need({"lightning": "pytorch_lightning"}.get(trainer, trainer))
+    arguments = [str(HELPERS / f"returning_{trainer}.py"), json.dumps(vars(case))]
+    preload = [{"lightning": "pytorch_lightning"}.get(trainer, trainer)]
+    return forkserver.start(arguments, os.environ | support.ONE_THREAD, preload=preload)
+
+
+def end(process: forkserver.Program, status: int = 0) -> None:
+    assert process.wait(ENDED) == status, process.read()
+
+
+def train(folder: Path, trainer: str, deal: str, kits: Path | None) -> dict[str, list[dict]]:
+    """Train with a site that is killed and comes back; return what the processes have written."""
+    url = f"tcp://127.0.0.1:{support.free_port()}"
+    places = [{"url": url} if kits is None else {"kit": str(kits / name)} for name in "abc"]
+    cases = [Case(str(folder), rank, str(rank), deal=deal, **place) for rank, place in enumerate(places)]
+    processes = [start(trainer, case) for case in cases]
+    end(processes[LOST], -9)
+    assert Path(cases[LOST].returns).exists()
+    back = start(trainer, Case(str(folder), LOST, "back", deal=deal, **places[LOST]))
+    for process in (*processes[:LOST], back):
+        end(process)
+    assert not any(Path(case.returns).exists() for case in cases)
+    return {name: read_lines(folder / f"{name}.jsonl") for name in ("0", "1", "2", "back")}
+
+
+def check(lines: dict[str, list[dict]], deal: str) -> None:
+    """Check that replicas and metrics are equal, and that each contribution is committed once."""
+    validations = {name: [each for each in lines[name] if "validation" in each] for name in lines}
+    assert [each["validation"] for each in validations["0"]] == [*range(EPOCHS)]
+    assert validations["1"] == validations["0"]
+    assert validations["back"] == validations["0"][1:]  # it has returned in the second epoch
+    assert validations["0"][0] == validations["2"][0]
+    assert [each["present"] for each in validations["0"]] == [[0, 1, 2]] * EPOCHS
+    logs = {name: [each for each in lines[name] if "commit" in each] for name in lines}
+    assert logs["1"] == logs["0"]
+    assert logs["back"] == logs["0"][-len(logs["back"]) :]
+    committed = [(each["site"], each["number"]) for each in logs["0"]]
+    steps = {name: [each for each in lines[name] if "ids" in each] for name in lines}
+    numbers = sorted(number for site, number in committed if site == LOST)
+    assert numbers == [*range(len(numbers))]  # each once, over both processes
+    assert len(set(committed)) == len(committed)
+    sent = len(numbers) - len(steps["back"])  # of the process that was killed
+    assert 0 < sent <= len(steps["2"])
+    used = steps["0"] + steps["1"] + steps["2"][:sent] + steps["back"]
+    assert len(used) == len(committed)
+    first = steps["back"][0]
+    assert first["epoch"] == 1
+    if deal == "shared":
+        for epoch in range(EPOCHS):
+            ids = [index for step in used if step["epoch"] == epoch for index in step["ids"]]
+            assert sorted(ids) == [*range(SAMPLES)]
+    else:
+        begun = 32 * LOST + first["batch"] * BATCH
+        assert first["ids"] == [*range(begun, begun + BATCH)]
+        last = [step["ids"] for step in steps["back"] if step["epoch"] == 2]
+        assert last == [[*range(at, at + BATCH)] for at in range(64, 96, BATCH)]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "deal", "hub"),
+    [
+        ("lightning", "shared", False),
+        ("lightning", "own", True),
+        ("catalyst", "shared", True),
+        ("catalyst", "own", False),
+    ],
+)
+def test_a_site_returns_into_the_midst_of_an_epoch(tmp_path, trainer, deal, hub):
+    if not hub:
+        check(train(tmp_path, trainer, deal, None), deal)
+        return
+    with running_hub(tmp_path / "kits", tuple("abc")) as running:
+        check(train(tmp_path, trainer, deal, running.kits), deal)
