@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import ModelError, ServingError, UnavailableError
+from .errors import InputError, ModelError, ServingError, UnavailableError
 from .policies import Choice
 from .ticket import Result
 
@@ -33,6 +33,13 @@ class Prediction(NamedTuple):
     models: tuple[str, ...]
 
 
+class Recalled(NamedTuple):
+    """Answer from the cache, and its output as text."""
+
+    prediction: Prediction
+    output: bytes
+
+
 class Call:
     """A prediction in progress. Its end is reported once, from any thread.
 
@@ -44,6 +51,9 @@ class Call:
         deadline: time at which it fails.
         finish: makes the prediction from the call; called once.
         done: called once with the prediction or the error.
+
+    Attributes:
+        answered: whether it has ended with a prediction.
     """
 
     def __init__(
@@ -62,7 +72,7 @@ class Call:
         self.errors: dict[str, Exception] = {}
         self._finish, self._done = finish, done
         self._lock = threading.Lock()
-        self._ended = False
+        self._ended = self.answered = False
 
     def receive(self, result: Result) -> None:
         """Take the result of a model; the last one ends the call."""
@@ -95,8 +105,15 @@ class Call:
         answer: Prediction | ServingError
         try:
             answer = self._finish(self)
+            self.answered = True
         except ServingError as error:
             answer = error
         except Exception as error:  # an answer is reported in any case: somebody waits for it
             answer = ModelError(f"the outputs cannot be combined: {type(error).__name__}: {error}")
         self._done(answer)
+
+
+def most_telling(errors: Mapping[str, Exception]) -> ServingError:
+    """Return the error to report of several: that of an input, else the first."""
+    found = sorted(errors.values(), key=lambda error: not isinstance(error, InputError))
+    return found[0] if isinstance(found[0], ServingError) else ModelError(f"{found[0]}")

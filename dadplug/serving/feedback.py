@@ -101,3 +101,11 @@ class FeedbackJournal:
         except ValueError:
             return False
         return key.startswith(self._issued) and len(key) == len(self._issued) + 28 and made <= self._dropped
+
+
+def plain(y: Any) -> Any:
+    """Return the numbers of a tensor or an array; of one with a single number, that number."""
+    if not hasattr(y, "tolist"):
+        return y
+    y = y.tolist()
+    return y[0] if isinstance(y, list) and len(y) == 1 else y

@@ -162,6 +162,24 @@ def label(**values: str) -> str:
     return ",".join(f'{name}="{text}"' for name, text in escaped.items())
 
 
+def gauges_of(status: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the values in a predictor's status, by name and by label text, for `Metrics.text`."""
+    models, cache = status["models"], status["cache"]
+    gauges: dict[str, dict[str, float]] = {
+        name: {label(model=model): float(values[key]) for model, values in models.items()}
+        for name, key in (("model_ready", "ready"), ("queue_length", "waiting"), ("batch_limit", "batch_limit"))
+    }
+    if cache is not None:
+        gauges |= {f"cache_{key}_total": {"": cache[key]} for key in ("hits", "joined", "misses")}
+        gauges["cache_bytes"] = {"": cache["bytes"]}
+    gauges["weight"] = {
+        label(context=context, model=model): value
+        for context, values in status["weights"].items()
+        for model, value in values.items()
+    }
+    return gauges
+
+
 def _by_model(counts: Mapping[str, float]) -> dict[str, float]:
     return {label(model=name): value for name, value in counts.items()}
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,24 +12,24 @@ from typing import Any
 
 import numpy as np
 
+from . import weights_file
 from .backend_factory import backend_of
 from .batch_limit import BatchLimit
-from .cache import PredictionCache, digest_of
-from .call import Call, Prediction
+from .cache import KnownInput, PredictionCache, digest_of
+from .call import Call, Prediction, Recalled, most_telling
 from .errors import FeedbackError, InputError, ModelError, ServingError
-from .feedback import FeedbackJournal, Record
-from .metrics import Metrics, label
+from .feedback import FeedbackJournal, Record, plain
+from .metrics import Metrics, gauges_of
 from .options import ServingOptions
-from .policies import policy_of
+from .policies import Choice, policy_of
 from .reloading import FileWatcher
 from .schema import Schema, merged
 from .served_model import ServedModel
 from .tasks import task_of
+from .weights_file import WeightsFile
 
-_log = logging.getLogger("dadplug.serving")
 _GOAL = 0.8  # of slo: batches aim lower, so that the spread of latencies stays below it
 _POLL = 0.01  # seconds between two looks for the first answer, once the goal has passed
-_SAVE_SECONDS = 5.0  # between two writes of the weights
 
 
 class Predictor:
@@ -71,8 +68,7 @@ class Predictor:
         self._journal = FeedbackJournal(self.options.feedback_seconds, self.options.max_open)
         self.metrics = Metrics(self.options.slo)
         self._cache = PredictionCache(self.options.cache_bytes) if self.options.cache_bytes else None
-        self._saved = -_SAVE_SECONDS
-        self._load_weights()
+        self._weights_file = WeightsFile(self.options.state, self.load_state_dict, self.state_dict)
         self._settings = {
             "hang_seconds": self.options.hang_seconds,
             "load_seconds": self.options.load_seconds,
@@ -140,6 +136,8 @@ class Predictor:
         context: str | None = None,
         timeout: float | None = None,
         arrived: float | None = None,
+        body: bytes | None = None,
+        choice: Choice | None = None,
     ) -> Call:
         """Begin a prediction. The caller has to call `Call.expire` when its time is over.
 
@@ -149,6 +147,8 @@ class Predictor:
             context: as for `predict`.
             timeout: as for `predict`.
             arrived: time of its arrival in seconds of `time.monotonic`; None for now.
+            body: digest of all that the input and the context were read from, for `recall`; None to forget it.
+            choice: models that `recall` has chosen for this request; None to choose them now.
 
         Raises:
             InputError: if the input does not fit the schema, or the context is missing.
@@ -160,8 +160,9 @@ class Predictor:
         except InputError as error:
             self.metrics.request(error.status, time.monotonic() - arrived)
             raise
-        with self._lock:
-            choice = self._policy.choose(key)
+        if choice is None:
+            with self._lock:
+                choice = self._policy.choose(key)
 
         def finished(answer: Prediction | ServingError) -> None:
             status = answer.status if isinstance(answer, ServingError) else 200
@@ -172,9 +173,60 @@ class Predictor:
         straggling = deadline if len(choice.models) == 1 else min(deadline, arrived + self.options.slo)
         call = Call(key, choice, arrived, straggling, deadline, self._finish, finished)
         digest = digest_of(x) if self._cache is not None else b""
-        for name in choice.models:
-            self._models[name].request(x, digest, arrived, deadline, call.receive)
+        hits = [self._models[name].request(x, digest, arrived, deadline, call.receive) for name in choice.models]
+        if body is not None and all(hits) and call.answered and not call.errors:
+            self._learn_body(body, KnownInput(key, digest, x.dtype.str, x.shape), call)
         return call
+
+    def _learn_body(self, body: bytes, known: KnownInput, call: Call) -> None:
+        """Remember a request that was answered from the cache."""
+        assert self._cache is not None
+        kept = {name: self._task.digest(output) for name, output in call.outputs.items()}
+        versions = [(name, self._models[name].version) for name in call.choice.models]
+        self._cache.learn(body, known, [(known.key(name, version), kept[name]) for name, version in versions])
+
+    @property
+    def recalls(self) -> bool:
+        """Whether `recall` can find requests: there is a cache."""
+        return self._cache is not None
+
+    def recall(
+        self, body: bytes, render: Callable[[np.ndarray[Any, Any]], bytes], arrived: float
+    ) -> Recalled | Choice | None:
+        """Answer a request from the cache by the digest of its bytes, as `submit` would, without reading its input.
+
+        Args:
+            body: the digest, as it was given to `submit` for an equal request.
+            render: returns an output as text, which is kept in the cache.
+            arrived: time of its arrival.
+
+        Returns:
+            The answer; the models that were chosen, for `submit`, if an output is missing; None for an unknown request.
+        """
+        known = None if self._cache is None else self._cache.known(body)
+        if self._cache is None or known is None:
+            return None
+        with self._lock:
+            choice = self._policy.choose(known.context)
+        keys = [known.key(name, self._models[name].version) for name in choice.models]
+        entries = self._cache.recall(keys)
+        if entries is None:
+            return choice
+        outputs = {name: entry.output for name, entry in zip(choice.models, entries, strict=True)}
+        kept = {name: entry.kept for name, entry in zip(choice.models, entries, strict=True)}
+        try:
+            prediction = self._predicted(known.context, choice, outputs, kept)
+        except ServingError:  # outputs of different versions may not fit
+            return choice
+        for _ in keys:
+            self.metrics.lookup(True)
+        self.metrics.request(200, time.monotonic() - arrived)
+        for key, entry in zip(keys, entries, strict=True):
+            if entry.output is prediction.output:
+                if entry.text is None:
+                    self._cache.keep_text(key, render(entry.output))
+                return Recalled(prediction, entry.text or render(entry.output))
+        return Recalled(prediction, render(prediction.output))
 
     def _context(self, given: str | None) -> str:
         if self.options.context is None:
@@ -202,15 +254,24 @@ class Predictor:
                 call.errors[name] = error
         if not valid:
             self._learn_failure(call)
-            raise _most_telling(call.errors)
-        combined = self._task.combine(valid, call.choice.weights)
-        number = self._journal.add(Record(call.context, call.choice, kept), time.monotonic())
+            raise most_telling(call.errors)
+        return self._predicted(call.context, call.choice, valid, kept)
+
+    def _predicted(
+        self,
+        context: str,
+        choice: Choice,
+        outputs: Mapping[str, np.ndarray[Any, Any]],
+        kept: dict[str, tuple[float, ...] | None],
+    ) -> Prediction:
+        combined = self._task.combine(outputs, choice.weights)
+        number = self._journal.add(Record(context, choice, kept), time.monotonic())
         output = combined.output
-        return Prediction(number, output, combined.label, combined.model, combined.confidence, tuple(valid))
+        return Prediction(number, output, combined.label, combined.model, combined.confidence, tuple(outputs))
 
     def _learn_failure(self, call: Call) -> None:
         """Count the failure of a model that was drawn as its largest loss: no feedback will come."""
-        if len(call.choice.models) == 1 and not isinstance(_most_telling(call.errors), InputError):
+        if len(call.choice.models) == 1 and not isinstance(most_telling(call.errors), InputError):
             with self._lock:
                 if self._policy.has_room(call.context, self.options.max_contexts):
                     self._policy.learn(call.context, call.choice, {call.choice.models[0]: 1.0})
@@ -230,7 +291,7 @@ class Predictor:
         """
         try:
             record = self._journal.find(id, time.monotonic())
-            y = _plain(y)
+            y = plain(y)
             losses = {name: 1.0 if kept is None else self._task.loss(kept, y) for name, kept in record.outputs.items()}
             with self._lock:
                 if not self._policy.has_room(record.context, self.options.max_contexts):
@@ -243,7 +304,7 @@ class Predictor:
             self.metrics.feedback(error.status)
             raise
         self.metrics.feedback(200, record.context, weights)
-        self._save_now_and_then()
+        self._weights_file.write_now_and_then()
 
     def weights(self, context: str | None = None) -> dict[str, float]:
         """Return the weights of the models in a context, with sum 1.
@@ -278,31 +339,7 @@ class Predictor:
         Args:
             path: the file.
         """
-        path = Path(path)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps(self.state_dict()))
-        os.replace(partial, path)
-
-    def _load_weights(self) -> None:
-        if self.options.state is None or not Path(self.options.state).exists():
-            return
-        try:
-            self.load_state_dict(json.loads(Path(self.options.state).read_text()))
-        except ValueError as error:
-            raise ValueError(f"{self.options.state}: {error}") from error
-
-    def _save_now_and_then(self) -> None:
-        if self.options.state is not None and time.monotonic() - self._saved > _SAVE_SECONDS:
-            self._saved = time.monotonic()
-            with self._logged_errors():
-                self.save(self.options.state)
-
-    @contextlib.contextmanager
-    def _logged_errors(self) -> Any:
-        try:
-            yield
-        except OSError as error:
-            _log.error("the weights cannot be written to %s: %s", self.options.state, error)
+        weights_file.write(path, self.state_dict())
 
     # State
 
@@ -340,21 +377,7 @@ class Predictor:
 
     def prometheus(self) -> str:
         """Return all counters in Prometheus' text format."""
-        status = self.status()
-        models = status["models"]
-        gauges: dict[str, dict[str, float]] = {
-            name: {label(model=model): float(values[key]) for model, values in models.items()}
-            for name, key in (("model_ready", "ready"), ("queue_length", "waiting"), ("batch_limit", "batch_limit"))
-        }
-        if self._cache is not None:
-            gauges |= {f"cache_{key}_total": {"": status["cache"][key]} for key in ("hits", "joined", "misses")}
-            gauges["cache_bytes"] = {"": self._cache.bytes}
-        gauges["weight"] = {
-            label(context=context, model=model): value
-            for context, values in status["weights"].items()
-            for model, value in values.items()
-        }
-        return self.metrics.text(gauges)
+        return self.metrics.text(gauges_of(self.status()))
 
     def close(self) -> None:
         """End the models' processes, and write the weights if the options name a file."""
@@ -362,26 +385,10 @@ class Predictor:
             self._watcher.close()
         for model in self._models.values():
             model.stop()
-        if self.options.state is not None:
-            with self._logged_errors():
-                self.save(self.options.state)
+        self._weights_file.write()
 
     def __enter__(self) -> Predictor:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _most_telling(errors: Mapping[str, Exception]) -> ServingError:
-    """Return the error to report of several: that of an input, else the first."""
-    found = sorted(errors.values(), key=lambda error: not isinstance(error, InputError))
-    return found[0] if isinstance(found[0], ServingError) else ModelError(f"{found[0]}")
-
-
-def _plain(y: Any) -> Any:
-    """Return the numbers of a tensor or an array; of one with a single number, that number."""
-    if not hasattr(y, "tolist"):
-        return y
-    y = y.tolist()
-    return y[0] if isinstance(y, list) and len(y) == 1 else y

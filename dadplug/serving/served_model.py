@@ -69,7 +69,7 @@ class ServedModel:
         self.ready = True
         self._thread.start()
 
-    def request(self, x: Array, digest: bytes, arrived: float, deadline: float, listener: Listener) -> None:
+    def request(self, x: Array, digest: bytes, arrived: float, deadline: float, listener: Listener) -> bool:
         """Ask for the output of an input; the listener is called once, perhaps before this returns.
 
         Args:
@@ -78,10 +78,13 @@ class ServedModel:
             arrived: time of its arrival.
             deadline: time until which an answer is awaited.
             listener: called with the result.
+
+        Returns:
+            Whether the output was in the cache.
         """
         if self._cache is None:
             self._enqueue(Ticket(x, arrived, deadline, None, [listener]))
-            return
+            return False
         key = cache_key(self.name, self.version, digest, x)
         output, ticket = self._cache.request(
             key, deadline, listener, lambda: Ticket(x, arrived, deadline, key, [listener])
@@ -91,6 +94,7 @@ class ServedModel:
             listener(Result(self.name, output, None))
         elif ticket is not None:
             self._enqueue(ticket)
+        return output is not None
 
     def replace(self, backend: Backend) -> None:
         """Use another backend, which has been started, from the next batch on."""

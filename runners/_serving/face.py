@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 from dadplug.serving import InputError, Prediction, Predictor, ServingError
-from dadplug.serving.call import Call
+from dadplug.serving.call import Call, Recalled
+from dadplug.serving.policies import Choice
 
 from . import bodies
 from .page import PAGE
@@ -22,12 +23,35 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _LARGE = 1 << 18  # bytes of a body that is parsed in another thread
+_MOST_HEADS, _LONGEST_HEAD = 256, 4096
+_SPECIAL = {b"transfer-encoding", b"upgrade", b"expect"}  # headers of requests that only the parser answers
 _TEXT, _HTML = "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
 _POLICY = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 
 class Refused(ServingError):
     """A request that is not answered for its HTTP properties: method, path, size, pace."""
+
+
+class Head(NamedTuple):
+    """Head of a request: length of the body, and the hash of all else on which the answer depends."""
+
+    length: int
+    digest: Any
+
+
+class Attempt(NamedTuple):
+    """Attempt to answer a request from the cache, without reading its input.
+
+    Attributes:
+        digest: digest of the request.
+        answer: the body of the answer; None if it is not in the cache.
+        choice: the models that were chosen for it; None if the request is not known.
+    """
+
+    digest: bytes
+    answer: bytes | None
+    choice: Choice | None
 
 
 class Face:
@@ -43,6 +67,7 @@ class Face:
     def __init__(self, predictor: Predictor, max_body: int, read_seconds: float, api_key: str | None = None) -> None:
         self._predictor, self._max_body, self._read_seconds = predictor, max_body, read_seconds
         self._key = None if api_key is None else api_key.encode()
+        self._heads: dict[bytes, Head] = {}
         self._open: dict[Call, None] = {}
         self._ended: list[tuple[asyncio.Future[Any], Prediction | ServingError]] = []
         self._lock = threading.Lock()  # of `_ended`
@@ -74,12 +99,15 @@ class Face:
         await send({"type": "http.response.body", "body": body})
 
     async def _routed(self, scope: Scope, receive: Receive, arrived: float) -> tuple[int, str, bytes]:
-        if self._key is not None and not hmac.compare_digest(_header(scope, b"x-api-key"), self._key):
+        if not self._allowed(scope):
             raise Refused("the header X-API-Key is missing or wrong", status=401)
         handler = self.routes.get((scope["method"], scope["path"]))
         if handler is None:
             raise Refused(f"{scope['path']} is not for {scope['method']}", status=405)
         return await handler(scope, receive, arrived)
+
+    def _allowed(self, scope: Scope) -> bool:
+        return self._key is None or hmac.compare_digest(_header(scope, b"x-api-key"), self._key)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         length = _header(scope, b"content-length")
@@ -122,23 +150,98 @@ class Face:
     # Routes: each returns status, content type and body
 
     async def _predict(self, scope: Scope, receive: Receive, arrived: float) -> tuple[int, str, bytes]:
-        kind, field = _kind(scope), self._predictor.options.context
+        kind = _kind(scope)
         body = await self._body(scope, receive)
-        if kind == bodies.NPY:
-            x = await self._parsed(bodies.parse_npy, body)
-            values = parse_qs(scope.get("query_string", b"").decode("latin1"))
-            context = values.get(field or "", [None])[0]
-        elif kind == bodies.JSON:
-            request = await self._parsed(bodies.parse_json, body)
-            unknown = sorted(map(str, set(request) - {"input", field}))
-            if unknown or "input" not in request:
-                raise InputError(f"the request needs 'input', and has {', '.join(unknown) or 'none'} besides")
-            x, context = request["input"], request.get(field) if field else None
-        else:
+        if kind not in (bodies.JSON, bodies.NPY):
             raise Refused(f"the content type has to be {bodies.JSON} or {bodies.NPY}", status=415)
-        return 200, bodies.JSON, bodies.answer_of(await self._predicted(x, context, arrived))
+        attempt: Attempt | None = scope.get("dadplug.attempt")
+        if attempt is None and self._predictor.recalls and len(body) <= _LARGE:
+            attempt = self._recalled(bodies.digest_of(kind, self._query_context(scope)), body, arrived)
+        if attempt is not None and attempt.answer is not None:
+            return 200, bodies.JSON, attempt.answer
+        x, context = await self._input(kind, scope, body)
+        prediction = await self._predicted(x, context, arrived, attempt)
+        return 200, bodies.JSON, bodies.answer_of(prediction, bodies.output_text(prediction.output))
 
-    async def _predicted(self, x: Any, context: str | None, arrived: float) -> Prediction:
+    async def _input(self, kind: str, scope: Scope, body: bytes) -> tuple[Any, Any]:
+        """Return the input and the context of a request."""
+        if kind == bodies.NPY:
+            return await self._parsed(bodies.parse_npy, body), self._query_context(scope)
+        field = self._predictor.options.context
+        request = await self._parsed(bodies.parse_json, body)
+        unknown = sorted(map(str, set(request) - {"input", field}))
+        if unknown or "input" not in request:
+            raise InputError(f"the request needs 'input', and has {', '.join(unknown) or 'none'} besides")
+        return request["input"], request.get(field) if field else None
+
+    def _query_context(self, scope: Scope) -> str | None:
+        """Return the context in the address, where those of arrays are."""
+        query = scope.get("query_string", b"")
+        return parse_qs(query.decode("latin1")).get(self._predictor.options.context or "", [None])[0] if query else None
+
+    # Requests that are equal to earlier ones byte by byte
+
+    def attempt(self, data: bytes, end: int, arrived: float) -> Attempt | None:
+        """Answer a whole request from the cache, if its head is known.
+
+        Args:
+            data: the request.
+            end: where its head ends.
+            arrived: time of its arrival.
+
+        Returns:
+            The attempt; None if the head is not known, or belongs to a body of another length.
+        """
+        head = self._heads.get(data[:end])
+        if head is None or len(data) != end + head.length:
+            return None
+        return self._recalled(head.digest.copy(), memoryview(data)[end:], arrived)
+
+    def knows_head(self, head: bytes) -> bool:
+        """Return whether requests with this head may be answered from the cache.
+
+        Args:
+            head: the head.
+        """
+        return head in self._heads
+
+    def learn_head(self, scope: Scope, data: bytes, end: int) -> None:
+        """Remember the head of a request, unless the answer depends on more than it and the body, or it is an error.
+
+        Args:
+            scope: the request as it was parsed.
+            data: the whole request.
+            end: where its head ends.
+        """
+        headers, kind = scope["headers"], _kind(scope)
+        lengths = [value for name, value in headers if name == b"content-length"]
+        special = any(
+            name in _SPECIAL or (name == b"connection" and value.lower() != b"keep-alive") for name, value in headers
+        )
+        if (
+            special
+            or not self._predictor.recalls
+            or (scope["http_version"], scope["method"], scope["path"]) != ("1.1", "POST", "/predict")
+            or lengths != [str(len(data) - end).encode()]
+            or len(data) - end > min(self._max_body, _LARGE)
+            or end > _LONGEST_HEAD
+            or kind not in (bodies.JSON, bodies.NPY)
+            or not self._allowed(scope)
+        ):
+            return
+        if len(self._heads) >= _MOST_HEADS:
+            self._heads.clear()
+        self._heads[data[:end]] = Head(len(data) - end, bodies.digest_of(kind, self._query_context(scope)))
+
+    def _recalled(self, digest: Any, body: bytes | memoryview, arrived: float) -> Attempt:
+        digest.update(body)
+        key = digest.digest()
+        found = self._predictor.recall(key, bodies.output_text, arrived)
+        if isinstance(found, Recalled):
+            return Attempt(key, bodies.answer_of(found.prediction, found.output), None)
+        return Attempt(key, None, found)
+
+    async def _predicted(self, x: Any, context: str | None, arrived: float, attempt: Attempt | None) -> Prediction:
         loop, thread = asyncio.get_running_loop(), threading.get_ident()
         future: asyncio.Future[Prediction | ServingError] = loop.create_future()
 
@@ -153,7 +256,8 @@ class Face:
             if first:  # otherwise a call of `_deliver` is due
                 loop.call_soon_threadsafe(self._deliver)
 
-        call = self._predictor.submit(x, done, context=context, arrived=arrived)
+        body, choice = (None, None) if attempt is None else (attempt.digest, attempt.choice)
+        call = self._predictor.submit(x, done, context=context, arrived=arrived, body=body, choice=choice)
         if not future.done():
             self._open[call] = None
             if not self._sweeping:

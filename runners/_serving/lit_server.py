@@ -22,6 +22,7 @@ from typing import Any
 
 from dadplug.serving import LoadError, Predictor
 
+from .connection import connection_class
 from .face import Face, Receive, Scope, Send
 
 _log = logging.getLogger("dadplug.serving")
@@ -156,6 +157,7 @@ def run(server: Any, host: str, port: int, log_level: str) -> None:
             timeout_keep_alive=30,
             access_log=False,
             proxy_headers=False,
+            http=connection_class(lambda: server.face),
         )
     if server.errors.poll():
         raise LoadError(server.errors.recv())
