@@ -288,7 +288,7 @@ def zipf(folder: Path, options: argparse.Namespace) -> None:
     every = requests_of(keys)
     drawn = rng.zipf(1.1, 200_000) - 1
     bodies = [every[each] for each in drawn[drawn < keys]]
-    entry = 400 + 40 + 400  # bytes of an output of 10 numbers in the cache, with its text and request if it was hit
+    entry = 400 + 40 + 360  # bytes of an output of 10 numbers in the cache, with its text and request if it was hit
     servers = [Server(name, ("dadplug", folder, size)) for name, size in (("cache", keys // 10 * entry), ("none", 0))]
     rates: dict[str, list[float]] = {}
     try:

@@ -25,7 +25,7 @@ from .policies import Choice, policy_of
 from .reloading import FileWatcher
 from .schema import Schema, merged
 from .served_model import ServedModel
-from .tasks import task_of
+from .tasks import Kept, task_of
 from .weights_file import WeightsFile
 
 _GOAL = 0.8  # of slo: batches aim lower, so that the spread of latencies stays below it
@@ -213,7 +213,7 @@ class Predictor:
         if entries is None:
             return choice
         outputs = {name: entry.output for name, entry in zip(choice.models, entries, strict=True)}
-        kept = {name: entry.kept for name, entry in zip(choice.models, entries, strict=True)}
+        kept = {name: entry.kept or () for name, entry in zip(choice.models, entries, strict=True)}
         try:
             prediction = self._predicted(known.context, choice, outputs, kept)
         except ServingError:  # outputs of different versions may not fit
@@ -239,7 +239,7 @@ class Predictor:
 
     def _finish(self, call: Call) -> Prediction:
         """Make the answer of a call that has ended."""
-        kept: dict[str, tuple[float, ...] | None] = dict.fromkeys(call.choice.models)
+        kept: dict[str, Kept] = {}
         valid: dict[str, np.ndarray[Any, Any]] = {}
         for name in call.choice.models:  # not in the order of their answers
             output = call.outputs.get(name)
@@ -262,10 +262,11 @@ class Predictor:
         context: str,
         choice: Choice,
         outputs: Mapping[str, np.ndarray[Any, Any]],
-        kept: dict[str, tuple[float, ...] | None],
+        kept: Mapping[str, Kept],
     ) -> Prediction:
-        combined = self._task.combine(outputs, choice.weights)
-        number = self._journal.add(Record(context, choice, kept), time.monotonic())
+        combined = self._task.combine(outputs, choice.weights, kept)
+        record = Record(context, choice, {name: kept.get(name) for name in choice.models})
+        number = self._journal.add(record, time.monotonic())
         output = combined.output
         return Prediction(number, output, combined.label, combined.model, combined.confidence, tuple(outputs))
 

@@ -12,6 +12,7 @@ from ..registry import Registry
 from .errors import FeedbackError, ModelError
 
 Array = np.ndarray[Any, Any]
+Kept = tuple[float, ...]  # what is kept of an output until feedback, see `digest`
 
 
 class Combined(NamedTuple):
@@ -33,17 +34,18 @@ class Combined(NamedTuple):
 class Classification:
     """Outputs are scores of classes; the class with the largest score is a model's vote."""
 
-    def combine(self, outputs: Mapping[str, Array], weights: Mapping[str, float]) -> Combined:
+    def combine(self, outputs: Mapping[str, Array], weights: Mapping[str, float], kept: Mapping[str, Kept]) -> Combined:
         """Return the weighted vote of the models, with the scores of the heaviest model that voted for it.
 
         Args:
             outputs: outputs by model, at least one.
             weights: weights by model.
+            kept: their digests by model. Votes are taken from them, since `argmax` lets other threads run in between.
         """
+        votes = {name: int(kept[name][0]) for name in outputs}
         if len(outputs) == 1:
             ((model, output),) = outputs.items()
-            return Combined(output, model, 1.0, _vote(output))
-        votes = {name: _vote(output) for name, output in outputs.items()}
+            return Combined(output, model, 1.0, votes[model])
         totals: dict[int, float] = {}
         for name, vote in votes.items():
             totals[vote] = totals.get(vote, 0.0) + weights[name]
@@ -87,12 +89,13 @@ class Regression:
             raise ValueError(f"scale has to be positive, not {scale}")
         self._scale = scale
 
-    def combine(self, outputs: Mapping[str, Array], weights: Mapping[str, float]) -> Combined:
+    def combine(self, outputs: Mapping[str, Array], weights: Mapping[str, float], kept: Mapping[str, Kept]) -> Combined:
         """Return the weighted mean; its confidence is 1 - (weighted mean of the models' distances to it) / scale.
 
         Args:
             outputs: outputs by model, at least one.
             weights: weights by model.
+            kept: their digests by model; not used.
         """
         if len({output.shape for output in outputs.values()}) > 1:
             raise ModelError(f"the models return different shapes: {[o.shape for o in outputs.values()]}")
