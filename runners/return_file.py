@@ -15,11 +15,6 @@ from ..exchange import Transport
 from ..parameter_server import ParameterServer
 from ..parameter_server.trainer_transport import ServerTransport
 
-HELP = (
-    "file of this site in which the address is kept for a process that replaces this one; where it is given, at all "
-    "sites, training goes on without a lost site, and a process that finds the file returns into the training"
-)
-
 
 class ReturnFile:
     """File of one site: it exists while a training is under way, and after this site was lost in one.

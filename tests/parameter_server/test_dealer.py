@@ -17,8 +17,8 @@ from dadplug.parameter_server.sequencer import SequenceError, Sequencer
 class World:
     """Sites that take batches in any order of events, some of which leave, return, or end an epoch early."""
 
-    def __init__(self, count: int, batches: int) -> None:
-        self.dealer, self.batches = SharedDealer(range(count)), batches
+    def __init__(self, count: int, batches: int, reserves: bool) -> None:
+        self.dealer, self.batches = SharedDealer(range(count), reserves), batches
         self.here, self.finished = set(range(count)), set()
         self.state = dict.fromkeys(range(count), "before")  # or: beginning, drawing, waiting
         self.passes = dict.fromkeys(range(count), 0)
@@ -113,10 +113,11 @@ class World:
 @given(
     st.integers(1, 4),
     st.integers(1, 6),
+    st.booleans(),
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 13)), max_size=200),
 )
-def test_every_batch_is_used_once_an_epoch(count, batches, history):
-    world = World(count, batches)
+def test_every_batch_is_used_once_an_epoch(count, batches, reserves, history):
+    world = World(count, batches, reserves)
     for number, action in history:
         world.act(number % count, action)
     world.drain()
@@ -124,6 +125,21 @@ def test_every_batch_is_used_once_an_epoch(count, batches, history):
         assert len(set(used)) == len(used)
         if number not in world.cut:
             assert sorted(used) == list(range(batches))
+
+
+def test_a_batch_is_kept_for_each_site_that_has_had_none():
+    dealer = SharedDealer(range(3), reserves=True)
+    assert not dealer.has_for_another
+    dealer.begin(0, 0, 4)
+    assert dealer.has_for_another
+    assert [dealer.draw(0, False)[0].deal for _ in range(3)] == [Deal.BATCH, Deal.BATCH, Deal.NONE]
+    assert not dealer.has_for_another
+    dealer.use(0, 2)
+    assert dealer.draw(0, True) == []
+    dealer.begin(1, 0, 4)
+    assert dealer.draw(1, False) == [Answer(1, Deal.BATCH, 2)]
+    assert dealer.draw(1, False) == [Answer(1, Deal.NONE)]
+    assert dealer.leave(2) == [Answer(0, Deal.BATCH, 3, True)]  # it needs none
 
 
 def test_an_epoch_waits_for_batches_that_a_site_has_and_deals_them_again():

@@ -76,6 +76,22 @@ def check(lines: dict[str, list[dict]], deal: str) -> None:
         assert last == [[*range(at, at + BATCH)] for at in range(64, 96, BATCH)]
 
 
+def test_without_site_0_the_others_name_it_and_start_anew(tmp_path):
+    """The trainer is Catalyst; its strategy for Lightning uses the same file and log."""
+    place = {"deal": "own", "url": f"tcp://127.0.0.1:{support.free_port()}", "ends": True}
+    cases = [Case(str(tmp_path), rank, str(rank), **place) for rank in range(3)]
+    processes = [start("catalyst", case) for case in cases]
+    end(processes[0], -9)
+    for process in processes[1:]:
+        end(process, 1)
+        assert "SiteError: site 0" in (errors := process.read()[1])
+        assert "it has the sequencer, without which training cannot go on" in errors
+    again = start("catalyst", cases[1])
+    end(again, 1)
+    assert "cannot be reached, it may have ended" in again.read()[1]
+    assert [Path(case.returns).exists() for case in cases] == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("trainer", "deal", "hub"),
     [
