@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import support
+from forkserver import TRAINERS
 
 pytest.importorskip("catalyst")
 from dadplug.experiment import build_parser
@@ -55,7 +56,7 @@ def test_two_sites_run_an_experiment(tmp_path):
     flags = ["--name", "first", "--dataset", "digits", "--N", "400", "--epochs", "2", "--num-folds", "4", "--k", "1"]
     flags += ["--scheduler", "step", "--scheduler-kwargs", '{"step_size": 1, "gamma": 0.5}', "--max-rank", "4"]
     flags += ["--model", "mnistnet", "--model-args", "[784]", "--model-kwargs", '{"classes": 10}', "--seed", "3"]
-    finished = support.run_programs(commands(tmp_path, *flags), timeout=200)
+    finished = support.run_programs(commands(tmp_path, *flags), timeout=200, preload=TRAINERS)
     for each in finished:
         assert each.status == 0, each.errors
     assert "valid (2/2)" in finished[0].output
@@ -73,7 +74,7 @@ def test_two_sites_run_an_experiment(tmp_path):
     assert (tmp_path / "logs/first/site_0/checkpoints/runner.last.pth").exists()
     more = ["--resume", str(tmp_path / "logs/first/site_0/checkpoints/runner.last.pth")]
     flags[flags.index("--epochs") + 1] = "3"
-    for each in support.run_programs(commands(tmp_path, *flags, *more), timeout=200):
+    for each in support.run_programs(commands(tmp_path, *flags, *more), timeout=200, preload=TRAINERS):
         assert each.status == 0, each.errors
     first_table = (tmp_path / "logs/first/site_0/csv_logger/train.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in first_table if line[0].isdigit()] == ["1", "2", "3"]
@@ -82,7 +83,8 @@ def test_two_sites_run_an_experiment(tmp_path):
 def test_under_torchrun_the_environment_says_rank_and_world(tmp_path):
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
     flags = ["--name", "torchrun", "--N", "200", "--epochs", "1", "--log-dir", str(tmp_path / "logs")]
-    (only,) = support.run_programs([[*launch, "-m", "dadplug.experiment", *flags]], timeout=200)
+    command = [*launch, "-m", "dadplug.experiment", *flags]
+    (only,) = support.run_programs([command], timeout=200, preload=TRAINERS)
     assert only.status == 0, only.errors
     for rank in range(2):
         parameters = json.loads((tmp_path / f"logs/torchrun/site_{rank}/parameters.json").read_text())
@@ -130,7 +132,7 @@ def test_bad_input_is_one_clear_line(tmp_path, capsys, monkeypatch, flags, messa
 
 def test_a_site_with_bad_input_does_not_keep_the_other_waiting(tmp_path):
     first, second = commands(tmp_path, "--timeout", "4", "--N", "100")
-    finished = support.run_programs([first, [*second, "--model", "foo"]], timeout=200)
+    finished = support.run_programs([first, [*second, "--model", "foo"]], timeout=200, preload=TRAINERS)
     assert "error: unknown model 'foo'" in finished[1].errors
     assert "error: waited 4 s for 2 sites: site 1 did not come" in finished[0].errors
 
@@ -145,7 +147,7 @@ def test_the_vision_transformer_on_photos(tmp_path):
     small = '{"image_size": 32, "patch_size": 8, "depth": 1, "dim": 32, "heads": 2, "k": 4}'
     data = ["--model", "vit", "--model-kwargs", small, "--dataset", "dogsvscats", "--data-dir", str(tmp_path)]
     flags = [*data, "--epochs", "2", "--name", "rankdad_vit", "--max-rank", "2", "--num-folds", "2"]
-    for each in support.run_programs(commands(tmp_path, *flags)):
+    for each in support.run_programs(commands(tmp_path, *flags), preload=TRAINERS):
         assert each.status == 0, each.errors
     results = json.loads((tmp_path / "logs" / "rankdad_vit" / "site_1" / "results.json").read_text())
     assert results["replicas_equal"] is True

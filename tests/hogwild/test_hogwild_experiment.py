@@ -9,6 +9,7 @@ import hogwild_training as training
 import pytest
 import support
 import torch
+from forkserver import TRAINERS
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -109,7 +110,7 @@ def test_the_example(tmp_path):
     pytest.importorskip("matplotlib")
     example = Path(__file__).resolve().parents[2] / "examples" / "hogwild.py"
     (program,) = support.run_programs(
-        [[str(example), "--samples", "256", "--chart", "chart.png"]], folder=tmp_path, timeout=240
+        [[str(example), "--samples", "128", "--chart", "chart.png"]], folder=tmp_path, timeout=240, preload=TRAINERS
     )
     assert program.status == 0, program.output + program.errors
     for words in ("1 process x 4 epochs", "4 processes x 1 epoch", "2 processes x 2 epochs"):

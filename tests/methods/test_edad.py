@@ -65,7 +65,7 @@ def takes_any_rows(name: str, seed: int) -> None:
     model, reference = pair(name)
     reduction = dadplug.GradientReduction(model, mode="edad")
     generator = torch.Generator().manual_seed(seed)
-    for step in range(30):
+    for step in range(15):
         counts = torch.randint(
             0, 6, (int(torch.randint(1, 4, (1,), generator=generator)), world_size), generator=generator
         )
@@ -200,7 +200,7 @@ def replicas_stay_equal(name: str, options: dict) -> None:
     model, _ = pair(name, torch.float32)
     reduction = dadplug.GradientReduction(model, mode="edad", **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(20):
+    for step in range(8):
         inputs, targets = draw(14, step, torch.float32)
         mine = shares(14, rank, world_size, step)
         optimizer.zero_grad()

@@ -81,7 +81,7 @@ def test_the_tutorial_of_adaptive_batches_trains_and_resumes(tmp_path):
     found = []
     for epochs in ("4", "5"):
         command = [*launch, str(support.free_port()), *program, "--epochs", epochs]
-        (only,) = support.run_programs([command], timeout=200)
+        (only,) = support.run_programs([command], timeout=200, preload=TRAINERS)
         assert only.status == 0, only.errors
         found.append(re.findall(r"epoch (\d): accuracy (0\.\d+), batch (\d+), .* progress (\d+) of", only.output))
     assert [int(line[0]) for line in found[0]] == [0, 1, 2, 3]
@@ -130,7 +130,7 @@ def test_a_hospital_that_is_killed_returns_into_the_run(tmp_path):
 
 def test_an_error_of_a_hospital_ends_the_example(tmp_path):
     flags = ["--mode", "edad", "--out", str(tmp_path)]
-    (only,) = support.run_programs([[str(ROOT / "examples" / "two_hospitals.py"), *flags]])
+    (only,) = support.run_programs([[str(ROOT / "examples" / "two_hospitals.py"), *flags]], preload=TRAINERS)
     assert only.status == 1
     assert "mode='edad' needs all sites in every step" in only.errors
     assert "Traceback" not in only.errors
