@@ -10,7 +10,7 @@ import functools
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -221,6 +221,11 @@ def _kernels() -> ModuleType | None:
         warnings.warn(f"no numba: fused steps are taken by torch, in several passes ({error})", stacklevel=2)
         return None
     return kernels
+
+
+def engine_for(weights: Iterable[nn.Parameter]) -> str:
+    """Return what takes fused steps of some weights, ``"numba"`` or ``"torch"``, whose results differ by rounding."""
+    return "torch" if any(weight.is_cuda for weight in weights) or _kernels() is None else "numba"
 
 
 @torch.no_grad()

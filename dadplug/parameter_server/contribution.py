@@ -6,17 +6,18 @@ factor s_i that a late contribution has. Every site computes it from the same by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import codec
 from ..exchange.payload import FactorPayload, finite
 from ..exchange.wire import WireFormat, wire_format
-from ..methods import Method, decode
+from ..fused import GradientProduct
+from ..methods import Method, decode, decode_bias, is_product
 from ..options import Options
 from ..units.base import Unit
 from ..units.factor import FactorUnit
@@ -26,6 +27,18 @@ _ROW = 512  # elements of a quantised gradient that share a scale
 
 Content = dict[str, Any]
 """Decoded contribution: by name of a unit, its rows and its formed gradients, see `ContributionCodec.encode`."""
+
+
+class MergedGradients(NamedTuple):
+    """Gradients of a commit.
+
+    Attributes:
+        gradients: by name of the unit, the formed gradients of its parameters by name.
+        products: the gradients that are not formed, by weight.
+    """
+
+    gradients: dict[str, dict[str, Tensor]]
+    products: dict[nn.Parameter, GradientProduct]
 
 
 class ContributionCodec:
@@ -176,43 +189,45 @@ class ContributionCodec:
                 raise ValueError(f"the gradient of {name!r} has {value.numel()} elements of {value.dtype}")
 
     def merge(
-        self, contents: Sequence[Content], samples: Sequence[float], scales: Sequence[float]
-    ) -> dict[str, dict[str, Tensor]]:
+        self,
+        contents: Sequence[Content],
+        samples: Sequence[float],
+        scales: Sequence[float],
+        apart: Set[nn.Parameter] = frozenset(),
+    ) -> MergedGradients:
         """Compute the gradient of a commit.
 
         Args:
             contents: the contributions, in the order of the commit.
             samples: samples of each.
             scales: factor of each.
-
-        Returns:
-            By name of the unit, the gradients of its parameters by name.
+            apart: weights whose gradients are not formed where they are products.
         """
         total = sum(count * scale for count, scale in zip(samples, scales, strict=True))
         weights = [count * scale / total for count, scale in zip(samples, scales, strict=True)]
-        merged: dict[str, dict[str, Tensor]] = {}
+        merged = MergedGradients({}, {})
         for unit in self._gradients.units:
-            found = [each.get(unit.name, (None, {}))[0] for each in contents]
-            rows = [(each, weight) for each, weight in zip(found, weights, strict=True) if each is not None]
-            gradients = self._merge_rows(unit, rows)
+            found = [each.get(unit.name, (None, {})) for each in contents]
+            rows = [(each, weight) for (each, _), weight in zip(found, weights, strict=True) if each is not None]
+            formed = any(unit.name in dense for _, dense in found)
+            if rows and not formed and unit.lead in apart and _has_product(unit):
+                merged.products[unit.lead], gradients = self._as_product(unit, rows)
+            else:
+                gradients = self._merge_rows(unit, rows)
             for name in unit.parameters:
-                parts = [
-                    (each[unit.name][1][name], scale)
-                    for each, scale in zip(contents, scales, strict=True)
-                    if unit.name in each and name in each[unit.name][1]
-                ]
+                parts = [(dense[name], scale) for (_, dense), scale in zip(found, scales, strict=True) if name in dense]
                 if parts:
                     dense = self._sum_dense(unit, name, parts).mul_(self._gradients.reference / total)
                     known = gradients.get(name)
                     gradients[name] = dense if known is None else known.to_dense().reshape(-1) + dense
             if gradients:
-                merged[unit.name] = gradients
+                merged.gradients[unit.name] = gradients
         return merged
 
-    def _merge_rows(self, unit: Unit, rows: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
-        if not rows:
-            return {}
-        assert isinstance(unit, FactorUnit)
+    def _decode_rows(
+        self, unit: FactorUnit, rows: Sequence[tuple[Any, float]]
+    ) -> tuple[list[FactorPayload], list[float]]:
+        """Return what the sites of a commit have sent of a unit, and the share of each in the gradient."""
         assert unit.form is not None
         wire, device, dtype = self._wire(unit), unit.lead.device, unit.lead.dtype
         payloads = []
@@ -220,9 +235,24 @@ class ContributionCodec:
             right = right if unit.form.table_rows else wire.decode(right)
             bias = None if bias is None else wire.decode(bias[None])[0]
             payloads.append(FactorPayload(wire.decode(left), right, bias).to(device, dtype))
-        exact = self._method.traits.exact
-        with_bias = unit.bias is not None
-        gradient, bias = decode(payloads, [weight for _, weight in rows], with_bias, site_by_site=exact, form=unit.form)
+        return payloads, [weight for _, weight in rows]
+
+    def _as_product(self, unit: Unit, rows: Sequence[tuple[Any, float]]) -> tuple[GradientProduct, dict[str, Tensor]]:
+        """Return the gradient of a unit's weight without forming it, and that of its bias by name."""
+        assert isinstance(unit, FactorUnit)
+        assert unit.form is not None
+        payloads, weights = self._decode_rows(unit, rows)
+        product = GradientProduct(payloads, weights, unit.form.transposed)
+        return product, {} if unit.bias is None else {unit.bias: decode_bias(payloads, weights, unit.form)}
+
+    def _merge_rows(self, unit: Unit, rows: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
+        if not rows:
+            return {}
+        assert isinstance(unit, FactorUnit)
+        assert unit.form is not None
+        payloads, weights = self._decode_rows(unit, rows)
+        exact, with_bias = self._method.traits.exact, unit.bias is not None
+        gradient, bias = decode(payloads, weights, with_bias, site_by_site=exact, form=unit.form)
         found = {unit.name: gradient}
         if unit.bias is not None and bias is not None:
             found[unit.bias] = bias
@@ -241,6 +271,10 @@ class ContributionCodec:
             total = value.clone() if total is None else total.add_(value)
         assert total is not None
         return total.to(parameter.dtype)
+
+
+def _has_product(unit: Unit) -> bool:
+    return isinstance(unit, FactorUnit) and unit.form is not None and is_product(unit.form)
 
 
 def _not_finite(name: str) -> NonFiniteError:

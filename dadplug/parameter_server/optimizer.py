@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MismatchError
-from ..exchange import codec
+from ..exchange import Transport, codec
+from ..fused import GradientProduct
+from ..fused.deferral import reasons_against, take_step
+from ..fused.updates import engine_for
 
 Settings = list[dict[str, Any]]
 """By parameter group, the values of its settings by name: learning rate, momentum, betas and so on."""
@@ -27,6 +32,9 @@ class LoggedOptimizer:
         optimizer: the optimizer.
         model: the model.
 
+    Attributes:
+        fused: weights whose gradients need not be formed, since the step takes them as products.
+
     Raises:
         ValueError: if the optimizer cannot be used.
     """
@@ -38,11 +46,61 @@ class LoggedOptimizer:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._applying = False
         self._guard: Any = None
+        self._hooks = self._count_hooks()
+        self.fused: Set[nn.Parameter] = frozenset()
         for group in optimizer.param_groups:
             if isinstance(group.get("lr"), Tensor):
                 raise ValueError("a ParameterServer needs a learning rate that is a number, not a tensor")
             if any(id(parameter) not in self._names for parameter in group["params"]):
                 raise ValueError("the optimizer has parameters that are not the model's")
+
+    def agree_on_fused(self, transport: Transport, wanted: bool) -> None:
+        """Take fused steps from now on if all sites want and can, and then take the same; all must call it together.
+
+        Args:
+            transport: the transport.
+            wanted: whether this site wants to. A fused step rounds in another way than the ordinary one.
+        """
+        weights = self._fusible() if wanted else {}
+        kinds = set(transport.gather_objects(self._kind(weights)))
+        if len(kinds) == 1 and weights:
+            self.fused = weights.keys()
+
+    def follow_fused(self, kind: str) -> None:
+        """Take the fused steps of the other sites.
+
+        Args:
+            kind: what `kind` is at these.
+
+        Raises:
+            MismatchError: if this site cannot.
+        """
+        weights = self._fusible() if kind else {}
+        if self._kind(weights) != kind:
+            raise MismatchError(
+                f"the other sites take fused steps by {kind!r}, this one can take {self._kind(weights)!r}: it needs "
+                "the same kind of device, numba where they have it, and an optimizer with the same options, no hooks"
+            )
+        self.fused = weights.keys()
+
+    @property
+    def kind(self) -> str:
+        """Name of what takes the fused steps, with a digest of their weights; empty if there are none."""
+        return self._kind(dict.fromkeys(self.fused, ""))
+
+    def _fusible(self) -> dict[nn.Parameter, str]:
+        reasons = reasons_against([self._optimizer])
+        return {weight: reason for weight, reason in reasons.items() if not reason}
+
+    def _kind(self, weights: Mapping[nn.Parameter, str]) -> str:
+        if not weights:
+            return ""
+        names = "\n".join(sorted(self._names[id(weight)] for weight in weights))
+        return f"{engine_for(weights)} {zlib.crc32(names.encode()):08x}"
+
+    def _count_hooks(self) -> int:
+        optimizer = self._optimizer
+        return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
     def describe(self) -> dict[str, str]:
         """Return what has to be the same at all sites: parameter groups, their settings, and state."""
@@ -71,16 +129,20 @@ class LoggedOptimizer:
             for group in self._optimizer.param_groups
         ]
 
-    def step(self, settings: Any, scale: float) -> None:
-        """Make a step with the gradients in ``.grad``.
+    def step(self, settings: Any, scale: float, products: Mapping[nn.Parameter, GradientProduct]) -> None:
+        """Make a step with the gradients in ``.grad``, and with others that are not formed.
 
         Args:
             settings: the settings of the groups, from a contribution.
             scale: factor of the learning rates.
+            products: gradients of some of the weights in `fused`.
 
         Raises:
             MismatchError: if the settings are not those of this optimizer's groups.
+            RuntimeError: if hooks of the optimizer would miss gradients that are not formed.
         """
+        if self.fused and self._count_hooks() != self._hooks + (self._guard is not None):
+            raise RuntimeError("register hooks of the optimizer before the ParameterServer is made, on all sites")
         own = self.settings()
         if not _alike(own, settings):
             raise MismatchError("a contribution has other settings of parameter groups than the optimizer of this site")
@@ -90,7 +152,7 @@ class LoggedOptimizer:
                 group["lr"] = group["lr"] * scale
         self._applying = True
         try:
-            self._optimizer.step()
+            take_step([self._optimizer], products)
         finally:
             self._applying = False
             self._load(own)

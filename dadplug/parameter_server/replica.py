@@ -70,9 +70,11 @@ class Replica:
         samples = [float(entry.samples) for entry in decision.entries]
         scales = [entry.scale for entry in decision.entries]
         with torch.no_grad():
-            self._gradients.write(self._codec.merge([content for _, content in unpacked], samples, scales))
+            contents = [content for _, content in unpacked]
+            merged = self._codec.merge(contents, samples, scales, self._optimizer.fused)
+            self._gradients.write(merged.gradients)
         scale = sum(count * each for count, each in zip(samples, scales, strict=True)) / sum(samples)
-        self._optimizer.step(unpacked[0][0], scale)
+        self._optimizer.step(unpacked[0][0], scale, merged.products)
         self._gradients.clear()
         self.version = decision.version
 
@@ -101,6 +103,7 @@ class Replica:
             further: further state.
         """
         further = further | {"optimizer": self._optimizer.state_dict(), "reference": self._gradients.reference}
+        further["fused"] = self._optimizer.kind
         return JoinState(description, tensors_of(model), self.version, list(self._gradients.reports), further)
 
     def take_over(self, state: JoinState) -> None:
@@ -111,9 +114,11 @@ class Replica:
 
         Raises:
             SiteError: if the sites have not made their first step.
+            MismatchError: if this site cannot make the steps that the others make.
         """
         if not state.plan:
             raise SiteError("the sites have not made their first step, which needs all of them: start them again")
+        self._optimizer.follow_fused(state.further["fused"])
         self._gradients.merge(state.plan)
         self._gradients.reference = state.further["reference"]
         self._optimizer.load_state_dict(state.further["optimizer"])

@@ -116,6 +116,8 @@ class ParameterServer(TrainerCalls, ServerState):
         self._loader: SiteLoader | None = None  # the last one
         add_announcer(self._announce)
         if self._joined is None:
+            # Synchronous steps have the bits of a GradientReduction's, which forms the gradients.
+            self._optimizer.agree_on_fused(self._transport, self._rules.staleness > 0)
             arguments = self.server_options, self._workers, self._limit, self.traffic, in_trainer
             opened = open_log(self._transport, *arguments)
             self._log, self._service, self._address = opened

@@ -157,12 +157,19 @@ def replayed(start: nn.Module, log: list, lr: float) -> nn.Module:
     return model
 
 
-def follows_its_log(mode: str, options: dict) -> dict:
+def follows_its_log(mode: str, options: dict, hooked: int = -1) -> dict:
+    """Train, and compare with the log; the optimizer of one site may have a hook that reads the gradients."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     start = network().double()
     model = copy.deepcopy(start)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seen = []
+    if rank == hooked:
+        optimizer.register_step_pre_hook(lambda *_: seen.append([each.grad is not None for each in model.parameters()]))
     server = dadplug.ParameterServer(model, optimizer, mode=mode, rank=3, **options)
+    weights = {layer.weight for layer in model if isinstance(layer, nn.Linear)}
+    fused = options["staleness"] > 0 and hooked < 0  # else all sites form the gradients, as one of them has to
+    assert (weights <= server._optimizer.fused) if fused else not server._optimizer.fused
     log = recorded(server)
     pauses, steps = random.Random(rank), 0
     for phase in range(2):
@@ -189,6 +196,12 @@ def follows_its_log(mode: str, options: dict) -> dict:
         expected = replayed(start, log, 0.01)
         for (name, one), other in zip(expected.named_parameters(), model.named_parameters(), strict=True):
             assert torch.allclose(one, other[1], rtol=0, atol=1e-10), name
+    assert all(map(all, seen))
+    assert bool(seen) == (rank == hooked)
+    if fused:
+        optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match="before the ParameterServer is made"):
+            server._optimizer.step(server._optimizer.settings(), 1.0, {})
     server.detach()
     ages = [decision.version - 1 - entry.base for decision in log for entry in decision.entries]
     return {"oldest": max(ages), "together": max(len(decision.entries) for decision in log), "dropped": len(dropped)}
@@ -198,7 +211,7 @@ def test_replicas_follow_one_log(sites):
     for mode in ("dsgd", "dad", "rankdad"):
         found = sites(3).run(follows_its_log, mode, {"staleness": 4})
         assert 0 < found[0]["oldest"] <= 4
-    found = sites(3).run(follows_its_log, "dad", {"staleness": 2, "quorum": 2, "late": "keep"})
+    found = sites(3).run(follows_its_log, "dad", {"staleness": 2, "quorum": 2, "late": "keep"}, 1)
     assert found[0]["oldest"] <= 2 <= found[0]["together"]
     found = sites(3).run(follows_its_log, "dad", {"staleness": 0, "quorum": 2, "late": "drop"})
     assert found[0]["oldest"] == 0 < found[0]["dropped"]
