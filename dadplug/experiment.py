@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from .cli.arguments import add_kit_argument, add_option_arguments, options_of, place_of, plain_errors
+from .cli.arguments import Place, add_kit_argument, add_option_arguments, options_of, place_of, plain_errors
 from .data import DATASETS, Samples, fold_indices, load_dataset, site_indices
 from .data.splits import SPLITS
 from .models import MODELS, build_for
@@ -144,8 +144,9 @@ class Experiment:
         except TypeError as error:
             raise ValueError(f"scheduler {arguments.scheduler!r} does not take scheduler-kwargs: {error}") from error
         self.classes = data.classes
-        self.loaders = _loaders(arguments, data.train, self.rank, self.num_nodes)
-        self.folder = Path(arguments.log_dir) / arguments.name / f"site_{self.rank}"
+        self.loaders = _loaders(arguments, data.train, self._place)
+        process = f"_process_{self._place.process}" if self._place.process else ""
+        self.folder = Path(arguments.log_dir) / arguments.name / f"site_{self.rank}{process}"
 
     def run(self) -> dict[str, Any]:
         """Train with the other sites.
@@ -230,12 +231,13 @@ def _json(text: str, flag: str, kind: type) -> Any:
     return value
 
 
-def _loaders(arguments: argparse.Namespace, samples: Samples, rank: int, num_nodes: int) -> dict[str, DataLoader[Any]]:
-    """Build the loaders: the site's part of the training folds, and the validation fold."""
+def _loaders(arguments: argparse.Namespace, samples: Samples, place: Place) -> dict[str, DataLoader[Any]]:
+    """Build the loaders: the part of this process in the site's training folds, and the validation fold."""
     if arguments.N > 0:
         samples = samples.subset(torch.arange(min(arguments.N, len(samples))))
     train, valid = fold_indices(len(samples), arguments.num_folds, arguments.k, arguments.seed)
-    mine = train[site_indices(samples.labels[train], rank, num_nodes, arguments.split, arguments.seed)]
+    mine = train[site_indices(samples.labels[train], place.rank, place.num_nodes, arguments.split, arguments.seed)]
+    mine = mine[place.process :: place.processes]
     held_out: Any = samples.plain().subset(valid)
     own: Any = samples.subset(mine)
     return {

@@ -372,7 +372,10 @@ def main(task: Task, argv: list[str], doc: str) -> int:
     with plain_errors(ValueError, ImportError):
         Options.create(**options_of(arguments))
         # Without a place, all sites start here; the place of the first is then as good as any.
-        num_nodes = place_of(arguments).num_nodes
+        place = place_of(arguments)
+        if place.processes > 1:
+            raise ValueError("these examples divide their data among sites with one process: start one at each site")
+        num_nodes = place.num_nodes
         data = load_dataset(arguments.dataset, arguments.data_dir)  # downloads what is missing, once
         site_indices(data.train.labels, 0, num_nodes, arguments.split)
     if arguments.rank is None and arguments.kit is None and "RANK" not in os.environ:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..errors import KitError, MismatchError, NonFiniteError, SiteError
 from ..exchange.exit_reasons import announce
 from ..hub.join import connect, load_site_kit
+from ..hub.local_site import LocalPlace
 from ..options import Options
 
 # `--rank` is the number of the site.
@@ -68,12 +69,16 @@ class Place(NamedTuple):
         num_nodes: number of sites.
         url: the rendezvous; None for that of the environment, or of a kit.
         kit: folder of this site's kit; None without one.
+        process: number of this process among those of a site with a kit.
+        processes: number of these.
     """
 
     rank: int
     num_nodes: int
     url: str | None = None
     kit: str | None = None
+    process: int = 0
+    processes: int = 1
 
     def connect(self, timeout: float, backend: str | None = None) -> None:
         """Join the other sites; arguments and errors are those of `dadplug.connect`."""
@@ -97,7 +102,9 @@ def place_of(arguments: argparse.Namespace) -> Place:
     if (folder := getattr(arguments, "kit", None)) is not None:
         given = {name.replace("_", "-"): getattr(arguments, name) for name in ("rank", "num_nodes", "dist_url")}
         kit = load_site_kit(folder, **given)
-        return Place(kit.slot, len(kit.roster.sites), kit=folder)
+        local = LocalPlace.find(os.environ)
+        own = (0, 1) if local is None else (local.local_rank, local.processes)
+        return Place(kit.slot, len(kit.roster.sites), None, folder, *own)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     rank = 0 if arguments.rank is None else arguments.rank

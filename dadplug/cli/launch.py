@@ -40,6 +40,7 @@ def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = No
                 environment = os.environ | {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(num_sites),
                     "WORLD_SIZE": str(num_sites),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -73,9 +73,13 @@ def own_addresses() -> list[str]:
     return [*found, "127.0.0.1"]
 
 
-def listen() -> socket.socket | None:
-    """Open a listening socket on the address at which other sites reach this one; return None if there is none."""
-    for address in own_addresses():
+def listen(addresses: Sequence[str] = ()) -> socket.socket | None:
+    """Open a listening socket; return None if no address allows it.
+
+    Args:
+        addresses: addresses of this machine, the first that allows it is used; by default those that others reach.
+    """
+    for address in addresses or own_addresses():
         listener = socket.socket(socket.AF_INET)
         try:
             listener.bind((address, 0))

@@ -9,17 +9,19 @@ from collections.abc import Callable
 from typing import TypeVar
 
 _AT_EXIT = 1.0  # seconds
+_CHECK_SECONDS = 2.0  # between two checks of a call that takes long
 
 Result = TypeVar("Result")
 _given_up: list[threading.Thread] = []
 
 
-def within(seconds: float, call: Callable[[], Result]) -> Result:
+def within(seconds: float, call: Callable[[], Result], check: Callable[[], None] = lambda: None) -> Result:
     """Run a call in a thread of its own, and abandon it after the timeout; the thread may continue.
 
     Args:
         seconds: the timeout.
         call: the call.
+        check: called now and then meanwhile; the call is abandoned if it raises an exception.
 
     Raises:
         TimeoutError: if it has not ended in time.
@@ -35,7 +37,15 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
 
     thread = threading.Thread(target=run, name="dadplug-deadline", daemon=True)
     thread.start()
-    thread.join(max(0.0, seconds))
+    deadline = time.monotonic() + seconds
+    thread.join(max(0.0, min(seconds, _CHECK_SECONDS)))
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        try:
+            check()
+        except BaseException:
+            _given_up.append(thread)
+            raise
+        thread.join(min(left, _CHECK_SECONDS))
     if errors:
         raise errors[0]
     if not results:

@@ -9,18 +9,15 @@ own, inside a node by Unix sockets where there are any, or else by gloo.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import MismatchError
 from .group_transport import GroupTransport
+from .node_messages import NodeMessages
 from .sites import Sites
 from .socket_setup import connect_sockets
 from .socket_transport import mismatch
@@ -30,13 +27,8 @@ from .traffic import Traffic
 from .transport import Gather, Reduction
 from .worker_threads import Job, WorkerThreads
 
-_CHECK_SECONDS = 0.5  # after which a waiting site reads the reports of the others
-# Seconds that worker threads have to end, before and after their connections are closed.
-_SHORT, _LONG = 0.2, 3.0
-_MAX_TAGS = 2**30  # tags have 32 bits, and are reused
 
-
-class HierarchicalTransport(GroupTransport):
+class HierarchicalTransport(GroupTransport, NodeMessages):
     """Transport that knows which processes share a node.
 
     Args:
@@ -46,8 +38,6 @@ class HierarchicalTransport(GroupTransport):
         timeout: seconds after which a silent site counts as lost.
         nodes: the processes of each node.
     """
-
-    nodes: Nodes
 
     def __init__(self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, timeout: float, nodes: Nodes) -> None:
         self.workers = WorkerThreads()
@@ -63,28 +53,16 @@ class HierarchicalTransport(GroupTransport):
     def close(self) -> None:
         if self._process != os.getpid():
             return
-        if not self.workers.close(_SHORT):
-            self._close_connections()
-            self.workers.close(_LONG)
+        self._end_workers(rank for rank in range(self.world_size) if rank != self.rank)
         if self._messages is not None:
             self._messages.close()
         super().close()
 
-    def _close_connections(self) -> None:
-        """End what the worker threads wait for: an interpreter that ends while a thread waits inside gloo is aborted.
-
-        gloo has no call for it, but a wait that times out closes all connections of a group; a wait for a site that is
-        gone does not.
-        """
-        if self._messages is not None:
+    def _close_connections(self, peers: Iterable[int]) -> None:
+        if self._messages is None:
+            super()._close_connections(peers)
+        else:
             self._messages.shut_down()
-            return
-        for rank in range(self.world_size):
-            if rank != self.rank:
-                with suppress(RuntimeError):
-                    nothing = dist.irecv(torch.zeros(1), self._global[rank], group=self.group, tag=_MAX_TAGS + 1)
-                    if nothing is not None:
-                        nothing.wait(timedelta(milliseconds=1))
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         return _HierarchicalGather(self, sizes, dtype, self.tags(self.world_size))
@@ -93,14 +71,9 @@ class HierarchicalTransport(GroupTransport):
         return _HierarchicalReduction(self, tensor.view(-1), self.tags(4))
 
     def tags(self, count: int) -> int:
-        """Reserve consecutive tags, and return the first; all sites must reserve theirs in the same order."""
         if not self._sockets_tried:
             self._connect()
-        if self._tags + count > _MAX_TAGS:
-            self._tags = 0
-        first = self._tags + 1
-        self._tags += count
-        return first
+        return super().tags(count)
 
     def _connect(self) -> None:
         """Open the connections of the processes, which all of them do together."""
@@ -110,87 +83,12 @@ class HierarchicalTransport(GroupTransport):
         if sockets is not None:
             self._messages = TaggedSockets(sockets, self.timeout, {rank: mismatch(self, rank) for rank in sockets})
 
-    def send(self, tensor: Tensor, rank: int, tag: int) -> list[tuple[dist.Work, int]]:
-        """Start to send a contiguous tensor; return the operations to wait for, each with the rank of the other end."""
-        if not tensor.numel():
-            return []
-        self.traffic.add(tensor.numel() * tensor.element_size(), inside=rank in self.nodes.own)
-        return self._start(tensor, rank, tag, sends=True)
-
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> list[tuple[dist.Work, int]]:
-        """Start to receive into a contiguous tensor; return as `send` does."""
-        return self._start(tensor, rank, tag, sends=False) if tensor.numel() else []
-
-    def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> list[tuple[dist.Work, int]]:
-        content = tensor.view(torch.uint8)
+    def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> dist.Work:
         if self._messages is not None:
-            return [(self._messages.start(content, rank, tag, sends), rank)]
+            return self._messages.start(tensor, rank, tag, sends)
         start: Any = dist.isend if sends else dist.irecv
-        try:
-            return [(start(content, self._global[rank], group=self.group, tag=tag), rank)]
-        except RuntimeError as error:
-            raise self.lost(error, rank) from error
-
-    def wait_all(self, works: list[tuple[dist.Work, int]]) -> None:
-        """Wait for operations on the main thread, and count the time as waiting.
-
-        Raises:
-            SiteError: if a site is gone or silent.
-        """
-        for work, peer in works:
-            self.wait(work, peer)
-        works.clear()
-
-    def wait_for(self, job: Job) -> None:
-        """Wait for a job of the worker threads.
-
-        Raises:
-            SiteError: if a site is gone or silent.
-        """
-        try:
-            with self.traffic.waiting():
-                while not job.wait(_CHECK_SECONDS):
-                    # The site that forwards may be alive, and have nothing to forward any more.
-                    if (found := self.sites.found_lost()) is not None:
-                        raise found
-        except _Lost as lost:
-            deadline = time.monotonic() + _CHECK_SECONDS
-            while lost.peer is None and time.monotonic() < deadline:  # the reports of others name it
-                if (found := self.sites.found_lost()) is not None:
-                    raise found from lost.error
-                time.sleep(_CHECK_SECONDS / 10)
-            raise self.lost(lost.error, lost.peer) from lost.error
-
-    def arrive(self, works: Sequence[tuple[dist.Work, int]], origin: int | None = None, *, sums: bool = False) -> None:
-        """Wait for operations on a worker thread.
-
-        Args:
-            works: the operations, each with the rank of the other end.
-            origin: the site whose payload the other end forwards; after a timeout, that site is silent.
-            sums: whether the other end sends a sum; after a timeout, any of its addends may be missing.
-
-        Raises:
-            _Lost: if an operation fails.
-        """
-        for work, peer in works:
-            try:
-                work.wait()
-            except MismatchError:
-                raise
-            except RuntimeError as error:
-                culprit: int | None = peer
-                if "imed out" in str(error):
-                    culprit = None if sums else peer if origin is None else origin
-                raise _Lost(error, culprit) from error
-
-
-class _Lost(Exception):
-    """A worker thread has lost a peer; the main thread, which looks for the reason, gets it from `Job.wait`."""
-
-    def __init__(self, error: RuntimeError, peer: int | None) -> None:
-        super().__init__(error, peer)
-        self.error = error
-        self.peer = peer
+        work: dist.Work = start(tensor, self._global[rank], group=self.group, tag=tag)
+        return work
 
 
 class _HierarchicalGather(Gather):

@@ -28,9 +28,13 @@ def own_name() -> str:
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
-def own_member() -> Member:
-    """Return this process as a member; it answers status requests from now on."""
-    return status_server(own_name()).member
+def own_member(addresses: Sequence[str] = ()) -> Member:
+    """Return this process as a member; it answers status requests from now on.
+
+    Args:
+        addresses: see `status_server`.
+    """
+    return status_server(own_name(), addresses).member
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -68,6 +72,10 @@ class ProcessSites(Sites):
         """Begin a session, as all sites do together: reports of earlier sessions no longer count in it."""
         members = [self.members[other] for other in self._others if self.members[other].token]
         _tell(members, status_server().begin_session(member.token for member in members))
+
+    def report(self, reason: str) -> None:
+        """Report a reason to all processes that this one knows, whether or not this one exits."""
+        _report_to_all(reason)
 
     def found_lost(self) -> SiteError | None:
         for report in self._reports().values():

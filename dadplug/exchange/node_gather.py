@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
-from .hierarchy import HierarchicalTransport
+from .node_messages import NodeMessages
 from .worker_threads import Job
 
 NodeMessage = tuple[list[int], Tensor]
@@ -30,7 +30,7 @@ class NodeGather:
 
     def __init__(
         self,
-        transport: HierarchicalTransport,
+        transport: NodeMessages,
         owner: int,
         integers: int,
         dtype: torch.dtype,

@@ -17,8 +17,9 @@ from torch.distributed.rendezvous import rendezvous
 from ..errors import SiteError
 from .addresses import choose_interface, gloo_interface
 from .deadline import within
-from .membership import ProcessSites, introduce_default
-from .roll_call import RollCall
+from .membership import ProcessSites, introduce_default, own_member
+from .roll_call import RollCall, plural
+from .status import Member
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 _SLACK = 1.0  # seconds for a call to raise its own error
@@ -50,19 +51,13 @@ def connect(
     """
     if dist.is_initialized():
         return
-    deadline = time.monotonic() + timeout
     if num_nodes is None and rank is None and dist_url is None and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return
     rank, num_nodes, host, port = _meeting_point(rank, num_nodes, dist_url)
     backend = _backend(backend)
     choose_interface(host, port)
-    if "TORCHELASTIC_RUN_ID" in os.environ and dist_url is None:  # torchrun hosts the store itself
-        owner = "the meeting point of torchrun"
-        store = _within(timeout, owner, lambda: next(rendezvous("env://", timeout=timedelta(seconds=timeout)))[0])
-    else:
-        owner = "site 0, which hosts the meeting point,"
-        store = _within(timeout, owner, lambda: _open_store(host, port, rank, timeout))
-    members = RollCall(store, rank, num_nodes, timeout, deadline, owner).run()
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and dist_url is None
+    store, members = meet(rank, num_nodes, (host, port), timeout, own_member(), by_torchrun)
     sites = ProcessSites(rank, members)
     limit = timedelta(seconds=timeout)
     # A store that torchrun keeps over a restart holds the addresses of processes that have ended.
@@ -77,6 +72,36 @@ def connect(
     except (RuntimeError, TimeoutError) as error:
         raise sites.lost(error, timeout) from error
     introduce_default(sites)
+
+
+def meet(
+    rank: int, count: int, address: tuple[str, int], timeout: float, own: Member, by_torchrun: bool, noun: str = "site"
+) -> tuple[dist.Store, list[Member]]:
+    """Wait until all processes have come to a meeting point.
+
+    Args:
+        rank: number of this process; number 0 hosts the meeting point, unless torchrun does.
+        count: number of processes.
+        address: host and port of the meeting point.
+        timeout: seconds to wait.
+        own: this process, as the others are to know it.
+        by_torchrun: whether torchrun hosts the meeting point.
+        noun: name of a process in messages.
+
+    Returns:
+        The store at the meeting point, and the processes by number.
+
+    Raises:
+        SiteError: if a process does not come in time, two claim one number, or the port is taken.
+    """
+    deadline = time.monotonic() + timeout
+    if by_torchrun:
+        owner = "the meeting point of torchrun"
+        store = _within(timeout, owner, lambda: next(rendezvous("env://", timeout=timedelta(seconds=timeout)))[0])
+    else:
+        owner = f"{noun} 0, which hosts the meeting point,"
+        store = _within(timeout, owner, lambda: _open_store(*address, rank, timeout, noun))
+    return store, RollCall(store, rank, count, timeout, deadline, owner, own, noun).run()
 
 
 def _meeting_point(rank: int | None, num_nodes: int | None, dist_url: str | None) -> tuple[int, int, str, int]:
@@ -134,7 +159,7 @@ def _parse(url: str) -> tuple[str, int]:
     return host, port
 
 
-def _open_store(host: str, port: int, rank: int, timeout: float) -> dist.Store:
+def _open_store(host: str, port: int, rank: int, timeout: float, noun: str) -> dist.Store:
     limit = timedelta(seconds=timeout)
     try:
         if rank != 0:
@@ -148,15 +173,15 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> dist.Store:
         if rank == 0 and getattr(error, "errno", None) == errno.EADDRINUSE:
             raise SiteError(
                 f"port {port} is in use on this machine: another run may still be going on; end it, or choose another "
-                "port for all sites"
+                f"port for all {plural(noun)}"
             ) from error
         if rank == 0:
             raise SiteError(
-                f"site 0 cannot open its meeting point {host}:{port}: the address must be one of this machine's own, "
-                f"and reachable from the other sites ({_first_line(error)})"
+                f"{noun} 0 cannot open its meeting point {host}:{port}: the address must be one of this machine's own, "
+                f"and reachable from the others ({_first_line(error)})"
             ) from error
         raise SiteError(
-            f"site {rank} did not reach site 0 at {host}:{port} within {timeout:g} s: is site 0 running, is the "
+            f"{noun} {rank} did not reach {noun} 0 at {host}:{port} within {timeout:g} s: is it running, is the "
             "address right, and does a firewall let the port through?"
         ) from error
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from ..errors import SiteError
 from . import codec
 from .deadline import within
-from .membership import own_member
 from .status import Member, Silence, Status, ask
 
 _STATUS_SECONDS = 1.0  # for answers to a status request
@@ -39,10 +38,20 @@ class RollCall:
         timeout: seconds to wait for all sites.
         deadline: end of that time, by `time.monotonic`.
         host: description of the process that hosts the store, for messages.
+        own: this process, as the others are to know it.
+        noun: name of a process in messages.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, num_nodes: int, timeout: float, deadline: float, host: str
+        self,
+        store: dist.Store,
+        rank: int,
+        num_nodes: int,
+        timeout: float,
+        deadline: float,
+        host: str,
+        own: Member,
+        noun: str = "site",
     ) -> None:
         self._store = store
         self._rank = rank
@@ -50,7 +59,8 @@ class RollCall:
         self._timeout = timeout
         self._deadline = deadline
         self._host = host
-        self._own = own_member()
+        self._own = own
+        self._noun = noun
 
     def run(self) -> list[Member]:
         """Wait until every site has registered.
@@ -71,7 +81,8 @@ class RollCall:
             holder = _member(current)
             if isinstance(ask({0: holder}, _STATUS_SECONDS)[0], Status):
                 raise SiteError(
-                    f"another process already claims rank {self._rank} ({holder.name}): every site needs one of its own"
+                    f"another process already claims rank {self._rank} ({holder.name}): every {self._noun} needs one "
+                    "of its own"
                 )
             before = current
             current = self._call(lambda: self._store.compare_set(key, before, own)).decode()  # noqa: B023
@@ -142,23 +153,27 @@ class RollCall:
     def _failure(self, claims: dict[int, Member], answers: dict[int, Status | Silence]) -> str:
         missing = [site for site in range(self._num_nodes) if site not in claims]
         silent = [site for site, answer in answers.items() if isinstance(answer, Silence)]
-        waited = f"waited {self._timeout:g} s for {self._num_nodes} sites"
+        waited = f"waited {self._timeout:g} s for {self._num_nodes} {plural(self._noun)}"
         if silent:
-            names = ", ".join(f"site {site} ({claims[site].name})" for site in silent)
+            names = ", ".join(f"{self._noun} {site} ({claims[site].name})" for site in silent)
             return f"{waited}: {names} came, and does not answer any more: it was killed or stopped"
         if not missing:
             return f"{waited}: {self._host} has not listed them, though all have come"
         return (
-            f"{waited}: {_names(missing)} did not come. Start every site with the same meeting point, or give a larger "
-            "timeout"
+            f"{waited}: {self._names(missing)} did not come. Start every {self._noun} with the same meeting point, or "
+            "give a larger timeout"
         )
 
     def _notice(self, when: float, claims: dict[int, Member]) -> float:
         missing = [site for site in range(self._num_nodes) if site not in claims]
         if time.monotonic() < when or not missing:
             return when
-        print(f"site {self._rank} waits for {_names(missing)} …", file=sys.stderr)
+        print(f"{self._noun} {self._rank} waits for {self._names(missing)} …", file=sys.stderr)
         return float("inf")
+
+    def _names(self, numbers: list[int]) -> str:
+        noun = plural(self._noun) if len(numbers) > 1 else self._noun
+        return f"{noun} {', '.join(map(str, numbers))}"
 
     def _call(self, call: Callable[[], Result]) -> Result:
         """Call the store, within the time that is left."""
@@ -170,7 +185,7 @@ class RollCall:
                 "link is down"
             ) from error
         except RuntimeError as error:
-            raise SiteError(f"{self._host} ended before all sites had come") from error
+            raise SiteError(f"{self._host} ended before all {plural(self._noun)} had come") from error
 
 
 def _claim_of(site: int) -> str:
@@ -185,5 +200,6 @@ def _member(content: str) -> Member:
     return member if isinstance(member, Member) else Member("an unknown process", "", 0, b"\0" * 16)
 
 
-def _names(sites: list[int]) -> str:
-    return f"{'sites' if len(sites) > 1 else 'site'} {', '.join(map(str, sites))}"
+def plural(noun: str) -> str:
+    """Return the plural of the name of a process in messages."""
+    return noun + ("es" if noun.endswith("s") else "s")

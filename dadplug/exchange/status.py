@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -99,8 +99,8 @@ class StatusServer:
         has_reported: whether this process has reported an exit reason since its last session began.
     """
 
-    def __init__(self, name: str) -> None:
-        self._listener = listen()
+    def __init__(self, name: str, addresses: Sequence[str] = ()) -> None:
+        self._listener = listen(addresses)
         host, port = ("", 0) if self._listener is None else self._listener.getsockname()[:2]
         self.member = Member(name, host, port, secrets.token_bytes(16))
         self.sessions: Counter[bytes] = Counter()
@@ -330,11 +330,16 @@ class _Request:
 _server: StatusServer | None = None
 
 
-def status_server(name: str = "") -> StatusServer:
-    """Return this process's server, started when first asked for."""
+def status_server(name: str = "", addresses: Sequence[str] = ()) -> StatusServer:
+    """Return this process's server, started when first asked for.
+
+    Args:
+        name: name of this process for messages.
+        addresses: addresses of this machine at one of which it is to answer; by default those that others reach.
+    """
     global _server
     if _server is None:
-        _server = StatusServer(name)
+        _server = StatusServer(name, addresses)
     return _server
 
 

@@ -226,7 +226,7 @@ class ElasticGather(HubGather):
         transport = self._transport
         self.collect()
         self._blank(transport.absent | {transport.rank} if transport.listens else transport.absent)
-        return self._payloads
+        return self.payloads
 
     def collect(self) -> list[Tensor]:
         """Wait for the payloads of all sites that have not left; which of them count, the end of the round decides."""
@@ -237,7 +237,7 @@ class ElasticGather(HubGather):
             self._incoming = []
             self._check(lost)
             self._blank(lost)
-        return self._payloads
+        return self.payloads
 
     def _check(self, missing: set[int]) -> None:
         """Raise MismatchError if a site has taken part in the round without its payload.
@@ -247,12 +247,12 @@ class ElasticGather(HubGather):
         transport, gone = self._transport, self._transport.link.gone
         for rank in sorted(missing - transport.absent - gone.keys()):
             raise MismatchError(
-                f"{transport.sites[rank]} has ended the round without its payload of {self._payloads[rank].numel()} "
+                f"{transport.sites[rank]} has ended the round without its payload of {self.payloads[rank].numel()} "
                 "elements: do all sites run the same program, and is nothing else exchanged between backward() and "
                 "synchronize() when a site joins?"
             )
 
     def _blank(self, ranks: set[int] | frozenset[int]) -> None:
         for rank in ranks - self.missing:
-            self._payloads[rank].zero_()
+            self.payloads[rank].zero_()
         self.missing |= ranks

@@ -96,13 +96,13 @@ class HubTransport(Transport):
             tensor.detach().copy_(first.view(tensor.shape))
 
     def broadcast_bytes(self, content: bytes) -> bytes:
-        return self._gather_bytes(content if self.rank == 0 else b"")[0].tobytes()
+        return self.gather_bytes(content if self.rank == 0 else b"")[0].tobytes()
 
     def gather_objects(self, item: Any) -> list[Any]:
         own, refusal = encode_object(item)
-        return decode_objects(self._gather_bytes(own), refusal)
+        return decode_objects(self.gather_bytes(own), refusal)
 
-    def _gather_bytes(self, own: bytes) -> list[memoryview]:
+    def gather_bytes(self, own: bytes) -> list[memoryview]:
         """Gather byte strings of all sites, by rank; sizes go first, and are checked before memory is allocated."""
         gather = HubGather(self, self.next_collective(), [1] * self.world_size, torch.int64)
         gather.payload[0] = len(own)
@@ -144,17 +144,18 @@ class HubGather(Gather):
 
     Attributes:
         exchange: number of the exchange.
+        payloads: this site's payload and room for the others, by rank.
     """
 
     def __init__(self, transport: HubTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
         self.exchange = exchange
         self._transport = transport
-        self._payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
-        self.payload = self._payloads[transport.rank]
+        self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self.payload = self.payloads[transport.rank]
         self._own = bytes_of(self.payload)
         self._others = [
             (rank, bytes_of(payload))
-            for rank, payload in enumerate(self._payloads)
+            for rank, payload in enumerate(self.payloads)
             if rank != transport.rank and payload.numel()
         ]
         self._incoming: list[Incoming] = []
@@ -174,7 +175,7 @@ class HubGather(Gather):
             with self._transport.traffic.waiting():
                 self._transport.link.wait(self._incoming, self._transport.timeout)
             self._incoming = []
-        return self._payloads
+        return self.payloads
 
 
 class _HubSum(Reduction):

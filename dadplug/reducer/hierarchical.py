@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..exchange.hierarchy import HierarchicalTransport
 from ..exchange.node_gather import NodeGather, NodeMessage
+from ..exchange.node_messages import NodeMessages
 from ..exchange.payload import FactorPayload, finite
 from ..hooks import Factor
 from ..methods.paths import GradientPath
@@ -40,7 +40,7 @@ class NodeFactorHandler(KeptPayloadsHandler):
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         transport = context.transport
-        assert isinstance(transport, HierarchicalTransport)
+        assert isinstance(transport, NodeMessages)
         self._nodes = transport.nodes
         owner = next(context.rotation) % self._nodes.owners
         super().__init__(units, context, [ranks[owner] for ranks in self._nodes.members])

@@ -32,6 +32,7 @@ class DDPInterface:
     post_backward: Callable[[Tensor], None]
     lr_scheduler_configs: list[Any]
     _layer_sync: Any
+    _start_method: str
 
     @property
     def root_device(self) -> torch.device:

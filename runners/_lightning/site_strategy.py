@@ -17,7 +17,7 @@ from ...exchange import Traffic, Transport, open_transport
 from ...exchange.addresses import choose_interface, gloo_interface
 from ...exchange.exit_reasons import describe
 from ...exchange.requirements import Requirements
-from ...hub.link import current_link
+from ...hub.site_connection import current_connection
 from ...model_sync.samples import batch_size
 from ...model_sync.uneven_inputs import takes_part
 from .collectives import SiteCollectives
@@ -115,13 +115,29 @@ class SiteStrategy(SiteCollectives):
 
     def _configure_launcher(self) -> None:
         """Check the devices, which the trainer has chosen by now, and make a launcher where processes are to start."""
-        devices = self.parallel_devices or ()
-        if len(devices) > 1 and current_link() is not None:
-            raise ValueError(
-                f"a kit connects one process of each site, and the trainer is to use {len(devices)} devices here: pass "
-                "devices=1; several processes of one institution need a kit each"
-            )
+        count, connection = len(self.parallel_devices or ()), current_connection()
+        if count > 1 and connection is not None and connection.processes == 1:
+            self._check_launch(count)
+            self.cluster_environment.start_processes(count)
         super()._configure_launcher()
+
+    def _check_launch(self, count: int) -> None:
+        """Raise ValueError if no processes can be started at a site that is connected by a kit."""
+        here = f"the trainer is to use {count} devices at a site that is connected by a kit"
+        if self._requirements is not None:
+            raise ValueError(f"{here}, and min_sites goes with one process at each site: pass devices=1")
+        if self._start_method != "popen" or not isinstance(self.cluster_environment, SiteEnvironment):
+            raise ValueError(
+                f"{here}: leave start_method and cluster_environment out, which go with devices=1 there, or start the "
+                f"program by torchrun --standalone --nproc_per_node={count}"
+            )
+
+    def _agree_on_processes(self) -> None:
+        """Meet the processes that Lightning has started at this site or others, where sites are connected by kits."""
+        connection, environment = current_connection(), self.cluster_environment
+        if connection is not None and self._requirements is None:
+            count = max(connection.processes, getattr(environment, "started", 0))
+            connection.meet_processes(count, environment.main_port, self.options.timeout)
 
     @property
     def root_device(self) -> torch.device:
@@ -136,6 +152,7 @@ class SiteStrategy(SiteCollectives):
         environment = self.cluster_environment
         if environment is not None and not dist.is_initialized():
             choose_interface(environment.main_address, environment.main_port)
+        self._agree_on_processes()
         self._run.enter_context(gloo_interface())  # Lightning builds process groups of its own during a run
         super().setup_environment()
         if self.world_size > 1:

@@ -188,8 +188,9 @@ class Sites:
             outcomes = group.outcomes(timeout=10)     # a list by rank of kind, value, seconds
             assert "site 0" in outcomes[1].value
 
-    With `kits`, a folder for each site, they connect through a hub, which has to run. The processes have the trainers
-    that this one has imported, as test modules do.
+    With `kits`, a folder for each process, they connect through a hub, which has to run; processes with the same kit
+    are one site, as a launcher starts them. The processes have the trainers that this one has imported, as test modules
+    do.
     """
 
     def __init__(
@@ -209,6 +210,7 @@ class Sites:
             names = {"RANK": str(rank)}
             if kits:
                 place = {"kit": str(kits[rank])}
+                names |= local_place(kits, rank, port)
             else:
                 place = {"rank": rank, "num_nodes": world_size, "dist_url": f"tcp://127.0.0.1:{port}"}
                 names |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -283,6 +285,28 @@ class Sites:
             process.wait(200)
         for pipe in self._pipes:
             pipe.close()
+
+
+def local_place(kits: Sequence[Path], rank: int, port: int) -> dict[str, str]:
+    """Return the environment of a process among those with the same kit, as torchrun sets it.
+
+    Args:
+        kits: kit of each process.
+        rank: the process.
+        port: a free port, and as many after it as there are processes.
+    """
+    same = [other for other, kit in enumerate(kits) if kit == kits[rank]]
+    if len(same) == 1:
+        return {}
+    count, index = str(len(same)), str(same.index(rank))
+    return {
+        "LOCAL_WORLD_SIZE": count,
+        "WORLD_SIZE": count,
+        "LOCAL_RANK": index,
+        "RANK": index,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port + same[0]),
+    }
 
 
 _groups: dict[int, Sites] = {}

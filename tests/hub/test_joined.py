@@ -295,21 +295,24 @@ def test_lightning_trains_with_samplers_and_metrics_of_all_sites(fitted, stock):
         assert len(own | other) == 70
 
 
-def trainer_of_two_devices() -> str:
-    """Return the error of a trainer with two devices, or nothing."""
+def trainers_of_two_devices() -> list[str]:
+    """Return the errors of trainers with two devices whose processes cannot be started."""
     import pytorch_lightning as pl
     from dadplug.runners.pytorch_lightning import DADStrategy
 
-    try:
-        pl.Trainer(strategy=DADStrategy("dsgd"), accelerator="cpu", devices=2, num_nodes=2, logger=False)
-    except ValueError as error:
-        return str(error)
-    return ""
+    found = []
+    for options in ({"min_sites": 1}, {"start_method": "spawn"}):
+        with pytest.raises(ValueError, match="2 devices at a site that is connected by a kit") as error:
+            pl.Trainer(strategy=DADStrategy("dsgd", **options), accelerator="cpu", devices=2, logger=False)
+        found.append(str(error.value))
+    return found
 
 
-def test_lightning_trains_in_one_process_of_each_site(group):
+def test_lightning_refuses_processes_that_it_cannot_start(group):
     pytest.importorskip("pytorch_lightning")
-    assert all("is to use 2 devices here: pass devices=1" in error for error in group.run(trainer_of_two_devices))
+    for elastic, spawned in group.run(trainers_of_two_devices):
+        assert "min_sites goes with one process at each site: pass devices=1" in elastic
+        assert "torchrun --standalone --nproc_per_node=2" in spawned
 
 
 def test_dad_strategy_equals_stock_ddp(fitted):

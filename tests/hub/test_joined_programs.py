@@ -149,9 +149,13 @@ def test_a_kit_and_a_place_do_not_go_together(place):
         dadplug.connect(kit="kits/a", **place)
 
 
-def test_several_processes_of_a_site_are_refused(monkeypatch):
+def test_processes_of_a_site_on_several_machines_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match=r"announces 4 here \(LOCAL_WORLD_SIZE\)"):
+    with pytest.raises(ValueError, match=r"4 processes here \(LOCAL_WORLD_SIZE\), and its variables WORLD_SIZE"):
+        dadplug.connect(kit="kits/a")
+    for name, value in {"WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"8 processes \(WORLD_SIZE\), of which 4 are here: .* torchrun --standalone"):
         dadplug.connect(kit="kits/a")
 
 

@@ -14,7 +14,9 @@ from running_hub import running_hub
 
 from dadplug.cli import place_of
 from dadplug.cli.arguments import Place
+from dadplug.data import load_dataset
 from dadplug.errors import KitError
+from dadplug.experiment import _loaders as experiment_loaders
 from dadplug.experiment import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,9 +50,24 @@ def test_under_torchrun_the_place_is_that_of_the_environment(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert place_of(parsed()) == Place(1, 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="start the program once at each site"):
-        place_of(parsed("--kit", "kits/a"))
+
+
+def test_processes_of_a_site_have_parts_of_its_data(tmp_path, monkeypatch):
+    kits = hub_kits.make(tmp_path / "kits")
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    samples = load_dataset("digits").train
+    for site, name in enumerate("ab"):
+        seen: list[int] = []
+        for process in range(2):
+            monkeypatch.setenv("LOCAL_RANK", str(process))
+            place = place_of(parsed("--kit", str(kits / name)))
+            assert place == Place(site, 2, kit=str(kits / name), process=process, processes=2)
+            loader = experiment_loaders(parsed(), samples, place)["train"]
+            seen += [len(loader.dataset)]
+        whole = experiment_loaders(parsed(), samples, Place(site, 2))["train"]
+        assert sum(seen) == len(whole.dataset)
+        assert abs(seen[0] - seen[1]) <= 1
 
 
 @pytest.mark.slow

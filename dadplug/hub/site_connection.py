@@ -1,0 +1,309 @@
+"""Connection of this process to the other sites of a hub: its link, or its leader's, and the default process group."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from ..errors import KitError, MismatchError, RefusedError, SealingError, SiteError
+from ..exchange.exit_reasons import describe, watch_exit
+from ..exchange.factory import register_network
+from ..exchange.requirements import Requirements
+from ..exchange.topology import Nodes
+from ..exchange.traffic import Traffic
+from ..exchange.transport import Transport
+from . import process_group, restrictions
+from .collectives import BACKEND, Collectives
+from .elastic import ElasticTransport
+from .kits import Kit
+from .link import HubLink, current_link, set_current_link
+from .local_site import LocalPlace, LocalSite
+from .members import HubSites
+from .process_group import HubGroup, SiteGroup
+from .restrictions import Restrictions
+from .site_members import SiteMembers
+from .site_store import HubStore
+from .site_transport import SiteTransport
+from .trainer_transport import TrainerTransport
+from .transport import HubTransport
+
+_ERRORS = {each.__name__: each for each in (KitError, MismatchError, RefusedError, SealingError)}  # of the leader
+
+
+class Connection:
+    """Connection of this process: the link to the hub, the process group and the restrictions of the kit.
+
+    Args:
+        kit: kit of this site.
+        timeout: seconds to wait for all sites, and for messages of the process group.
+        place: place of this process among those of its site; None if it is the only one.
+
+    Attributes:
+        kit: kit of this site.
+        nodes: ranks of the processes of each site; None where each has one.
+
+    Raises:
+        SiteError: see `connect`.
+        MismatchError: see `connect`.
+    """
+
+    def __init__(self, kit: Kit, timeout: float, place: LocalPlace | None) -> None:
+        self.kit = kit
+        self.nodes: Nodes | None = None
+        self._names = list(kit.roster.sites)
+        self._link: HubLink | None = None
+        self._store: HubStore | None = None
+        self._hub: HubTransport | None = None  # also where nothing follows: it takes a channel
+        self._counts: list[int] = []
+        self._groups = 0
+        self._site = f"site {kit.slot} ({kit.name})"
+        self._late = place is not None and place.late
+        self._local = None if place is None else LocalSite(place, self._site, timeout)
+        _networks_ready()
+        self._restrictions = Restrictions(kit.policy, kit.roster)
+        restrictions.impose(self._restrictions)
+        _connections.append(self)
+        try:
+            counts = self._meet(timeout)
+            watch_exit(self)
+            self._start_group(counts, timeout)
+        except BaseException as error:
+            if self._link is not None:
+                self._link.leave(describe(error))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self.close_transports()
+            raise
+
+    def _meet(self, timeout: float) -> list[int]:
+        """Return the numbers of processes of all sites, by slot."""
+        if self._local is None or self._local.leads:
+            return self._tell(lambda: self._dial(1 if self._local is None else self._local.place.processes, timeout))
+        return self._read(timeout)
+
+    def _tell(self, find: Callable[[], list[int]]) -> list[int]:
+        """Find the numbers of processes of all sites, and tell the other processes of this site, or the error."""
+        try:
+            counts = find()
+        except BaseException as error:
+            if self._local is not None:
+                self._local.post((type(error).__name__, str(error)))
+            raise
+        if self._local is not None:
+            self._local.post(("counts", counts))
+        return counts
+
+    def _read(self, timeout: float) -> list[int]:
+        """Return what the leader tells."""
+        assert self._local is not None
+        kind, content = self._local.read(2 * timeout)
+        if kind != "counts":
+            raise _ERRORS.get(kind, SiteError)(content)
+        return [int(count) for count in content]
+
+    def _dial(self, count: int, timeout: float) -> list[int]:
+        """Dial the hub, and exchange versions and numbers of processes with the other sites.
+
+        Args:
+            count: number of processes of this site.
+            timeout: seconds to wait for all sites.
+        """
+        self._link = HubLink.open(self.kit, timeout=timeout)
+        set_current_link(self._link)
+        self._hub = HubTransport(self._link, Traffic(), timeout)
+        if not self._link.rounds.joins:
+            return self._exchange_counts(count)
+        if count > 1:
+            raise SiteError(
+                "the other sites train with min_sites, which goes with one process at each site: start one here"
+            )
+        return [1] * self._link.world_size
+
+    def _exchange_counts(self, count: int) -> list[int]:
+        assert self._hub is not None
+        own = sys.modules[__name__.partition(".")[0]].__version__
+        versions, counts = zip(*self._hub.gather_objects((own, count)), strict=True)
+        if any(version != own for version in versions):
+            pairs = ", ".join(f"{self.link.name(slot)} {version}" for slot, version in enumerate(versions))
+            raise MismatchError(f"the sites run different versions of dadplug: {pairs}")
+        return list(counts)
+
+    def meet_processes(self, count: int, port: int, timeout: float) -> None:
+        """Agree with all other processes on their number, before a trainer begins; all must call it together.
+
+        Where it has changed, since trainers have started processes, the default process group is made anew. A process
+        that has been started meanwhile has agreed by its connection, and its first call does nothing.
+
+        Args:
+            count: number of processes of this site.
+            port: where this process has started others, port of the loopback interface at which it meets them.
+            timeout: seconds to wait for all of them.
+
+        Raises:
+            SiteError: if a process or a site does not come in time.
+            ValueError: if this site has another number of processes already.
+        """
+        if self._late:
+            self._late = False
+            return
+        if self._local is None and count > 1:
+            self._local = LocalSite(LocalPlace(0, count, port), self._site, timeout)
+        elif self._local is not None and self._local.place.processes != count:
+            raise ValueError(
+                f"this site has {self._local.place.processes} processes, and the trainer is to use {count}: the number "
+                "stays the same in a program"
+            )
+        leads = self._local is None or self._local.leads
+        counts = self._tell(lambda: self._exchange_counts(count)) if leads else self._read(timeout)
+        if counts != self._counts:
+            dist.destroy_process_group()
+            self._start_group(counts, timeout)
+
+    @property
+    def processes(self) -> int:
+        """Number of processes of this site."""
+        return 1 if self._local is None else self._local.place.processes
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process among those of its site."""
+        return 0 if self._local is None else self._local.place.local_rank
+
+    def _start_group(self, counts: Sequence[int], timeout: float) -> None:
+        """Start the default process group of all processes.
+
+        Args:
+            counts: numbers of processes of all sites, by slot.
+            timeout: seconds for messages of the process group.
+        """
+        self._counts = list(counts)
+        starts = [sum(counts[:slot]) for slot in range(len(counts))]
+        rank = starts[self.kit.slot] + self.local_rank
+        if sum(counts) > len(counts):
+            members = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+            self.nodes = Nodes.of(members, rank)
+        store: dist.Store
+        if self._local is None:
+            store = self._store = self._store or HubStore(self.kit, timeout)
+        else:
+            self._groups += 1
+            store = dist.PrefixStore(f"default/{self._groups}", self._local.store)
+        dist.init_process_group(
+            BACKEND, store=store, rank=rank, world_size=sum(counts), timeout=timedelta(seconds=timeout)
+        )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is closed, or a site or a process of this one is lost."""
+        if self._link is not None and (self._link.closed or self._link.gone):
+            return True
+        return self._local is not None and self._local.processes.found_lost() is not None
+
+    @property
+    def link(self) -> HubLink:
+        """Link to the hub.
+
+        Raises:
+            SiteError: if this process is not the leader of its site.
+        """
+        if self._link is None:
+            raise SiteError("this process is not connected to a hub: the first process of its site is")
+        return self._link
+
+    def open_group(self, ranks: Sequence[int], rank: int, seconds: float) -> Collectives:
+        """Open a process group; see `dadplug.hub.process_group.register`."""
+        if self.nodes is None:
+            return HubGroup(self.link, ranks, rank, seconds)
+        world_size = sum(map(len, self.nodes.members))
+        return SiteGroup(partial(self._open_site_transport, Traffic(), seconds), ranks, rank, world_size, seconds)
+
+    def open_transport(
+        self,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        timeout: float,
+        requirements: Requirements | None,
+        for_trainer: bool,
+    ) -> Transport:
+        """Open a transport; see `dadplug.exchange.factory.open_transport`."""
+        if self.nodes is not None:
+            if requirements is not None:
+                raise ValueError(
+                    "min_sites goes with one process at each site, and "
+                    + ", ".join(
+                        f"{name} has {len(ranks)}" for name, ranks in zip(self._names, self.nodes.members, strict=True)
+                    )
+                    + ": start one process at each site, or leave min_sites out, so that all sites have to stay"
+                )
+            return self._open_site_transport(traffic, timeout, group)
+        if requirements is None:
+            return HubTransport(self.link, traffic, timeout, group)
+        self.link.rounds.rejoins &= not for_trainer  # it has to be started again to go on at another step
+        elastic = TrainerTransport if for_trainer else ElasticTransport
+        return elastic(self.link, traffic, timeout, requirements, group)
+
+    def _open_site_transport(
+        self, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None
+    ) -> SiteTransport:
+        assert self.nodes is not None
+        hub = None if self._link is None else HubSites(self._link)
+        local = self._local
+        sites = SiteMembers(self._names, self.nodes, hub, None if local is None else local.processes)
+        try:
+            return SiteTransport(local, self._link, sites, self.nodes, traffic, timeout, group)
+        except SiteError as error:
+            if self._link is not None:
+                self._link.leave(str(error))
+            raise
+
+    def close_transports(self) -> None:
+        """Close the connections to the hub. May be called twice."""
+        if self._link is not None:
+            self._link.close()
+            if current_link() is self._link:
+                set_current_link(None)
+        if self._store is not None:
+            self._store.close()
+        restrictions.lift(self._restrictions)
+        if self in _connections:
+            _connections.remove(self)
+
+
+_connections: list[Connection] = []  # to keep them alive
+_ready = False
+
+
+def current_connection() -> Connection | None:
+    """Return the connection of this process; None where it is not connected by a kit."""
+    return _connections[-1] if _connections else None
+
+
+def _connected() -> Connection:
+    connection = current_connection()
+    if connection is None:
+        raise SiteError("this process is not connected to a hub: call dadplug.connect(kit=...)")
+    return connection
+
+
+def _networks_ready() -> None:
+    """Register the backend of torch.distributed and the transport, once."""
+    global _ready
+    if not _ready:
+        process_group.register(lambda ranks, rank, seconds: _connected().open_group(ranks, rank, seconds))
+        register_network(lambda group: isinstance(group, Collectives), _open_transport)
+        _ready = True
+
+
+def _open_transport(
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+    device: object,
+    timeout: float,
+    requirements: Requirements | None,
+    for_trainer: bool,
+) -> Transport:
+    return _connected().open_transport(group, traffic, timeout, requirements, for_trainer)

@@ -1,0 +1,314 @@
+"""Sites with several processes over a hub: gradients, collectives and trainers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import hub_kits
+import pytest
+import support
+import torch
+import torch.distributed as dist
+from running_hub import running_hub
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dadplug import GradientReduction, LocalSGD, NonFiniteError
+from dadplug.adapm import ParameterManager
+
+JOINED = Path(__file__).with_name("test_joined.py")
+NAMES = ("bavaria", "saxony")
+ROWS = (3, 6, 4, 2)  # of each process in a step
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    with running_hub(tmp_path_factory.mktemp("hub") / "kits", sites=NAMES) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def four(hub):
+    """Two sites of two processes each."""
+    with support.Sites(4, kits=[hub.kits / NAMES[rank // 2] for rank in range(4)]) as group:
+        yield group
+
+
+def build(mode: str, options: dict) -> nn.Module:
+    """Build a model with parameters on all paths that the mode can have."""
+    norm = nn.BatchNorm1d(10) if options.get("sync_batchnorm") else nn.LayerNorm(10)
+    middle = [nn.Tanh()] if mode == "edad" else [norm, nn.Tanh()]
+    return nn.Sequential(nn.Linear(12, 10), *middle, nn.Linear(10, 5)).double()
+
+
+def off_by(own: torch.Tensor, other: torch.Tensor) -> float:
+    return float((own - other).norm() / other.norm().clamp(min=1e-3))  # biases before a norm have none
+
+
+def trains(mode: str, options: dict, steps: int = 4) -> tuple[float, int, int]:
+    """Train beside one process with the rows of all; return the largest error and the bytes sent and inside."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    model = build(mode, options)
+    reduction = GradientReduction(model, mode=mode, **options)
+    reference = copy.deepcopy(model)
+    worst = 0.0
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        batches = [
+            (
+                torch.randn(rows, 12, dtype=torch.float64, generator=generator),
+                torch.randint(0, 5, (rows,), generator=generator),
+            )
+            for rows in ROWS[:world_size]
+        ]
+        idle = step == 2 and not options.get("sync_batchnorm")
+        present = [batch for other, batch in enumerate(batches) if not (idle and other == 1)]
+        model.zero_grad()
+        reference.zero_grad()
+        if idle and rank == 1:
+            reduction.idle()
+        else:
+            nn.functional.cross_entropy(model(batches[rank][0]), batches[rank][1]).backward()
+            reduction.synchronize()
+        inputs, targets = (torch.cat(parts) for parts in zip(*present, strict=True))
+        nn.functional.cross_entropy(reference(inputs), targets).backward()
+        for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+            worst = max(worst, off_by(own.grad, other.grad))
+            with torch.no_grad():
+                own.sub_(own.grad, alpha=0.3)
+                other.sub_(other.grad, alpha=0.3)
+    assert reduction.first_difference() is None
+    sent, inside = reduction.traffic.bytes_sent, reduction.traffic.bytes_inside
+    reduction.detach()
+    return worst, sent, inside
+
+
+EXACT = {
+    "dsgd": {},
+    "dad": {"sync_batchnorm": True},
+    "auto": {},
+    "edad": {},
+    "rankdad": {"rank": 10, "tolerance": 0.0},
+    "powersgd": {"rank": 10},
+    "topk": {"density": 1.0},
+}
+
+
+def test_gradients_are_those_of_one_process(four):
+    for mode, options in EXACT.items():
+        results = four.run(trains, mode, options)
+        assert max(worst for worst, _, _ in results) < 1e-9, (mode, results)
+        sent = [sent for _, sent, _ in results]
+        assert sent[0] > 0 < sent[2], mode
+        assert sent[1] == sent[3] == 0, mode
+        assert all(inside > 0 for _, _, inside in results), mode
+
+
+def speaks_by_collectives() -> list:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    assert dist.get_backend() == "dadplug"
+    objects: list = [None] * count
+    dist.all_gather_object(objects, {"rank": rank, "list": list(range(rank * 100))})
+    assert [len(each["list"]) for each in objects] == [100 * other for other in range(count)]
+    for source in range(count):
+        several = [f"from {rank}"]
+        dist.broadcast_object_list(several, src=source)
+        assert several == [f"from {source}"]
+    dist.barrier()
+    total = torch.arange(40_000.0) * (rank + 1)
+    small = torch.tensor([rank], dtype=torch.int64)
+    works = [dist.all_reduce(total, async_op=True), dist.all_reduce(small, dist.ReduceOp.MAX, async_op=True)]
+    for work in works:
+        work.wait()
+    assert torch.equal(total, torch.arange(40_000.0) * (count * (count + 1) // 2))
+    assert int(small) == count - 1
+    swapped = torch.zeros(count)
+    dist.all_to_all_single(swapped, torch.arange(float(count)) + 10 * rank)
+    everyone = dist.new_group(range(count))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for each, expected in ((everyone, float(count)), (alone, 1.0)):
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=each)
+        assert float(ones) == expected
+        dist.destroy_process_group(each)
+    if rank < 2:
+        with pytest.raises(ValueError, match="holds all sites, or one"):
+            dist.new_group([0, 1])
+    else:
+        dist.new_group([0, 1])
+    return swapped.tolist()
+
+
+def exchanges_by_the_reduction() -> list:
+    rank = dist.get_rank()
+    model = nn.Linear(3, 2)
+    for options in ({"min_sites": 1, "state": {}}, {"min_sites": 2, "mode": "dsgd"}):
+        with pytest.raises(ValueError, match=r"one process at each site, and bavaria has 2, saxony has"):
+            GradientReduction(model, **options)
+    reduction = GradientReduction(model, mode="dad")
+    weights = reduction.gather_objects(model.weight.detach())
+    assert all(torch.equal(weights[0], each) for each in weights)
+    with pytest.raises(TypeError, match="process 1 has an object that cannot be gathered"):
+        reduction.gather_objects(object() if rank == 1 else rank)
+    assert "NaN or Inf at process 1 of site 0 (bavaria)" in nan_at(1, model, reduction)
+    found = reduction.gather_objects({"rank": rank, "bytes": b"x" * rank})
+    reduction.detach()
+    with pytest.raises(ValueError, match="AdaPM's tables and parameter servers"):
+        ParameterManager()
+    return found
+
+
+def nan_at(culprit: int, model: nn.Module, reduction: GradientReduction) -> str:
+    loss = model(torch.randn(2, 3)).square().mean()
+    (loss * (torch.nan if dist.get_rank() == culprit else 1)).backward()
+    with pytest.raises(NonFiniteError) as found:
+        reduction.synchronize()
+    return str(found.value)
+
+
+def listens() -> list[str]:
+    """Return the addresses at which this process listens, as hexadecimal numbers."""
+    return [address.partition(":")[0] for address in support.load(str(JOINED)).listeners()]
+
+
+def test_collectives_and_objects_reach_all_processes(four):
+    swapped = four.run(speaks_by_collectives)
+    assert swapped == [[float(rank + 10 * other) for other in range(4)] for rank in range(4)]
+    objects = [{"rank": rank, "bytes": b"x" * rank} for rank in range(4)]
+    assert four.run(exchanges_by_the_reduction) == [objects] * 4
+    assert {address for found in four.run(listens) for address in found} <= {"0100007F"}  # 127.0.0.1
+
+
+def fits_by_lightning() -> tuple:
+    import pytorch_lightning as pl
+    from dadplug.runners.pytorch_lightning import DADStrategy
+
+    warnings.filterwarnings("ignore")
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(8, 4)
+            self.seen: list[int] = []
+
+        def training_step(self, batch, batch_idx):
+            self.seen += batch[2].tolist()
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    data = TensorDataset(*labelled_rows(48), torch.arange(48))
+    trainer = pl.Trainer(
+        strategy=DADStrategy("dad"),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    place = (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.is_global_zero)
+    return place, module.seen, float(trainer.callback_metrics["loss"]), module.net.weight.detach()
+
+
+def labelled_rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(count, 8, generator=torch.Generator().manual_seed(0))
+    return inputs, inputs[:, :4].argmax(1)
+
+
+def alone(seen: list[list[int]]) -> torch.Tensor:
+    """Train on the batches that all processes have seen, in one process."""
+    torch.manual_seed(0)
+    net = nn.Linear(8, 4)
+    inputs, targets = labelled_rows(48)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for start in range(0, len(seen[0]), 4):
+        rows = [row for each in seen for row in each[start : start + 4]]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs[rows]), targets[rows]).backward()
+        optimizer.step()
+    return net.weight.detach()
+
+
+def test_lightning_trains_with_all_processes(four):
+    support.need("pytorch_lightning")
+    found = four.run(fits_by_lightning)
+    assert [place for place, *_ in found] == [(4, rank, rank % 2, rank == 0) for rank in range(4)]
+    epochs = [sorted(row for _, seen, *_ in found for row in seen[start : start + 12]) for start in (0, 12)]
+    assert epochs == [list(range(48))] * 2  # each sample once, at one process
+    assert len({loss for *_, loss, _ in found}) == 1
+    for *_, weight in found:
+        torch.testing.assert_close(weight, alone([seen for _, seen, *_ in found]))
+
+
+def fits_by_catalyst() -> dict:
+    from catalyst_training import metrics_callbacks, train
+
+    runner = train("rankdad", callbacks=metrics_callbacks(), lr=0.5, epochs=12)
+    assert runner.reduction.first_difference() is None
+    assert runner.engine.num_processes == 4
+    return {name: dict(values) for name, values in runner.epoch_metrics.items()}
+
+
+def test_catalysts_runner_trains_with_all_processes(four):
+    support.need("catalyst")
+    first, *others = four.run(fits_by_catalyst)
+    assert all(each == first for each in others)
+    assert first["valid"]["accuracy01"] > 0.5
+
+
+def takes_local_steps() -> torch.Tensor:
+    model = nn.Linear(6, 3)
+    torch.manual_seed(dist.get_rank())
+    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, wire="fp32")
+    for _ in range(4):
+        model(torch.randn(4, 6)).square().mean().backward()
+        local.step()
+    local.finish()
+    return model.weight.detach()
+
+
+def test_local_steps_end_with_equal_models(four):
+    first, *others = four.run(takes_local_steps)
+    assert all(torch.equal(first, each) for each in others)
+
+
+def test_sites_may_have_different_numbers_of_processes_and_seal_their_messages(tmp_path):
+    address = f"127.0.0.1:{support.free_port()}"
+    kits = hub_kits.make(tmp_path / "kits", hub=address, hub_names=[], sites=list(NAMES), hub_at=NAMES[0], sealed=True)
+    own = [kits / NAMES[0], kits / NAMES[0], kits / NAMES[1]]
+    with running_hub(kits, sites=NAMES), support.Sites(3, kits=own) as three:
+        for mode, options in EXACT.items():
+            results = three.run(trains, mode, options)
+            assert max(worst for worst, _, _ in results) < 1e-9, (mode, results)
+        three.run(speaks_by_collectives)
+        assert three.run(exchanges_by_the_reduction)[2] == [{"rank": rank, "bytes": b"x" * rank} for rank in range(3)]
+        assert three.run(listens)[2] == []  # a site with one process needs no port
+        three.start(is_lost)
+        first, _, third = three.outcomes()
+        lost = "process 1 of site 0 (bavaria) is gone: its process has ended without a reason"
+        assert (first.kind, third.kind) == ("failed", "failed")
+        assert f"SiteError: {lost}" in first.value
+        assert f"SiteError: site 0 (bavaria) is gone: {lost}" in third.value
+
+
+def is_lost() -> None:
+    """Exchange until process 1 kills itself."""
+    reduction = GradientReduction(nn.Linear(3, 2), mode="dsgd", timeout=60)
+    for number in itertools.count():
+        if number == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        reduction.gather_objects(None)
