@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from .task import Config, Task
 
-_SHORTEST = 0.002  # seconds of a sample; shorter work is repeated within it
+_SHORTEST = 0.01  # seconds of a sample; shorter work is repeated within it, since a single interrupt costs a millisecond
 
 
 class Timer:
