@@ -97,6 +97,8 @@ class _Parts(_Base):
                 predictor = await asyncio.to_thread(Predictor, self._models, **self._options)
             except Exception as error:
                 self._report.send(f"{error}")
+                if isinstance(error, ValueError):  # a user's error, which `run` raises: without uvicorn's traceback
+                    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
                 raise
             key = os.environ.get("LIT_SERVER_API_KEY") or None
             self.face = Face(predictor, self._max_body, self._read_seconds, key)

@@ -94,6 +94,17 @@ def test_a_checkpoint_is_served_by_the_command_until_sigterm(tmp_path):
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_the_reason(tmp_path):
+    pytest.importorskip("litserve")
+    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "m.pt")
+    command = [sys.executable, "-m", "dadplug", "serve", "m.pt", "--port", str(support.free_port())]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    program = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert program.returncode == 1
+    assert "m.pt holds weights and no code" in program.stderr
+    assert "Traceback" not in program.stderr
+
+
 def test_the_extra_is_named_if_litserve_is_missing(monkeypatch):
     import dadplug
 
