@@ -71,6 +71,7 @@ class ReturnFile:
 
         Raises:
             SiteError: if the training cannot be reached; the file is removed then, since it may have ended.
+            ValueError: if no site can return, since messages are sealed, or site 0 cannot listen.
         """
         state = {"trainer": fit}
         try:
@@ -80,6 +81,13 @@ class ReturnFile:
                 self.remove()
             raise
         transport.server = server
+        if transport.world_size == 1:
+            return server
+        if not server.return_address:
+            server.detach()
+            raise ValueError(
+                "no site can return where messages are sealed, or site 0 cannot listen: leave return_file out"
+            )
         names = [transport.sites.name(rank) for rank in range(transport.world_size)]
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         partial.touch(0o600)  # the address contains a secret

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import forkserver
 import pytest
@@ -74,6 +75,21 @@ def check(lines: dict[str, list[dict]], deal: str) -> None:
         assert first["ids"] == [*range(begun, begun + BATCH)]
         last = [step["ids"] for step in steps["back"] if step["epoch"] == 2]
         assert last == [[*range(at, at + BATCH)] for at in range(64, 96, BATCH)]
+
+
+def test_where_no_site_can_return_it_is_an_error(tmp_path, monkeypatch):
+    from dadplug.runners import return_file
+
+    server = SimpleNamespace(return_address="", detach=lambda: None)
+    monkeypatch.setattr(return_file, "ParameterServer", lambda *_, **__: server)
+    path = tmp_path / "address"
+    with pytest.raises(ValueError, match=r"where messages are sealed.*leave return_file out"):
+        return_file.ReturnFile(path).build(SimpleNamespace(world_size=2), None)
+    assert return_file.ReturnFile(path).build(SimpleNamespace(world_size=1), None) is server  # that trains alone
+    assert not path.exists()
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is not a file of return_file="):
+        return_file.ReturnFile(path)
 
 
 def test_without_site_0_the_others_name_it_and_start_anew(tmp_path):
