@@ -135,8 +135,8 @@ class ParameterServerStrategyBase(SiteStrategy):
         if len(self.optimizers) != 1:
             raise ValueError("a parameter server needs one optimizer; DADStrategy takes several")
         (optimizer,) = self.optimizers
-        self.server = self._build_server(self.lightning_module, optimizer)
         self._run.callback(optimizer.register_step_pre_hook(self._before_commit).remove)
+        self.server = self._build_server(self.lightning_module, optimizer)
         if self._states is not None and not (self._fit is not None and self._fit.joins):
             self.server.load_states(self._states)
         self._states = None
