@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from .task import Config, Task
 
-_SHORTEST = 0.01  # seconds of a sample; shorter work is repeated within it, since a single interrupt costs a millisecond
+_SHORTEST = 0.01  # seconds of a sample; shorter work is repeated within it, since an interrupt takes a millisecond
 
 
 class Timer:
