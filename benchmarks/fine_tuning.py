@@ -37,7 +37,9 @@ from dadplug.cli.launch import launch_sites
 ROOT = Path(__file__).resolve().parents[1]
 UNTRAINED = "untrained"
 COMPRESSED = "rankdad:error_feedback=true+dense=lowrank"
-METHODS = f"ddp,rankdad:dense=lowrank,{COMPRESSED},{COMPRESSED}+rank=16,{COMPRESSED}+rank=16+wire=int8,{UNTRAINED}"
+METHODS = ",".join(
+    ["ddp", "rankdad:dense=lowrank", *(f"{COMPRESSED}{more}" for more in ("", "+rank=16", "+rank=32")), UNTRAINED]
+)
 LENGTH, BATCH, WINDOWS = 64, 8, 64
 
 
