@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from dadplug.data import DataPair, site_indices
 
 BATCH = 32
 """Samples of a site in a step."""
+DEALT = 60
+"""Batches that are dealt to the sites between two evaluations."""
 
 
 def batches(data: DataPair, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -24,6 +27,17 @@ def batches(data: DataPair, split: str, seed: int) -> Iterator[tuple[Tensor, Ten
         for rows in torch.randperm(len(labels), generator=generator).split(BATCH):
             if len(rows) == BATCH:
                 yield inputs[rows], labels[rows]
+
+
+def dealt_batches(server: Any, data: DataPair, seed: int) -> Iterator[Iterable[tuple[Tensor, Tensor]]]:
+    """Yield, again and again, this site's part of some batches that a parameter server deals, from memory."""
+    everything = TensorDataset(*next(iter(DataLoader(data.train, len(data.train)))))
+    generator, rows = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.int64)
+    while True:
+        while len(rows) < DEALT * BATCH:
+            rows = torch.cat([rows, torch.randperm(len(everything), generator=generator)])
+        part, rows = rows[: DEALT * BATCH], rows[DEALT * BATCH :]
+        yield server.loader(DataLoader(Subset(everything, part.tolist()), BATCH))
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ of its steps. The clock runs through training alone, and is that of the site tha
 training, of two seconds each or of 20 synchronous steps, site 0's model is evaluated; the target is reached when the
 mean of two evaluations in succession is. Ways, with options after a colon:
 
-server:rank=16+wire=bf16+staleness=8      dadplug.ParameterServer with mode rankdad, or mode=...
+server:rank=16+wire=bf16+staleness=8      dadplug.ParameterServer with mode rankdad, or mode=..., and deal=shared,
+                                          where both sites have all data, and get batches on demand
 rankdad:rank=16+sync_batchnorm=true       synchronous steps; any mode of dadplug.GradientReduction
 localsgd:every=32+wire=bf16               dadplug.LocalSGD; diloco:... with DiLoCo's outer optimizer
 ddp, postlocal:every=16                   DistributedDataParallel, alone and with torch's PostLocalSGD
@@ -26,6 +27,7 @@ With --batches each site makes so many batches, and the table has milliseconds a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -33,7 +35,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ import torch
 import torch.distributed as dist
 from attach import parse
 from drive import add_pieces, begin, check_rates, may_begin, read, run_sites, title
-from held_out import accuracy, batches
+from held_out import accuracy, batches, dealt_batches
 from link import may_make_links, reshape
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
@@ -72,11 +74,12 @@ class Way:
 
     Attributes:
         waits: whether each step waits for the other site, so that laps have as many steps at both.
+        deals: whether batches are dealt to the sites.
     """
 
     def __init__(self, model: nn.Module, name: str, optimizer: str) -> None:
         kind, options = parse(name)
-        self.model, self.waits = model, True
+        self.model, self.waits, self.deals = model, True, False
         parameters = model.parameters()
         self.optimizer: Any = (
             torch.optim.Adam(parameters, lr=1e-3) if optimizer == "adam" else torch.optim.SGD(parameters, lr=0.05)
@@ -88,7 +91,7 @@ class Way:
             self.trainer = rpc_server.RpcTrainer(model, type(self.optimizer), **settings)
         elif kind == "server":
             self.exchange: Any = dadplug.ParameterServer(model, self.optimizer, **options)
-            self.step, self.waits = self.exchange.step, False
+            self.step, self.waits, self.deals = self.exchange.step, False, options.get("deal") == "shared"
         elif kind in ("localsgd", "diloco"):
             outer = {"outer_lr": 0.7, "outer_momentum": 0.9} if kind == "diloco" else {}
             self.exchange = dadplug.LocalSGD(model, self.optimizer, **outer | options)
@@ -162,34 +165,37 @@ class Slowness:
 
 
 def train_lap(
-    way: Way, source: Iterator[tuple[Tensor, Tensor]], slowness: Slowness, before: float
+    way: Way, source: Iterable[tuple[Tensor, Tensor]], slowness: Slowness, before: float
 ) -> tuple[float, int]:
     """Train for a lap; return its seconds and steps.
 
     Args:
         way: the way.
-        source: the batches.
+        source: the batches, which end with the lap where they are dealt.
         slowness: of this site.
         before: seconds of training before the lap.
     """
-    start, steps = time.perf_counter(), 0
-    while (steps < LAP_STEPS) if way.waits else (time.perf_counter() - start < LAP_SECONDS):
-        spent = time.thread_time()
-        inputs, labels = next(source)
+    start, steps, spent = time.perf_counter(), 0, time.thread_time()
+    for inputs, labels in source:
         way.train(inputs, labels)
         factor = slowness.factor(before + time.perf_counter() - start)
         if factor > 1:
             time.sleep((factor - 1) * (time.thread_time() - spent))
         steps += 1
+        spent = time.thread_time()
+        ended = steps >= LAP_STEPS if way.waits else time.perf_counter() - start >= LAP_SECONDS
+        if ended and not way.deals:
+            break
     way.finish()  # a site that waits elsewhere applies nothing, and the other one could not go on
     return time.perf_counter() - start, steps
 
 
 def train(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, seed: int) -> dict[str, Any]:
     """Train until the target, or the limit of seconds."""
-    source, slowness = batches(data, arguments.split, seed), Slowness(case, seed)
+    slowness = Slowness(case, seed)
+    own: Any = itertools.repeat(batches(data, arguments.split, seed))
     seconds, steps, curve = 0.0, 0, []
-    while True:
+    for source in dealt_batches(way.exchange, data, seed) if way.deals else own:
         dist.barrier()
         lap = torch.tensor(train_lap(way, source, slowness, seconds))
         laps = [torch.zeros(2) for _ in range(2)]
@@ -203,6 +209,7 @@ def train(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, se
             means = [statistics.fmean(value for _, value in curve[end - 2 : end]) for end in range(2, len(curve) + 1)]
             run = {"seconds": seconds if reached else None, "batches": steps, "best": max(means, default=curve[0][1])}
             return run | {"MB": way.megabytes, "curve": curve}
+    raise AssertionError("batches do not end")
 
 
 def time_batches(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, seed: int) -> dict[str, Any]:
