@@ -1,4 +1,4 @@
-"""One site of the tests of Catalyst with a parameter server; see `returning_site`."""
+"""One site of the tests of Catalyst with a parameter server; see `returning_steps`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from catalyst import dl
 from catalyst.core.callback import Callback
 from dadplug.runners import ParameterServerRunner
-from returning_site import EPOCHS, Case, Steps, digest, net, samples
+from returning_steps import EPOCHS, Case, Steps, digest, net, samples
 from torch import nn
 from torch.utils.data import DataLoader
 

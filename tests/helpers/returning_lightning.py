@@ -1,4 +1,4 @@
-"""One site of the tests of Lightning with a parameter server; see `returning_site`."""
+"""One site of the tests of Lightning with a parameter server; see `returning_steps`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from returning_site import EPOCHS, Case, Steps, digest, net, samples
+from returning_steps import EPOCHS, Case, Steps, digest, net, samples
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
