@@ -101,7 +101,7 @@ def learning() -> None:
         model.eval()
         with torch.no_grad():
             right = (model(data.inputs).argmax(1) == data.targets).float().mean().item()
-            assert right > 0.93, (state, right)
+            assert right > 0.85, (state, right)  # 0.91 to 0.98, as updates fall together; a third by guessing
             # running statistics are those of the data
             hidden = model[0](data.inputs)
             torch.testing.assert_close(model[1].running_mean, hidden.mean(0), atol=0.25, rtol=0.25)
