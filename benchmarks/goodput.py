@@ -295,7 +295,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", default=None, help="of the link, as tc writes them; 10mbit,100mbit where root may")
     parser.add_argument("--largest", type=int, default=1024, help="largest batch of both sites")
     parser.add_argument("--steps", type=int, default=140, help="steps of the training that chooses")
-    parser.add_argument("--sweep", type=int, default=60, help="most steps of a given batch")
+    parser.add_argument("--sweep", type=int, default=1000, help="most steps of a given batch")
     parser.add_argument("--seconds", type=float, default=3.0, help="time after which steps of a batch are enough")
     parser.add_argument("--slow-site", action="store_true", help="measure an epoch with a site four times slower")
     parser.add_argument("--base", type=int, default=SLOW_BASE, help="base batch of both sites, with --slow-site")
