@@ -223,7 +223,8 @@ def start() -> None:
         schedules.current()
         print(f"first reading: {1e3 * (time.perf_counter() - began):.2f} ms (after `save` in the same process)")
         code = (
-            "import time, torch; torch.set_num_threads(1); from dadplug import schedules; t = time.perf_counter(); r = schedules.current(); "
+            "import time, torch; torch.set_num_threads(1); from dadplug import schedules; t = time.perf_counter(); "
+            "r = schedules.current(); "
             "print(f'new process: {1e3 * (time.perf_counter() - t):.1f} ms, tuned: {r.tuned}')"
         )
 
