@@ -11,7 +11,7 @@ import forkserver
 import pytest
 import support
 from json_lines import read_lines
-from returning_site import BATCH, EPOCHS, LOST, SAMPLES, Case
+from returning_steps import BATCH, EPOCHS, LOST, SAMPLES, Case
 from running_hub import running_hub
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
