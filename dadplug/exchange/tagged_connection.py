@@ -130,7 +130,7 @@ class TaggedConnection:
         self._early: defaultdict[int, deque[_EarlyMessage]] = defaultdict(deque)
         self._is_read = False
         self._error: Exception | None = None
-        self._moved = 0  # bytes, in both directions
+        self._moved_at = 0.0  # when the last byte was sent or received
         # Used only by the thread that reads.
         self._readable = select.poll()
         self._readable.register(connected, select.POLLIN)
@@ -158,7 +158,7 @@ class TaggedConnection:
             try:
                 while self._outgoing:
                     sent = self.socket.sendmsg(self._outgoing[0].parts)
-                    self._moved += sent
+                    self._moved_at = time.monotonic()
                     if self._outgoing[0].advance(sent):
                         self._outgoing.popleft().work.finish()
             except BlockingIOError:
@@ -188,11 +188,9 @@ class TaggedConnection:
 
     def wait(self, work: TaggedWork, seconds: float) -> None:
         """Wait until a message is done, and read what arrives meanwhile unless another thread does."""
-        deadline, moved = time.monotonic() + seconds, self._moved
+        begun = time.monotonic()
         while not work.done:
-            now = time.monotonic()
-            if self._moved != moved:
-                deadline, moved = now + seconds, self._moved
+            now, deadline = time.monotonic(), max(begun, self._moved_at) + seconds
             if now > deadline:
                 raise RuntimeError("timed out")
             with self._changed:
@@ -239,7 +237,7 @@ class TaggedConnection:
             return False
         if not count:
             raise ConnectionError("connection closed by the other process")
-        self._moved += count
+        self._moved_at = time.monotonic()
         if self._incoming is None:
             self._header_left -= count
             if not self._header_left:

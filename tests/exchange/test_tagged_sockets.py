@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dadplug
 from dadplug.exchange import tagged_connection
+from dadplug.exchange.tagged_connection import TaggedConnection, TaggedWork
 from dadplug.exchange.tagged_sockets import TaggedSockets
 
 LARGE = 9 << 20  # bytes, more than any kernel buffers
@@ -177,3 +179,25 @@ def test_closing_ends_the_waits_of_other_threads(ends):
         first.shut_down()
         assert all("closed by this process" in each.result() for each in ended)
     first.close()
+
+
+def test_a_wait_ends_one_timeout_after_the_last_byte(monkeypatch):
+    """Bytes that the kernel accepts for a stopped process do not start the timeout again when it is over."""
+    seconds = [0.0]
+    monkeypatch.setattr(tagged_connection, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    own, other = socket.socketpair()
+    with own, other:
+        connection = TaggedConnection(own, 6.0, "mismatch", lambda: None)
+        deadlines = []
+
+        def read_until(work: TaggedWork, deadline: float) -> None:
+            deadlines.append(deadline)
+            if len(deadlines) == 1:
+                seconds[0] = 1.0
+                assert connection.send(memoryview(b"four"), 2).done
+            seconds[0] = deadline + 0.01
+
+        monkeypatch.setattr(connection, "_read_until", read_until)
+        with pytest.raises(RuntimeError, match="timed out"):
+            connection.expect(memoryview(bytearray(4)), 1).wait()
+    assert deadlines == [6.0, 7.0]
