@@ -57,7 +57,7 @@ from dadplug.models import build_for
 
 SERVER = "server:rank=16+wire=bf16"
 SYNCHRONOUS = "rankdad:rank=16+wire=bf16+sync_batchnorm=true"
-METHODS = f"{SYNCHRONOUS},{SERVER},server:rank=16+wire=bf16+quorum=2,diloco:every=32+wire=bf16,postlocal:every=32"
+METHODS = f"{SYNCHRONOUS},{SERVER}+deal=shared,{SERVER},{SERVER}+quorum=2,diloco:every=32+wire=bf16,postlocal:every=32"
 CASES = ("equal", "slow", "moves")
 TARGETS = {"mnist": 0.955, "digits": 0.95}
 WARM_UP, FACTOR = 3, 4.0

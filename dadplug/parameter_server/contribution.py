@@ -193,7 +193,7 @@ class ContributionCodec:
         contents: Sequence[Content],
         samples: Sequence[float],
         scales: Sequence[float],
-        apart: Set[nn.Parameter] = frozenset(),
+        apart: Set[nn.Parameter],
     ) -> MergedGradients:
         """Compute the gradient of a commit.
 
@@ -209,11 +209,18 @@ class ContributionCodec:
         for unit in self._gradients.units:
             found = [each.get(unit.name, (None, {})) for each in contents]
             rows = [(each, weight) for (each, _), weight in zip(found, weights, strict=True) if each is not None]
-            formed = any(unit.name in dense for _, dense in found)
-            if rows and not formed and unit.lead in apart and _has_product(unit):
-                merged.products[unit.lead], gradients = self._as_product(unit, rows)
-            else:
-                gradients = self._merge_rows(unit, rows)
+            gradients: dict[str, Tensor] = {}
+            if rows:
+                assert isinstance(unit, FactorUnit)
+                assert unit.form is not None
+                payloads, shares = self._decode_rows(unit, rows), [weight for _, weight in rows]
+                formed = any(unit.name in dense for _, dense in found)
+                if unit.lead in apart and not formed and is_product(unit.form):
+                    merged.products[unit.lead] = GradientProduct(payloads, shares, unit.form.transposed)
+                    if unit.bias is not None:
+                        gradients[unit.bias] = decode_bias(payloads, shares, unit.form)
+                else:
+                    gradients = self._form(unit, payloads, shares)
             for name in unit.parameters:
                 parts = [(dense[name], scale) for (_, dense), scale in zip(found, scales, strict=True) if name in dense]
                 if parts:
@@ -224,10 +231,8 @@ class ContributionCodec:
                 merged.gradients[unit.name] = gradients
         return merged
 
-    def _decode_rows(
-        self, unit: FactorUnit, rows: Sequence[tuple[Any, float]]
-    ) -> tuple[list[FactorPayload], list[float]]:
-        """Return what the sites of a commit have sent of a unit, and the share of each in the gradient."""
+    def _decode_rows(self, unit: FactorUnit, rows: Sequence[tuple[Any, float]]) -> list[FactorPayload]:
+        """Return what the sites of a commit have sent of a unit."""
         assert unit.form is not None
         wire, device, dtype = self._wire(unit), unit.lead.device, unit.lead.dtype
         payloads = []
@@ -235,24 +240,13 @@ class ContributionCodec:
             right = right if unit.form.table_rows else wire.decode(right)
             bias = None if bias is None else wire.decode(bias[None])[0]
             payloads.append(FactorPayload(wire.decode(left), right, bias).to(device, dtype))
-        return payloads, [weight for _, weight in rows]
+        return payloads
 
-    def _as_product(self, unit: Unit, rows: Sequence[tuple[Any, float]]) -> tuple[GradientProduct, dict[str, Tensor]]:
-        """Return the gradient of a unit's weight without forming it, and that of its bias by name."""
-        assert isinstance(unit, FactorUnit)
+    def _form(self, unit: FactorUnit, payloads: list[FactorPayload], shares: list[float]) -> dict[str, Tensor]:
+        """Return the gradients of a unit's weight and bias by name."""
         assert unit.form is not None
-        payloads, weights = self._decode_rows(unit, rows)
-        product = GradientProduct(payloads, weights, unit.form.transposed)
-        return product, {} if unit.bias is None else {unit.bias: decode_bias(payloads, weights, unit.form)}
-
-    def _merge_rows(self, unit: Unit, rows: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
-        if not rows:
-            return {}
-        assert isinstance(unit, FactorUnit)
-        assert unit.form is not None
-        payloads, weights = self._decode_rows(unit, rows)
         exact, with_bias = self._method.traits.exact, unit.bias is not None
-        gradient, bias = decode(payloads, weights, with_bias, site_by_site=exact, form=unit.form)
+        gradient, bias = decode(payloads, shares, with_bias, site_by_site=exact, form=unit.form)
         found = {unit.name: gradient}
         if unit.bias is not None and bias is not None:
             found[unit.bias] = bias
@@ -271,10 +265,6 @@ class ContributionCodec:
             total = value.clone() if total is None else total.add_(value)
         assert total is not None
         return total.to(parameter.dtype)
-
-
-def _has_product(unit: Unit) -> bool:
-    return isinstance(unit, FactorUnit) and unit.form is not None and is_product(unit.form)
 
 
 def _not_finite(name: str) -> NonFiniteError:

@@ -61,10 +61,9 @@ class LoggedOptimizer:
             transport: the transport.
             wanted: whether this site wants to. A fused step rounds in another way than the ordinary one.
         """
-        weights = self._fusible() if wanted else {}
-        kinds = set(transport.gather_objects(self._kind(weights)))
-        if len(kinds) == 1 and weights:
-            self.fused = weights.keys()
+        weights = self._fusible() if wanted else frozenset()
+        if len(set(transport.gather_objects(self._kind(weights)))) == 1:
+            self.fused = weights
 
     def follow_fused(self, kind: str) -> None:
         """Take the fused steps of the other sites.
@@ -75,24 +74,24 @@ class LoggedOptimizer:
         Raises:
             MismatchError: if this site cannot.
         """
-        weights = self._fusible() if kind else {}
+        weights = self._fusible() if kind else frozenset()
         if self._kind(weights) != kind:
             raise MismatchError(
                 f"the other sites take fused steps by {kind!r}, this one can take {self._kind(weights)!r}: it needs "
                 "the same kind of device, numba where they have it, and an optimizer with the same options, no hooks"
             )
-        self.fused = weights.keys()
+        self.fused = weights
 
     @property
     def kind(self) -> str:
         """Name of what takes the fused steps, with a digest of their weights; empty if there are none."""
-        return self._kind(dict.fromkeys(self.fused, ""))
+        return self._kind(self.fused)
 
-    def _fusible(self) -> dict[nn.Parameter, str]:
+    def _fusible(self) -> frozenset[nn.Parameter]:
         reasons = reasons_against([self._optimizer])
-        return {weight: reason for weight, reason in reasons.items() if not reason}
+        return frozenset(weight for weight, reason in reasons.items() if not reason)
 
-    def _kind(self, weights: Mapping[nn.Parameter, str]) -> str:
+    def _kind(self, weights: Set[nn.Parameter]) -> str:
         if not weights:
             return ""
         names = "\n".join(sorted(self._names[id(weight)] for weight in weights))

@@ -170,7 +170,13 @@ def follows_its_log(mode: str, options: dict, hooked: int = -1) -> dict:
     weights = {layer.weight for layer in model if isinstance(layer, nn.Linear)}
     fused = options["staleness"] > 0 and hooked < 0  # else all sites form the gradients, as one of them has to
     assert (weights <= server._optimizer.fused) if fused else not server._optimizer.fused
-    log = recorded(server)
+    log, formed, write = recorded(server), set(), server._gradients.write
+
+    def record_formed(gradients):
+        formed.update(name for names in gradients.values() for name in names)
+        write(gradients)
+
+    server._gradients.write = record_formed
     pauses, steps = random.Random(rank), 0
     for phase in range(2):
         for _ in range(12 + 6 * rank + 4 * phase):
@@ -196,6 +202,8 @@ def follows_its_log(mode: str, options: dict, hooked: int = -1) -> dict:
         expected = replayed(start, log, 0.01)
         for (name, one), other in zip(expected.named_parameters(), model.named_parameters(), strict=True):
             assert torch.allclose(one, other[1], rtol=0, atol=1e-10), name
+    factored = {name for name, parameter in model.named_parameters() if parameter in weights}
+    assert bool(factored - formed) == (fused and mode != "dsgd")  # rankdad sends the gradients of small layers
     assert all(map(all, seen))
     assert bool(seen) == (rank == hooked)
     if fused:
