@@ -115,8 +115,9 @@ def read_toml(path: Path) -> dict[str, Any]:
             import tomli as tomllib
         except ImportError as error:
             raise ImportError("kits need tomli on Python 3.10: pip install 'dadplug[hub]'") from error
+    content = read_file(path)
     try:
-        return tomllib.loads(read_file(path).decode())
+        return tomllib.loads(content.decode())
     except ValueError as error:  # of TOML and of UTF-8
         raise KitError(f"{path}: {error}") from error
 
