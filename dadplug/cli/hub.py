@@ -34,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for which a site may dial again after its connection was lost (default: 5)",
     )
+    parser.add_argument(
+        "--encrypt-local",
+        action="store_true",
+        help="encrypt messages to sites in the hub's machine, too, which do not leave its kernel",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"grace={arguments.grace}: it has to be positive")
         rules = Rules(min_sites=count, site_timeout=arguments.site_timeout)
         listen = split_address(arguments.listen) if arguments.listen else None
-        hub = Hub(kit, rules, listen=listen, journal=journal, grace=arguments.grace, report=report)
+        local = arguments.encrypt_local
+        hub = Hub(kit, rules, listen=listen, journal=journal, grace=arguments.grace, encrypt_local=local, report=report)
     except KitError:
         raise
     except ValueError as error:

@@ -106,6 +106,7 @@ def _files(kit: Kit) -> Iterator[Finding]:
         yield Finding("revoked", "failed", "this kit's certificate has been revoked", "Ask the operator for a new kit.")
     modes = "all modes" if kit.policy.modes is None else "modes " + (", ".join(kit.policy.modes) or "none")
     inputs = "" if kit.policy.share_inputs else ", share_inputs=False"
+    inputs += ", encrypt_local" if kit.policy.encrypt_local else ""
     place = kit.roster.hub_at
     where = f"site {place} runs the hub" if place else "a third party runs the hub"
     if kit.roster.sealed:

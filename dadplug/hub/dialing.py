@@ -10,6 +10,7 @@ from . import tls
 from .actions import Refuse
 from .frames import FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
 from .kits import Kit
+from .loopback import connection_mark
 from .receiver import FrameReceiver
 from .secure_socket import SecureSocket
 
@@ -23,7 +24,7 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
 
     Args:
         kit: kit of this site.
-        hello: first message of this site; the version of dadplug is filled in.
+        hello: first message of this site; the version of dadplug and the connection's mark are filled in.
         address: host and port of the hub.
         seconds: time for each part.
 
@@ -39,7 +40,8 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
     connection = tls.dial(kit, seconds, address)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(pack_control(hello, kit.slot))
+        mark = "" if kit.policy.encrypt_local else connection_mark(connection, dialled=True)
+        connection.sendall(pack_control(hello._replace(mark=mark), kit.slot))
         answer = _read_answer(connection, len(kit.roster.sites))
         if isinstance(answer, Refuse):
             if answer.retry:
@@ -47,6 +49,10 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
             raise RefusedError(f"the hub at {address[0]}:{address[1]} refuses {kit.name}: {answer.reason}")
         if not isinstance(answer, Welcome):
             raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
+        if answer.plain and not mark:
+            raise FrameError("the hub goes on without encryption, which this site has not offered")
+        if answer.plain:
+            connection.stop_encrypting()
     except BaseException:
         connection.close()
         raise

@@ -44,7 +44,7 @@ from ..exchange.requirements import Requirements
 from .actions import Accept, Close, Drop, Join, Pause, Position, Redo, Refuse, Replay, Resume, SendState, Skip, Start
 from .restart_messages import Continue, Repeat, Report
 
-VERSION = 3
+VERSION = 4
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
@@ -260,10 +260,9 @@ class Expected:
             raise FrameError(f"{what} begins at byte {head.offset}, and byte {received} comes next")
         if received + head.length > nbytes:
             raise FrameError(f"{what} goes to byte {received + head.length} of a message of {nbytes}")
+        self._left[_key(head)] = received + head.length, nbytes
         if received + head.length == nbytes:
             del self._left[_key(head)]
-        else:
-            self._left[_key(head)] = received + head.length, nbytes
 
 
 def _key(head: Head) -> tuple[Kind, int, int, int, int]:
@@ -275,12 +274,13 @@ class Hello(NamedTuple):
 
     Attributes:
         version: version of the protocol.
-        instance: random number of its process.
+        instance: random number of the process.
         position: the last step that it has closed; `FRESH` where it has not, or is to be sent a state.
         channel: "training", "parameters" for the parameter manager's connection, "store" for small values by key, or
             "check", see `dadplug.hub.check_channel`.
         received: number of frames of the hub that it has received before its connection was lost; 0 at first.
         release: version of dadplug at the site.
+        mark: result of `dadplug.hub.loopback.connection_mark`; empty where the site requires encryption.
     """
 
     version: int
@@ -289,6 +289,7 @@ class Hello(NamedTuple):
     channel: str
     received: int = 0
     release: str = ""
+    mark: str = ""
 
 
 class Welcome(NamedTuple):
@@ -300,6 +301,7 @@ class Welcome(NamedTuple):
         min_sites: number of sites that must stay.
         timeout_ms: milliseconds of silence after which the hub gives a site up.
         grace_ms: milliseconds for which the hub waits for a site to dial again after its connection was lost.
+        plain: whether nothing is encrypted after this message, in both directions.
     """
 
     resumed: bool
@@ -307,6 +309,7 @@ class Welcome(NamedTuple):
     min_sites: int
     timeout_ms: int
     grace_ms: int
+    plain: bool = False
 
 
 class Joined(NamedTuple):
@@ -352,8 +355,7 @@ def pack_control(message: Any, slot: int) -> bytes:
     Raises:
         ValueError: if the message is larger than a frame.
     """
-    body = codec.encode(message)
-    if len(body) > PIECE_BYTES:
+    if len(body := codec.encode(message)) > PIECE_BYTES:
         raise ValueError(f"a control message of {len(body)} bytes: there may be {PIECE_BYTES} at most")
     return Head(Kind.CONTROL, slot, length=len(body)).pack() + body
 
@@ -384,10 +386,8 @@ def read_control(body: bytes, world_size: int) -> Any:
 def _fits(value: Any, hint: str) -> bool:
     if hint == "int":
         return type(value) is int and 0 <= value < 1 << 63
-    if hint == "bool":
-        return type(value) is bool
-    if hint == "str":
-        return type(value) is str and len(value) <= _LONGEST_TEXT
+    if hint in ("bool", "str"):
+        return type(value) is bool if hint == "bool" else type(value) is str and len(value) <= _LONGEST_TEXT
     if "Position" in hint:
         return (value is None and "None" in hint) or (
             type(value) is Position and _fits(value.life, "int") and _fits(value.step, "int")

@@ -32,10 +32,12 @@ class Policy:
     Attributes:
         modes: modes that are allowed; None allows all.
         share_inputs: False requires the option `share_inputs=False`.
+        encrypt_local: whether messages to a hub in the same machine are encrypted, too.
     """
 
     modes: tuple[str, ...] | None = None
     share_inputs: bool = True
+    encrypt_local: bool = False
 
     def check(self, options: Restricted) -> None:
         """Check the options of a reduction.
@@ -59,19 +61,22 @@ class Policy:
         """Build a policy from the entries of a TOML table.
 
         Args:
-            table: the entries `modes` and `share_inputs`, both optional.
+            table: the entries `modes`, `share_inputs` and `encrypt_local`, all optional.
             place: file or table, for messages.
 
         Raises:
             KitError: if an entry is unknown or has a wrong type.
         """
-        check_keys(table, ("modes", "share_inputs"), place)
+        check_keys(table, ("modes", "share_inputs", "encrypt_local"), place)
         modes, share_inputs = table.get("modes"), table.get("share_inputs", True)
+        encrypt_local = table.get("encrypt_local", False)
         if modes is not None and not (isinstance(modes, list) and all(isinstance(mode, str) for mode in modes)):
             raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {modes!r}')
         if not isinstance(share_inputs, bool):
             raise KitError(f"{place}: share_inputs must be true or false, got {share_inputs!r}")
-        return cls(None if modes is None else tuple(modes), share_inputs)
+        if not isinstance(encrypt_local, bool):
+            raise KitError(f"{place}: encrypt_local must be true or false, got {encrypt_local!r}")
+        return cls(None if modes is None else tuple(modes), share_inputs, encrypt_local)
 
     @classmethod
     def load(cls, path: Path) -> Policy:
@@ -94,6 +99,8 @@ class Policy:
             f"{modes}\n"
             "# share_inputs: false requires share_inputs=False, so that layers fed by raw data send no factors.\n"
             f"share_inputs = {str(self.share_inputs).lower()}\n"
+            "# encrypt_local: true encrypts messages to a hub in the same machine, too; by default they are not.\n"
+            f"encrypt_local = {str(self.encrypt_local).lower()}\n"
         )
 
 

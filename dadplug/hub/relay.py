@@ -52,6 +52,7 @@ class Relay(SessionTable):
         membership: the membership.
         pause: for whom training waits; empty while it goes on.
         run: rules of the run, and the steps that late sites have missed.
+        crowded: whether some frames may not be read, since queues are full.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Relay(SessionTable):
         self._sums = Sums(len(self.names))
         self._ahead: list[deque[int]] = [deque() for _ in self.names]  # ENDs of later steps than the open one
         self._recovery = Recovery(self)
-        self._crowded = False  # whether some frames may not be read
+        self.crowded = False
 
     # Connections.
 
@@ -193,7 +194,7 @@ class Relay(SessionTable):
 
     def readable(self, session: Session) -> bool:
         """Return whether frames of a site may be read: there is room in all queues that they go to."""
-        if not self._crowded:
+        if not self.crowded:
             return True
         if session.channel in ("store", "check"):
             return not session.full
@@ -211,7 +212,7 @@ class Relay(SessionTable):
         for session in self.sessions.values():  # those without a connection, too
             session.update_full()
             crowded |= session.full
-        self._crowded = crowded
+        self.crowded = crowded
 
     # Frames.
 

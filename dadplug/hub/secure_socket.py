@@ -9,12 +9,16 @@ from __future__ import annotations
 import socket
 import ssl
 import sys
+from collections import deque
 from contextlib import suppress
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
 _READ_BYTES = 144 << 10  # received by one system call, at most: more than a full frame
 _RECORD_CONTENT = 1 << 14  # bytes of a full record's content
+_DIRECT_BYTES = 1 << 15  # for which a system call of their own is cheaper than a copy
+_MOST_BUFFERS = 64  # of a system call
 _HEAD_BYTES = 5  # of a record's head, which ends with the length of the rest
 _ENCRYPTION_BYTES = 17  # of the rest beside the content: its type, and the tag
 
@@ -60,6 +64,8 @@ class SecureSocket:
 
     The methods are those of `ssl.SSLSocket`, but for `write`, `flush` and `expect`, and what `recv_into` returns.
 
+    Two ends in one machine may stop to encrypt once they have proved who they are, see `dadplug.hub.loopback`.
+
     Args:
         connection: the connected socket; it may block or not.
         context: the TLS context.
@@ -84,6 +90,9 @@ class SecureSocket:
         self._ended = False  # whether the other end has closed the connection
         self._records = _Records()
         self._divided = False  # whether the last read may have left a part of a decrypted record
+        self._plain = self._encrypts_one = False  # whether bytes are not encrypted, and whether the next ones still are
+        self._content: deque[memoryview] = deque()  # to be sent as it is, after what is encrypted
+        self._arrived = self._buffer[:0]  # bytes that were not encrypted, not taken yet
         self._mark = 1  # low-water mark of the socket
 
     def __enter__(self) -> SecureSocket:
@@ -123,8 +132,22 @@ class SecureSocket:
     # What is sent
 
     def write(self, content: bytes | bytearray | memoryview) -> None:
-        """Encrypt bytes, which `flush` sends."""
+        """Encrypt bytes, which `flush` sends; they must not be changed before."""
+        if self._plain and not self._encrypts_one:
+            self._content.append(memoryview(content))
+            return
+        self._encrypts_one = False
         self._tls.write(content)
+
+    def stop_encrypting(self, after_next: bool = False) -> None:
+        """Send bytes as they are from now on, and take those that arrive as they are; the other end does the same.
+
+        Args:
+            after_next: whether those of the next call of `write` are still encrypted.
+        """
+        self._plain, self._encrypts_one = True, after_next
+        self._records = _Records()
+        self._arrived = memoryview(self._incoming.read())  # what has arrived with the last encrypted message
 
     def flush(self) -> bool:
         """Send what has been encrypted; return whether the socket has taken all of it.
@@ -135,9 +158,14 @@ class SecureSocket:
         while True:
             unsent = self._unsent
             if not unsent:
-                if not self._outgoing.pending:
+                if self._outgoing.pending:
+                    unsent = memoryview(self._outgoing.read())
+                elif self._content:
+                    if not self._send_content():
+                        return False
+                    continue
+                else:
                     return True
-                unsent = memoryview(self._outgoing.read())
             try:
                 count = self._socket.send(unsent)
             except BlockingIOError:
@@ -145,6 +173,21 @@ class SecureSocket:
             self._unsent = unsent[count:]
             if count < len(unsent) and not self._blocks:
                 return False
+
+    def _send_content(self) -> bool:
+        """Send bytes that are not encrypted, by one system call; return whether the socket has taken them."""
+        content = self._content
+        most = min(len(content), _MOST_BUFFERS)
+        try:
+            count = self._socket.sendmsg(list(islice(content, most)))
+        except BlockingIOError:
+            return False
+        while most and count >= len(content[0]):
+            count -= len(content.popleft())
+            most -= 1
+        if most:
+            content[0] = content[0][count:]
+        return not most or self._blocks
 
     def send(self, content: bytes) -> int:
         """Send bytes; where the socket does not block, `flush` sends what it has no room for."""
@@ -170,6 +213,8 @@ class SecureSocket:
         Raises:
             OSError: if the connection is lost.
         """
+        if self._plain:
+            return self._take(buffer)
         while True:
             if count := self._decrypt(buffer):
                 return count
@@ -177,6 +222,31 @@ class SecureSocket:
                 return 0
             if not self._receive():
                 return None
+
+    def _take(self, buffer: memoryview) -> int | None:
+        """Receive bytes that are not encrypted; see `recv_into`."""
+        size = len(buffer)
+        if not self._arrived:
+            if self._ended:
+                return 0
+            if self._drained:
+                self._drained = False
+                return None
+            direct = size >= _DIRECT_BYTES
+            room = buffer if direct else self._buffer
+            try:
+                count = self._socket.recv_into(room)
+            except BlockingIOError:
+                return None
+            self._ended = not count
+            self._drained = not self._blocks and 0 < count < len(room)
+            if direct or not count:
+                return count
+            self._arrived = room[:count]
+        taken = self._arrived[:size]
+        self._arrived = self._arrived[size:]
+        buffer[: len(taken)] = taken
+        return len(taken)
 
     def _decrypt(self, buffer: memoryview) -> int:
         """Decrypt what has arrived, as far as there is room; return the number of bytes."""
@@ -227,6 +297,11 @@ class SecureSocket:
         return True
 
     @property
+    def encrypts(self) -> bool:
+        """Whether bytes are encrypted."""
+        return not self._plain
+
+    @property
     def partial(self) -> bool:
         """Whether the beginning of a record has arrived, which cannot be decrypted before its end."""
         return bool(self._records.missing or self._records.head)
@@ -242,7 +317,7 @@ class SecureSocket:
         """
         if sys.platform != "linux":
             return
-        mark = self._records.bytes_for(nbytes)
+        mark = nbytes if self._plain else self._records.bytes_for(nbytes)
         if mark != self._mark:
             self._mark = mark
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
@@ -270,6 +345,15 @@ class SecureSocket:
         """Lose the connection when the other end has not acknowledged bytes for a time; only where the system can."""
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
+
+    def addresses(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Return host and port of this end and of the other one.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        here, there = self._socket.getsockname(), self._socket.getpeername()
+        return (here[0], here[1]), (there[0], there[1])
 
     def fileno(self) -> int:
         """Return the descriptor of the socket; -1 once it is closed."""

@@ -25,6 +25,7 @@ from .actions import Refuse, Rules
 from .frames import FrameError, pack_control
 from .journal import Journal
 from .kits import Kit, KitWatch
+from .loopback import is_local
 from .pending import Arrival, ClosingConnection, PendingConnection
 from .reception import Reception
 from .relay import GRACE, Relay
@@ -45,6 +46,7 @@ class Hub:
         listen: host and port to listen at; None for those of the kit's roster, if its host is one of this machine.
         journal: log of who comes and goes; None to write to the standard error stream.
         grace: seconds for which a site whose connection is lost may dial again.
+        encrypt_local: whether messages to sites in the same machine are encrypted, too.
         report: called twice a second, and at the end.
 
     Attributes:
@@ -66,6 +68,7 @@ class Hub:
         listen: tuple[str, int] | None = None,
         journal: Journal | None = None,
         grace: float = GRACE,
+        encrypt_local: bool = False,
         report: Callable[[Hub], None] = lambda hub: None,
     ) -> None:
         if not kit.is_hub:
@@ -81,6 +84,7 @@ class Hub:
         self.address = self.reception.address
         self._watch = KitWatch(kit)
         self._report = report
+        self._encrypt_local = encrypt_local
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._selector.register(self._wake, _READ)
@@ -89,6 +93,7 @@ class Hub:
         self._leaving: dict[Session, float] = {}  # deadlines
         self._stopped: str | None = None
         self._next_tick = self._next_report = 0.0
+        self._tick_seconds = _TICK
 
     def run(self) -> None:
         """Serve the sites until `stop` is called; then tell them, and close all connections."""
@@ -118,9 +123,8 @@ class Hub:
 
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
-        ready = any(self._reads(session) for session in self._again)
-        tick = _SHORT_TICK if self.relay.awaits else _TICK
-        events = self._selector.select(0 if ready else tick)
+        ready = bool(self._again) and any(self._reads(session) for session in self._again)
+        events = self._selector.select(0 if ready else self._tick_seconds)
         now = time.monotonic()
         pending: list[PendingConnection] = []
         accepts = False
@@ -139,12 +143,15 @@ class Hub:
                 accepts = True
             else:
                 self._wake.recv(64)
-        self._receive(now)
+        if self._again:
+            self._receive(now)
         self._send(now)
-        self.reception.serve(pending, accepts, now)
+        if pending or accepts:
+            self.reception.serve(pending, accepts, now)
         if now >= self._next_tick:
-            self._next_tick = now + tick
             self._tick(now)
+            self._tick_seconds = _SHORT_TICK if self.relay.awaits else _TICK
+            self._next_tick = now + self._tick_seconds
         self._update_masks()
 
     # Members.
@@ -174,11 +181,12 @@ class Hub:
 
     def _send(self, now: float) -> None:
         """Send what connections take."""
-        for session in self.relay.leaving:
-            self._leaving[session] = now + _LEAVE_SECONDS
-            self._again.discard(session)
-        self.relay.leaving.clear()
-        for session in list(self._masks):
+        if self.relay.leaving:
+            for session in self.relay.leaving:
+                self._leaving[session] = now + _LEAVE_SECONDS
+                self._again.discard(session)
+            self.relay.leaving.clear()
+        for session in [each for each in self._masks if each.waiting or each in self._leaving]:
             if not session.blocked and session.waiting:
                 try:
                     session.flush()
@@ -192,6 +200,7 @@ class Hub:
     def _lose(self, session: Session, reason: str, now: float) -> None:
         """Take note that a connection is lost; the site may dial again."""
         self._forget(session)
+        self._next_tick = 0.0  # others may wait for it
         stream = session.detach(reason, now)
         if stream is not None:
             stream.close()
@@ -214,7 +223,10 @@ class Hub:
 
     def _update_masks(self) -> None:
         """Register what each connection waits for."""
-        for session, mask in list(self._masks.items()):
+        usual = not self._leaving and not self.relay.crowded
+        for session, mask in self._masks.items():
+            if usual and mask == _READ and not session.blocked:
+                continue
             assert session.stream is not None
             wanted = _WRITE if session.blocked else 0
             if session not in self._leaving and self.relay.readable(session):
@@ -242,6 +254,8 @@ class Hub:
             return
         if session.stream is not None:
             self._lose(session, "the site has dialled again", now)
+        if not self._encrypt_local and is_local(arrival.stream.connection, arrival.hello.mark):
+            answer = answer._replace(plain=True)
         session.attach(arrival.stream, answer, now)
         self._masks[session] = _READ
         self._selector.register(arrival.stream.connection, _READ, session)

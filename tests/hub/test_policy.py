@@ -75,6 +75,7 @@ def test_a_policy_is_read_as_it_was_written(tmp_path, policy):
         ("modes = [1]", "modes must be a list"),
         ("share_inputs = 'no'", "share_inputs must be true or false"),
         ("share_inputs = False", "Invalid value"),
+        ("encrypt_local = 0", "encrypt_local must be true or false"),
     ],
 )
 def test_mistakes_in_a_policy_are_explained(tmp_path, text, reason):
