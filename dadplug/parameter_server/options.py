@@ -11,7 +11,7 @@ from ..options import Options
 from .rules import Rules, check_deal, check_mode, make_rules
 
 _REDUCTION = {option.name: option for option in dataclasses.fields(Options)}
-_OWN = ("staleness", "quorum", "late", "deal")  # not those of a reduction
+_OWN = ("staleness", "quorum", "gather", "late", "deal")  # not those of a reduction
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -34,10 +34,15 @@ class ServerOptions:
     mode: str = _option("rankdad", "how gradients are encoded: dsgd, dad or rankdad")
     staleness: int = _option(8, "largest number of versions by which a gradient may be late; 0: synchronous steps")
     quorum: int = _option(1, "number of sites whose gradients make a commit; 1 for asynchronous steps")
+    gather: float = _option(
+        0.75,
+        "largest part of a site's step for which its gradient waits for those of other sites that are expected, to be "
+        "committed together; 0: not at all",
+    )
     late: str = _option(
         "scale",
-        "treatment of a gradient that is t > 0 versions late: scale (learning rate times 1 / (1 + t)), keep, or drop "
-        "(above the staleness; then no site waits)",
+        "treatment of a late gradient: scale (learning rate times 1 / (1 + t), for t commits since its version with "
+        "none of its site), keep, or drop (above the staleness; then no site waits)",
     )
     deal: str = _option(
         "own",
@@ -59,14 +64,14 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
-        make_rules(self.staleness, self.quorum, self.late)
+        make_rules(self.staleness, self.quorum, self.late, self.gather)
         check_deal(self.deal)
         self.of_reduction()
 
     @property
     def rules(self) -> Rules:
         """Rules of the sequencer."""
-        return make_rules(self.staleness, self.quorum, self.late)
+        return make_rules(self.staleness, self.quorum, self.late, self.gather)
 
     def of_reduction(self) -> Options:
         """Return those options that a gradient reduction has, too."""

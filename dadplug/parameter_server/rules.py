@@ -17,28 +17,31 @@ class Rules(NamedTuple):
             it is committed to.
         quorum: number of sites whose contributions make a commit.
         late: ``"scale"``, ``"drop"`` or ``"keep"``.
+        gather: the largest part of its site's step for which a contribution waits for those of other sites.
     """
 
     staleness: int
     quorum: int
     late: str
+    gather: float = 0.0
 
-    def scale(self, age: int) -> float:
+    def scale(self, missed: int) -> float:
         """Return the factor of the learning rate for a contribution.
 
         Args:
-            age: number of versions τ that have been committed since it was computed.
+            missed: number of commits since the version that it was computed at without a contribution of its site.
         """
-        return 1.0 / (1 + age) if self.late == "scale" else 1.0
+        return 1.0 / (1 + missed) if self.late == "scale" else 1.0
 
 
-def make_rules(staleness: object, quorum: object, late: object) -> Rules:
+def make_rules(staleness: object, quorum: object, late: object, gather: object = 0.0) -> Rules:
     """Check the options of a parameter server that do not depend on the sites.
 
     Args:
         staleness: a whole number of at least 0.
         quorum: a whole number of at least 1.
         late: one of `LATE`.
+        gather: a number from 0 to 1.
 
     Raises:
         ValueError: if one of them is not valid.
@@ -49,10 +52,12 @@ def make_rules(staleness: object, quorum: object, late: object) -> Rules:
         raise ValueError(f"quorum must be a whole number of at least 1, got {quorum!r}")
     if late not in LATE:
         raise ValueError(f"unknown late {late!r}; valid ones are {', '.join(map(repr, LATE))}")
+    if isinstance(gather, bool) or not isinstance(gather, (int, float)) or not 0 <= gather <= 1:
+        raise ValueError(f"gather must be a number from 0 to 1, got {gather!r}")
     assert isinstance(staleness, int)
     assert isinstance(quorum, int)
     assert isinstance(late, str)
-    return Rules(staleness, quorum, late)
+    return Rules(staleness, quorum, late, float(gather))
 
 
 def _is_whole(value: object, least: int) -> bool:

@@ -1,14 +1,21 @@
 """Sequencer: the order in which contributions of sites are committed to the log.
 
 A state machine without input or output. Events come in as method calls; `decide` returns the next entry of the log,
-until there is none. Nothing here depends on sockets, clocks or threads, so that random histories can test it.
+until there is none. Nothing here depends on sockets, clocks or threads, so that random histories can test it: the
+caller states the time.
 
 **Versions.** The log is a sequence of commits. A replica that has applied the first v of them has version v. A
 contribution is a gradient that a site has computed at a version, its *base*. A commit consists of contributions, and
-makes the next version. The age τ of a contribution is the version that it is committed at minus its base.
+makes the next version. The age τ of a contribution is the version that it is committed at minus its base. Those of
+the commits between that have no contribution of its site it has *missed*: by them its learning rate is scaled. What the
+site itself has contributed meanwhile makes it late, too, but only as long as sending takes: where all sites are in each
+commit, the steps are those of synchronous training, and have its size.
 
 **Quorum.** A commit takes place once contributions of `quorum` sites are pending; it contains all that are. Sites that
 have finished or left are not waited for.
+
+**Gathering.** With `gather` above 0 a commit waits for contributions that are expected soon, see `gathering`. With
+``staleness=0`` it does not: each commit has one of every site, or ``late="drop"`` says how many make one.
 
 **Staleness.** No contribution is committed with an age above `staleness`. So a commit waits while a site is computing
 at a version that would be further behind after it: fast sites wait for slow ones. A site that has more than
@@ -20,7 +27,7 @@ dropped. With ``staleness=0`` and ``quorum=m`` this is m-synchronous SGD (arXiv:
 
 **Shares.** With ``balanced=True`` the summed step size of each site is proportional to its data, however fast it is. A
 commit alone would be a step of size m = sum of n_j s_j / sum of n_j, for contributions of n_j samples with the factor
-s_j of their ages. Each site earns the part p_i m of it, by its share p_i of the data, and a site that contributes
+s_j of late ones. Each site earns the part p_i m of it, by its share p_i of the data, and a site that contributes
 spends what it has earned since its last contribution: that is the weight of its contributions, in place of s_j.
 
 **Idle sites.** A site that waits for data is idle: no commit waits for it. It resumes at the version that the log has
@@ -32,10 +39,12 @@ is over, all replicas have one version, and the next phase begins with all sites
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .gathering import Arrivals
 from .rules import Rules
 
 _KEPT = 64  # versions that a site may be behind with late="drop": the sequencer holds what it has not received
@@ -53,7 +62,7 @@ class Entry(NamedTuple):
         number: number of the contribution, among those of its site.
         base: version that it was computed at.
         samples: samples that it stands for.
-        scale: factor of the learning rate, by its age and by its site's share.
+        scale: factor of the learning rate, by the commits that it has missed and by its site's share.
     """
 
     site: int
@@ -98,6 +107,7 @@ class _Site:
         idle: whether it waits for data.
         data: what its share is proportional to; 0 until it is declared.
         credit: step size that it has earned and not spent.
+        committed: versions at which its latest contributions have been committed.
     """
 
     reached: int = 0
@@ -108,6 +118,7 @@ class _Site:
     idle: bool = False
     data: float = 0.0
     credit: float = 0.0
+    committed: deque[int] = field(default_factory=deque)
 
     @property
     def working(self) -> bool:
@@ -125,15 +136,22 @@ class Sequencer:
 
     Attributes:
         version: number of commits so far.
+        due: time at which `decide` is to be called again, if nothing happens before; None if that is not needed.
     """
 
     def __init__(self, sites: Iterable[int], rules: Rules, balanced: bool = False) -> None:
         self.version = 0
+        self.due: float | None = None
         self._rules = rules
+        self._arrivals = Arrivals(rules.gather)
         self._balanced = balanced
         self._sites = {site: _Site() for site in sorted(sites)}
 
     # Events
+
+    def advance(self, now: float) -> None:
+        """Record the present time, in seconds; only differences matter."""
+        self._arrivals.now = now
 
     def contribute(self, site: int, number: int, base: int, reached: int, samples: int) -> None:
         """Record a contribution.
@@ -163,6 +181,7 @@ class Sequencer:
             raise SequenceError(f"contribution {number} of version {base} is followed by work at version {reached}")
         self.reach(site, reached)
         state.count += 1
+        self._arrivals.record(site)
         state.pending.append(_Pending(number, base, samples))
 
     def reach(self, site: int, version: int) -> None:
@@ -202,6 +221,7 @@ class Sequencer:
         state = self._sites[site]
         state.here, state.finished = True, False
         self.resume(site)
+        self._arrivals.forget(site)
         return state.count
 
     def idle(self, site: int) -> None:
@@ -213,6 +233,7 @@ class Sequencer:
         state = self._sites[site]
         if not state.finished:
             state.idle, state.reached = False, self.version
+            self._arrivals.resume(site)
 
     def declare(self, site: int, data: float) -> None:
         """Record what a site's share is proportional to."""
@@ -230,6 +251,7 @@ class Sequencer:
             for site in self.present:
                 self._sites[site].finished = False
                 self._sites[site].reached = self.version
+                self._arrivals.resume(site)
             return Decision(self.version, (), dropped, True)
         return Decision(self.version, (), dropped) if dropped else None
 
@@ -247,7 +269,17 @@ class Sequencer:
         contributing = [site for site, state in self._sites.items() if state.pending]
         working = [site for site, state in self._sites.items() if state.pending or state.working]
         enough = len(contributing) >= min(self._rules.quorum, len(working)) > 0
-        return enough and not self._undeclared() and not self._held_back()
+        possible = enough and not self._undeclared() and not self._held_back()
+        self.due = self._gathers_until() if possible else None
+        return possible and self.due is None
+
+    def _gathers_until(self) -> float | None:
+        """Return the time until which a commit waits for contributions that are expected; None if it does not."""
+        if not self._rules.gather or not self._rules.staleness:
+            return None
+        pending = {site: len(state.pending) for site, state in self._sites.items() if state.pending}
+        computing = [site for site, state in self._sites.items() if state.working and not state.pending]
+        return self._arrivals.due(pending, computing)
 
     def _undeclared(self) -> list[int]:
         """Return the sites without which shares are not known yet."""
@@ -270,8 +302,13 @@ class Sequencer:
         entries = []
         for site, state in self._sites.items():
             for each in state.pending:
-                scale = self._rules.scale(self.version - each.base)
+                own = sum(version >= each.base for version in state.committed)
+                scale = self._rules.scale(self.version - each.base - own)
                 entries.append(Entry(site, each.number, each.base, each.samples, scale))
+            if state.pending:
+                state.committed.append(self.version)
+            while state.committed and state.committed[0] < state.reached:  # no further contribution has an earlier base
+                state.committed.popleft()
             state.pending = []
         self.version += 1
         return tuple(self._shared(entries) if self._balanced else entries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Collection, Mapping
 
 from ..exchange import Traffic, codec
@@ -69,6 +70,7 @@ class SequencerService:
             self._on_lost,
             self._awaited,
             self._on_adopted,
+            self._on_due,
         )
         self._thread.start()
 
@@ -95,6 +97,7 @@ class SequencerService:
         return codec.encode(self._sequencer.awaited)
 
     def _on_frames(self, frames: list[tuple[int, Frame]]) -> None:
+        self._sequencer.advance(time.monotonic())
         for site, frame in frames:
             if site not in self._connected:
                 continue
@@ -175,6 +178,14 @@ class SequencerService:
                 self._ends.clear()
                 self._trains = False
                 self._dealer.end_phase(self._sequencer.present)
+
+    def _on_due(self) -> float | None:
+        """Make a commit that has waited for others long enough; return the time until which the next one waits."""
+        due = self._sequencer.due
+        if due is not None and (now := time.monotonic()) >= due:
+            self._sequencer.advance(now)
+            self._decide()
+        return self._sequencer.due
 
     def _on_lost(self, site: int, error: Exception) -> None:
         self._leave(site, str(error))

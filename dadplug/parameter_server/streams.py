@@ -19,6 +19,7 @@ from ..exchange import Traffic
 
 _HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
 _CHUNK = 1 << 18  # bytes read at a time
+_WAKE = 1 << 15  # bytes of a body at which the thread wakes up; without it, at each packet
 _SEND_BUFFER = 1 << 17  # bytes that the kernel holds: more would hide that contributions do not get away
 _BEATS = 6  # heartbeats within the time after which a silent site counts as lost
 _CLOSE_SECONDS = 5.0  # to send the last frames, and for the other end to close
@@ -113,6 +114,7 @@ class _Stream:
         self._head = bytearray(_HEAD.size)
         self._frame: Frame | None = None  # of which a part has arrived
         self._missing = memoryview(self._head)
+        self._wakes_at = 1
 
     @property
     def blocked(self) -> bool:
@@ -171,7 +173,16 @@ class _Stream:
             self._missing = self._missing[count:]
             if not self._missing.nbytes:
                 self._advance(frames)
+        self._set_wake()
         return frames
+
+    def _set_wake(self) -> None:
+        """Let the socket count as readable when a part of the body is there that is worth waking up for."""
+        count = 1 if self._frame is None else min(_WAKE, self._missing.nbytes)
+        if count != self._wakes_at and self.socket.family in (socket.AF_INET, socket.AF_INET6):
+            self._wakes_at = count
+            with suppress(OSError):  # where the system has no such option
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def _advance(self, frames: list[Frame]) -> None:
         """Go on after the head or the body of a frame has arrived."""
@@ -205,6 +216,7 @@ class StreamThread:
         on_lost: called with the rank and the error of a connection that is lost.
         heartbeat: returns the body of a heartbeat.
         on_adopted: called with the rank of a site whose new connection replaces a lost one.
+        on_due: called before each wait; returns the `time.monotonic` at which to call it again, or None.
     """
 
     def __init__(
@@ -219,6 +231,7 @@ class StreamThread:
         on_lost: Callable[[int, Exception], None],
         heartbeat: Callable[[], bytes] = bytes,
         on_adopted: Callable[[int], None] = lambda _: None,
+        on_due: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._timeout = timeout
         self._traffic = traffic
@@ -227,6 +240,7 @@ class StreamThread:
         self._on_lost = on_lost
         self._heartbeat = heartbeat
         self._on_adopted = on_adopted
+        self._on_due = on_due
         self._limit = limit
         self._adopted: deque[tuple[int, socket.socket]] = deque()
         self._streams = {peer: _Stream(each, limit) for peer, each in sockets.items()}
@@ -301,7 +315,8 @@ class StreamThread:
     def _run(self) -> None:
         last = time.monotonic()
         while not self._ending:
-            self._poll(self._timeout / _BEATS)
+            due, wait = self._on_due(), self._timeout / _BEATS
+            self._poll(wait if due is None else min(wait, max(0.0, due - time.monotonic())))
             self._take_adopted()
             now = time.monotonic()
             if now - last > self._timeout / 2:  # this process was suspended

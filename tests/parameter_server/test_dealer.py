@@ -194,6 +194,7 @@ def test_summed_step_sizes_are_the_shares_of_the_data_whatever_the_speeds(speeds
     for site in range(count):
         sequencer.declare(site, data[site])
     numbers, bases, spent, total = [0] * count, [0] * count, [0.0] * count, 0.0
+    commits: list[list[int]] = [[] for _ in range(count)]
     for _ in range(50):
         site = random.choices(range(count), speeds[:count])[0]
         if site in sequencer.awaited or sequencer.version - bases[site] < 2:
@@ -203,7 +204,11 @@ def test_summed_step_sizes_are_the_shares_of_the_data_whatever_the_speeds(speeds
             bases[site] = sequencer.version
         while (decision := sequencer.decide()) is not None:
             before, entries = decision.version - 1, decision.entries
-            rule = [1 / (2 + before - entry.base - 1) if late == "scale" else 1.0 for entry in entries]
+            own = [sum(each >= entry.base for each in commits[entry.site]) for entry in entries]
+            missed = [before - entry.base - each for entry, each in zip(entries, own, strict=True)]
+            rule = [1 / (1 + each) if late == "scale" else 1.0 for each in missed]
+            for each in {entry.site for entry in entries}:
+                commits[each].append(before)
             samples = sum(entry.samples for entry in entries)
             total += sum(entry.samples * each for entry, each in zip(entries, rule, strict=True)) / samples
             for entry in entries:  # its part of the step: the learning rate's factor times its weight in the mean

@@ -62,6 +62,11 @@ class World:
         self.sites = [SimulatedSite(rank, rules.staleness) for rank in range(count)]
         self.log: list[Decision] = []
         self.arrived: list[tuple[int, int]] = []
+        self.now = 0.0
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.sequencer.advance(self.now)
 
     def deliver(self, site: SimulatedSite) -> None:
         if site.up and site.alive:
@@ -70,6 +75,14 @@ class World:
                 self.arrived.append((site.rank, values[0]))
             getattr(self.sequencer, kind)(site.rank, *values)
             self.decide()
+
+    def wait_until_due(self) -> None:
+        """Let the time pass for which a commit waits for contributions that are expected."""
+        if self.sequencer.due is not None:
+            assert self.sequencer.due > self.now
+            self.pass_time(self.sequencer.due - self.now)
+            self.decide()
+            assert self.sequencer.due is None or self.sequencer.due > self.now
 
     def decide(self) -> None:
         while (decision := self.sequencer.decide()) is not None:
@@ -84,7 +97,10 @@ class World:
         for entry in decision.entries:
             age = before - entry.base
             assert 0 <= age <= rules.staleness
-            assert entry.scale == (1 / (1 + age) if rules.late == "scale" else 1.0)
+            since = [each for each in self.log if each.entries and each.version > entry.base]
+            missed = sum(entry.site not in {other.site for other in each.entries} for each in since)
+            assert missed <= age
+            assert entry.scale == (1 / (1 + missed) if rules.late == "scale" else 1.0)
         assert rules.late == "drop" or not decision.dropped
         if decision.entries:
             working = {site.rank for site in self.sites if site.alive and not self.sequencer._sites[site.rank].finished}
@@ -126,10 +142,11 @@ class World:
             for site in self.sites:
                 site.finish()
                 self.deliver(site)
+            self.wait_until_due()
         raise AssertionError(f"sites wait for ever: the sequencer waits for {self.sequencer.awaited}")
 
 
-RULES = st.builds(Rules, st.integers(0, 4), st.integers(1, 4), st.sampled_from(LATE))
+RULES = st.builds(Rules, st.integers(0, 4), st.integers(1, 4), st.sampled_from(LATE), st.sampled_from((0.0, 0.5, 1.0)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -138,11 +155,14 @@ def test_every_contribution_is_committed_exactly_once(count, rules, history):
     world = World(count, rules)
     for number, action in history:
         site = world.sites[number % count]
-        if action < 5:
+        world.pass_time(number / 3)
+        if action == 13:
+            world.wait_until_due()
+        elif action < 5:
             site.step()
         elif action < 10:
             world.deliver(site)
-        elif action < 14:
+        elif action < 13:
             site.receive()
         elif action == 14:
             site.finish()
