@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..exchange.payload import FactorPayload
@@ -13,6 +14,8 @@ from ..schedules import Decoding
 
 _CUDA_TILE_ELEMENTS = 1 << 22
 _DEFAULT = Decoding()
+_LEAST = 4  # rows and columns of a gradient for which these kernels are made
+_BLOCK_COLUMNS = 2048  # four rows of so many numbers fit into the first cache
 _DOUBLE = 2.0  # a multiplication in double precision costs about this much more
 
 
@@ -37,7 +40,7 @@ class GradientProduct:
         transposed: bool = False,
         constants: Decoding = _DEFAULT,
     ) -> None:
-        self._tile = constants.tile
+        self._tile, self._narrow = constants.tile, constants.narrow
         lefts = [payload.left * weight for payload, weight in zip(payloads, weights, strict=True)]
         rights = [payload.right for payload in payloads]
         left, right = (torch.cat(lefts), torch.cat(rights)) if len(lefts) > 1 else (lefts[0], rights[0])
@@ -55,6 +58,23 @@ class GradientProduct:
     def formed(self) -> Tensor:
         """Return the gradient as a matrix."""
         return self.left.T @ self.right
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the factors have so few rows that kernels of their own multiply them faster than BLAS."""
+        return self.left.shape[0] <= self._narrow and min(self.shape) >= _LEAST
+
+    def padded(self, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the kernels for few rows take: both factors, filled up by rows of zeros, and a block to work in.
+
+        Args:
+            multiple: their number of rows becomes a multiple of this; it is the number of rows of the block.
+        """
+        rows, width = self.right.shape
+        missing = -rows % multiple if rows else multiple
+        left, right = (F.pad(each, (0, 0, 0, missing)) if missing else each for each in (self.left, self.right))
+        block = left.new_empty(multiple, min(width, _BLOCK_COLUMNS))
+        return left.contiguous(), right.contiguous(), block
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
         """Form the gradient in blocks of its rows.

@@ -43,15 +43,12 @@ class Update(ABC):
         self.decay = float(group.get("weight_decay", 0.0))
         self.states: Sequence[Tensor] = ()
 
+    @property
     @abstractmethod
-    def compiled(self, kernels: ModuleType, number: Callable[[float], Any], weight: Any, *blocks: Any) -> None:
-        """Update a block by a numba kernel.
+    def compiled(self) -> tuple[str, Sequence[float]]:
+        """Name of the numba kernel that updates a block, and its scalars.
 
-        Args:
-            kernels: the module of the kernels.
-            number: converts a scalar to the type of the blocks.
-            weight: elements of the weight, flat.
-            blocks: the same elements of the gradient and of each of `states`.
+        There is a second kernel, ``..._of_product``, for the whole of a weight whose gradient has few rows.
         """
 
     @abstractmethod
@@ -94,15 +91,11 @@ class SGD(Update):
         """Factors of the momentum and of the gradient in the step."""
         return (self._keep, 1.0) if self._nesterov else (1.0, 0.0)
 
-    def compiled(self, kernels: ModuleType, number: Callable[[float], Any], weight: Any, *blocks: Any) -> None:
-        rate, decay = number(self.rate), number(self.decay)
+    @property
+    def compiled(self) -> tuple[str, Sequence[float]]:
         if not self._keep:
-            kernels.sgd(weight, *blocks, rate, decay)
-            return
-        ahead, own = self._factors
-        kernels.momentum(
-            weight, *blocks, rate, decay, number(self._keep), number(self._take), number(ahead), number(own)
-        )
+            return "sgd", (self.rate, self.decay)
+        return "momentum", (self.rate, self.decay, self._keep, self._take, *self._factors)
 
     def portable(self, weight: Tensor, gradient: Tensor, *states: Tensor) -> None:
         gradient.add_(weight, alpha=self.decay)
@@ -139,19 +132,10 @@ class Adam(Update):
         if group.get("decoupled_weight_decay", self.decoupled):
             self._shrink, self.decay = 1.0 - self.rate * self.decay, 0.0
 
-    def compiled(self, kernels: ModuleType, number: Callable[[float], Any], weight: Any, *blocks: Any) -> None:
-        kernels.adam(
-            weight,
-            *blocks,
-            number(self._shrink),
-            number(self.decay),
-            number(1.0 - self._first),
-            number(self._second),
-            number(1.0 - self._second),
-            number(self._size),
-            number(self._correction),
-            number(self._epsilon),
-        )
+    @property
+    def compiled(self) -> tuple[str, Sequence[float]]:
+        averages = 1.0 - self._first, self._second, 1.0 - self._second
+        return "adam", (self._shrink, self.decay, *averages, self._size, 1.0 / self._correction, self._epsilon)
 
     def portable(self, weight: Tensor, gradient: Tensor, *states: Tensor) -> None:
         mean, square = states
@@ -180,8 +164,9 @@ class Adagrad(Update):
         self.rate /= 1.0 + (float(state["step"]) - 1.0) * float(group["lr_decay"])
         self._epsilon = float(group["eps"])
 
-    def compiled(self, kernels: ModuleType, number: Callable[[float], Any], weight: Any, *blocks: Any) -> None:
-        kernels.adagrad(weight, *blocks, number(self.rate), number(self.decay), number(self._epsilon))
+    @property
+    def compiled(self) -> tuple[str, Sequence[float]]:
+        return "adagrad", (self.rate, self.decay, self._epsilon)
 
     def portable(self, weight: Tensor, gradient: Tensor, *states: Tensor) -> None:
         (total,) = states
@@ -247,17 +232,34 @@ def apply_products(optimizer: torch.optim.Optimizer, products: Mapping[nn.Parame
 def _apply(update: Update, weight: nn.Parameter, product: GradientProduct, ascend: bool) -> None:
     if ascend:
         product.scale(-1.0)
-    height, width = product.shape
-    tensors = [each.view(height, width) for each in (weight.data, *update.states)]
+    tensors = [each.view(product.shape) for each in (weight.data, *update.states)]
     kernels = None if weight.is_cuda else _kernels()
     if kernels is None:
         for start, end, gradient in product.tiles():
             target, *states = (each[start:end] for each in tensors)
             update.portable(target, gradient, *states)
     else:
-        flat: list[Any] = [each.view(-1).numpy() for each in tensors]
-        number = flat[0].dtype.type
-        for start, end, gradient in product.tiles():
-            block, *rest = (each[start * width : end * width] for each in flat)
-            update.compiled(kernels, number, block, gradient.view(-1).numpy(), *rest)
+        _apply_compiled(kernels, update, [each.numpy() for each in tensors], product)
     torch.autograd.graph.increment_version(weight)
+
+
+def _apply_compiled(kernels: ModuleType, update: Update, matrices: Sequence[Any], product: GradientProduct) -> None:
+    """Update a weight by numba kernels.
+
+    Args:
+        kernels: the module of the kernels.
+        update: the update.
+        matrices: the weight and the optimizer's state.
+        product: the gradient.
+    """
+    name, values = update.compiled
+    number, width = matrices[0].dtype.type, product.shape[1]
+    scalars = [number(value) for value in values]
+    if product.is_narrow:
+        left, right, block = product.padded(kernels.ROWS)
+        getattr(kernels, f"{name}_of_product")(left.numpy(), right.numpy(), block.numpy(), *matrices, *scalars)
+        return
+    flat = [each.reshape(-1) for each in matrices]
+    for start, end, gradient in product.tiles():
+        block, *rest = (each[start * width : end * width] for each in flat)
+        getattr(kernels, name)(block, gradient.view(-1).numpy(), *rest, *scalars)

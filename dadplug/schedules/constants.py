@@ -64,6 +64,7 @@ class Decoding(Constants):
         block: numbers of a sum of products that are computed before the next block of rows.
         align: multiple of which the rows of such a block are.
         tile: numbers of a gradient that are computed at a time in a fused optimizer step.
+        narrow: rows of all sites up to which a fused step multiplies them by kernels of its own in place of BLAS.
     """
 
     few: int = _constant(12, 0, 4096)
@@ -71,6 +72,7 @@ class Decoding(Constants):
     block: int = _constant(1 << 17, 16, 1 << 30)
     align: int = _constant(16, 1, 4096)
     tile: int = _constant(1 << 17, 16, 1 << 30)
+    narrow: int = _constant(64, 0, 4096)
 
 
 @dataclass(frozen=True)

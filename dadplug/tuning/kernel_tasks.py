@@ -137,7 +137,7 @@ class BlockTask(Task):
 
 
 class TileTask(Task):
-    """Fused optimizer step: numbers of a gradient that are formed and applied at a time.
+    """Fused optimizer step: own products or BLAS, and numbers of a gradient that BLAS forms at a time.
 
     Args:
         layers: the layers.
@@ -146,7 +146,8 @@ class TileTask(Task):
     """
 
     def __init__(self, layers: Sequence[Layer], default: Decoding, rank: int | None = 8) -> None:
-        super().__init__("fused optimizer step", Space({"tile": _HALF_OCTAVES}), (default.tile,))
+        values = {"tile": _HALF_OCTAVES, "narrow": (0, Decoding().narrow)}
+        super().__init__("fused optimizer step", Space(values), (default.tile, default.narrow))
         self._layers, self._rank = layers, rank
 
     def prepare(self, config: Config) -> Callable[[], object]:

@@ -9,6 +9,7 @@ from torch import nn
 from dadplug.exchange.payload import FactorPayload
 from dadplug.fused import GradientProduct, updates
 from dadplug.fused.updates import apply_products, reason_against
+from dadplug.schedules import Decoding
 
 OPTIMIZERS = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, weight_decay=0.01),
@@ -61,6 +62,31 @@ def test_steps_equal_those_of_torch_and_leave_the_same_state(name, dtype, portab
     for key, value in plain.state[theirs].items():
         torch.testing.assert_close(fused.state[ours][key], value, rtol=1e-5, atol=10 * tolerance)
     copy.deepcopy(plain).load_state_dict(fused.state_dict())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("shape", [(4, 3000), (10, 5), (7, 2049), (3, 40), (40, 3)])
+@pytest.mark.parametrize("rows", [0, 1, 5, 30])
+def test_products_of_few_rows(name, shape, rows):
+    payloads = [FactorPayload(*(torch.randn(rows, n, dtype=torch.float64) for n in shape)) for _ in range(2)]
+    results = []
+    for narrow in (0, 64):
+        weight = nn.Parameter(torch.linspace(-1, 1, shape[0] * shape[1], dtype=torch.float64).view(shape))
+        optimizer = OPTIMIZERS[name]([weight])
+        for _ in range(2):
+            product = GradientProduct(payloads, [0.5, 0.5], constants=Decoding(narrow=narrow))
+            assert product.is_narrow == (2 * rows <= narrow and min(shape) >= 4)
+            apply_products(optimizer, {weight: product})
+        results.append(weight.detach())
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+
+
+def test_few_rows_are_not_multiplied_by_blas(monkeypatch):
+    product = GradientProduct(_payloads(4, 30, 20, torch.float32), [0.5, 0.25, 0.25])
+    monkeypatch.setattr(GradientProduct, "tiles", lambda _: pytest.fail("tiles of BLAS"))
+    weight = nn.Parameter(torch.zeros(30, 20))
+    apply_products(torch.optim.SGD([weight], lr=1.0), {weight: product})
+    torch.testing.assert_close(-weight, product.formed())
 
 
 @pytest.mark.parametrize("rows", [3, 200])

@@ -16,7 +16,7 @@ from dadplug.tuning import kernel_tasks, rates
 from dadplug.tuning.kernel_tasks import Layer
 
 TRUE = Encoding(fat=20_000.0, skinny=9_000.0, eigen=200.0, start_gram=10.0, start_iteration=30.0, start_formed=25.0)
-BEST = {"few": 20, "strip": 512, "block": 1 << 15, "align": 16, "tile": 1 << 16, "coarse": 12}
+BEST = {"few": 20, "strip": 512, "block": 1 << 15, "align": 16, "tile": 1 << 16, "narrow": 64, "coarse": 12}
 
 
 def synthetic(task, config):
