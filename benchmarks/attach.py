@@ -88,8 +88,13 @@ def _ddp(model: nn.Module, method: str, rank: int) -> nn.Module:
     if method == "ddp-fp16":
         trained.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
     elif method == "ddp-bf16":
-        trained.register_comm_hook(dist.group.WORLD, default_hooks.bf16_compress_hook)
+        trained.register_comm_hook(dist.group.WORLD, _compress_to_bf16)
     elif method == "ddp-powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         trained.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return trained
+
+
+def _compress_to_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Do what torch's `bf16_compress_hook` does, which refuses to be registered without CUDA, by its name."""
+    return default_hooks._compress_hook(torch.bfloat16, group, bucket)

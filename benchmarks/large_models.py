@@ -11,11 +11,12 @@ peak memory is the method's. Steps are first timed on an unshaped link (rate non
 alone" is the same without any exchange, while the other site computes at the same time. Local steps and DiLoCo are
 timed over a whole interval between two agreements.
 
-A cell whose step would take longer than --longest seconds is not measured but predicted, as the time unshaped plus
-bytes over rate, and marked by ~; the tables are followed by how that prediction agrees with cells that were measured
-and in which the exchange takes most of the time. Each cell is appended to OUT.json as it is measured, so that a table
-can be put together from several runs; of cells that were measured several times it has the median. No method is begun
-after --budget seconds.
+A cell whose step, or interval, would take longer than --longest seconds is not measured but predicted, as the time
+unshaped plus bytes over rate, and marked by ~; the tables are followed by how that prediction agrees with cells that
+were measured and in which the exchange takes most of the time. Each cell is appended to OUT.json as it is measured, so
+that a table can be put together from several runs; of cells that were measured several times it has the median. The
+mode auto chooses by the link in its first step, which therefore takes as long as its cell. No method is begun after
+--budget seconds.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def run_site(arguments: argparse.Namespace) -> None:
     inputs, targets = workload.draw(workload.batch_size, torch.Generator().manual_seed(dist.get_rank()))
     rates = arguments.rates.split(",")
     if not arguments.loopback:
-        reshape(rates[-1] if parse(arguments.methods)[0] == "auto" else "none")  # auto chooses by the link
+        reshape(rates[-1] if parse(arguments.methods)[0] == "auto" else "none")  # auto chooses in its first step
     way = Way(model, arguments.methods, 8, torch.optim.SGD(model.parameters(), lr=1e-3))
 
     def step() -> None:
@@ -98,12 +99,15 @@ def run_site(arguments: argparse.Namespace) -> None:
         loss(way.model(inputs), targets).backward()
         way.step()
 
-    for _ in range(WARM_UP):
+    for _ in range(arguments.warm_up):
         step()
+        meet()
+        if not arguments.loopback:
+            reshape("none")
     interval = parse(arguments.methods)[1].get("every", 1)
     unshaped: dict = {}
     for rate in rates:
-        longest = predict(unshaped, rate) if unshaped else 0.0
+        longest = interval * predict(unshaped, rate) if unshaped else 0.0
         if not meet(longest <= arguments.longest):
             continue
         if not arguments.loopback:
@@ -134,7 +138,8 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
             for some in rates.split(",") if parse(method)[0] == "auto" else [together]:
                 program = ["large_models.py", "--models", model, "--methods", method, "--rates", some]
                 program += ["--steps", str(arguments.steps), "--seconds", str(arguments.seconds)]
-                program += ["--longest", str(arguments.longest), "--result", str(results)]
+                program += ["--longest", str(arguments.longest), "--warm-up", str(arguments.warm_up)]
+                program += ["--result", str(results)]
                 program += ["--loopback"] if arguments.loopback else []
                 if reason := run_sites(program, arguments.loopback, results, arguments.limit):
                     print(f"{model}, {method} failed: {reason}", flush=True)
@@ -212,6 +217,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="most steps of a cell")
     parser.add_argument("--seconds", type=float, default=15.0, help="time after which steps of a cell are enough")
     parser.add_argument("--longest", type=float, default=60.0, help="seconds of a step from which it is predicted")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps of a method before any is timed")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no method is begun")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds without a result until a method hangs")
     parser.add_argument("--out", default="large_models", help="name of the files, without .json, .md and .png")

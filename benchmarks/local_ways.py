@@ -114,7 +114,9 @@ def statistics_of(model: nn.Module) -> list[Tensor]:
 
 
 def average(tensors: list[Tensor], dtype: torch.dtype) -> None:
-    """Replace tensors by their mean over sites, in one all-reduce of a number format."""
+    """Replace tensors by their mean over sites, in one all-reduce of a number format; there may be none."""
+    if not tensors:
+        return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
     dist.all_reduce(flat)
     parts = (flat.float() / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
