@@ -5,7 +5,8 @@
     python benchmarks/local_steps.py --quick                           scikit-learn's digits; without root, unshaped
 
 MNISTNet, Adam, batches of 32 on each of two sites with one thread. The target is reached when the mean of two
-evaluations in succession is: they take place every 20 steps, of local steps after agreements, of site 0's model.
+evaluations in succession is. All ways are evaluated at the same steps, every 64, after agreements: site 0's model, or
+with average=160 in a way's name the running average of its models.
 
 1. On an unshaped link: how many steps a way takes to the target, for each split and seed. Each way computes the same
    bits at every rate, so that these are the steps there, too.
@@ -27,10 +28,12 @@ import sys
 import time
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from attach import parse
 from drive import add_pieces, begin, check_rates, may_begin, read, run_sites, title
 from held_out import accuracy, batches
 from link import may_make_links, reshape
@@ -41,10 +44,15 @@ import dadplug
 from dadplug.data import DataPair, load_dataset
 from dadplug.models import build_for
 
-OURS = "localsgd:every=32+outer_lr=0.7+outer_momentum=0.9+rank=32+wire=bf16"
-METHODS = f"ddp,ddp-powersgd,mean:every=16,mean:every=64,diloco:every=32,diloco:every=64,{OURS}"
+OURS = "localsgd:every=32+outer_lr=0.7+outer_momentum=0.9+rank=32+wire=int8+overlap=false"
+SYNCHRONOUS = "rankdad:rank=8+wire=bf16+error_feedback=true+sync_batchnorm=true"
+AVERAGED = ",".join(f"{name}+average=160" for name in ("diloco:every=32", "diloco:every=64", OURS, SYNCHRONOUS))
+METHODS = f"ddp,ddp-powersgd,mean:every=16,mean:every=64,diloco:every=32,diloco:every=64,{OURS},{AVERAGED}"
 TARGETS = {"mnist": 0.955, "digits": 0.95}
+LAP = 64
+"""Steps between two evaluations, of every way."""
 WARM_UP = 3
+SHORTEST_PIECE = 4  # steps between two looks at the clock
 
 
 def take(way: Way, source: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
@@ -58,19 +66,25 @@ def take(way: Way, source: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
 def find_steps(arguments: argparse.Namespace, model: nn.Module, data: DataPair, split: str, seed: int) -> dict:
     """Train until the target, or the limit of steps."""
     way, source, curve = Way(model, arguments.method, arguments.rank), batches(data, split, seed), []
-    while way.lap * len(curve) < arguments.steps:
-        take(way, source, way.lap)
-        curve.append(accuracy(model, data))
-        if statistics.fmean(curve[-2:]) >= arguments.target:
-            break
+    while LAP * len(curve) < arguments.steps and not has_reached(curve, arguments.target):
+        take(way, source, LAP)
+        curve.append(accuracy(way.evaluated, data))
     way.detach()
-    reached = statistics.fmean(curve[-2:]) >= arguments.target
-    best = max(statistics.fmean(curve[place : place + 2]) for place in range(len(curve)))
-    return {"steps": way.lap * len(curve) if reached else None, "best": best, "megabytes": way.megabytes_sent()}
+    return {
+        "steps": LAP * len(curve) if has_reached(curve, arguments.target) else None,
+        "best": max(map(statistics.fmean, pairwise(curve)), default=curve[-1]),
+        "megabytes": way.megabytes_sent(),
+        "curve": curve,
+    }
+
+
+def has_reached(curve: list[float], target: float) -> bool:
+    """Return whether the mean of the last two evaluations is at the target; one alone does not count."""
+    return len(curve) > 1 and statistics.fmean(curve[-2:]) >= target
 
 
 def time_steps(arguments: argparse.Namespace, model: nn.Module, data: DataPair, run: dict, rate: str) -> dict:
-    """Time the steps of a run at a rate, in whole laps, up to the limit of seconds."""
+    """Time the steps of a run at a rate, in whole rounds, up to the limit of seconds."""
     source = batches(data, run["split"], run["seed"])
     reshape_to(arguments, "none")
     warm = Way(deepcopy(model), arguments.method, arguments.rank)
@@ -80,9 +94,10 @@ def time_steps(arguments: argparse.Namespace, model: nn.Module, data: DataPair, 
     reshape_to(arguments, rate)
     dist.barrier()
     start, taken, over = time.perf_counter(), 0, torch.zeros(1)
+    piece = max(way.every, SHORTEST_PIECE)
     while taken < run["steps"] and not over:
-        take(way, source, way.lap)
-        taken += way.lap
+        take(way, source, piece)
+        taken += piece
         over.fill_(time.perf_counter() - start > arguments.limit)
         dist.broadcast(over, 0)
     seconds = time.perf_counter() - start
@@ -107,9 +122,8 @@ def run_site(arguments: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            print(
-                *(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in line.items())
-            )
+            said = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
+            print(*(f"{key}={value}" for key, value in said.items() if key != "curve"))
         dist.barrier()  # the other site reads what is there
 
     for label, known, rate in missing(arguments, arguments.method):
@@ -250,6 +264,9 @@ def main() -> int:
     if arguments.loopback:
         arguments.rates = "none"
     check_rates(parser, arguments.rates or "none", arguments.loopback)
+    for name in arguments.methods.split(","):
+        if LAP % parse(name)[1].get("every", 1):
+            parser.error(f"{name}: agreements have to take place at every {LAP} steps, when all ways are evaluated")
     load_dataset(arguments.dataset, arguments.data_dir or "data")  # an error now, and not at each site
     results = Path(f"{arguments.out}.json")
     arguments.result = str(results)

@@ -4,6 +4,8 @@ ddp, ddp-powersgd, rankdad:wire=bf16              as benchmarks/attach.py has th
 localsgd:every=32+rank=32+wire=bf16               dadplug's local steps, with options of LocalSGD
 mean:every=64                                     a peer: local SGD, the mean of parameters every 64 steps, fp32
 diloco:every=32                                   a peer: DiLoCo, deltas in bf16, outer Nesterov momentum (0.7, 0.9)
+mean:every=64+average=160, ddp:average=160        with any way: evaluations of torch's running average of the model,
+                                                  over about 160 steps, updated after agreements
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import torch
 import torch.distributed as dist
 from attach import Attached, parse
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dadplug
 
-SYNCHRONOUS_LAP = 20  # steps between two evaluations of ways that agree in every step
-SHORTEST_LAP = 16
+UPDATED = 16
+"""Steps between two updates of the running average of ways that agree in every step."""
 
 
 class Way:
@@ -30,23 +33,29 @@ class Way:
 
     Attributes:
         model: what to call in training.
-        lap: steps between two evaluations: after agreements.
+        evaluated: what to call in evaluations.
+        every: steps between two agreements.
     """
 
     def __init__(self, model: nn.Module, name: str, rank: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-3)
         method, options = parse(name)
-        self._every = options.get("every", SYNCHRONOUS_LAP)
-        self.lap = self._every * -(-SHORTEST_LAP // self._every)
+        self.every = options.get("every", 1)
+        self._updated = UPDATED if self.every == 1 else self.every
         self._steps = 0
+        self._averaged = None
+        if window := options.pop("average", None):
+            update = get_ema_multi_avg_fn(max(0.0, 1 - self._updated / window))
+            self._averaged = AveragedModel(model, multi_avg_fn=update, use_buffers=True)
+        self.evaluated = self._averaged or model
         self._local = self._peer = self._attached = None
-        self.model = model
+        self.model = self._plain = model
         if method == "localsgd":
             self._local = dadplug.LocalSGD(model, self.optimizer, **options)
         elif method in PEERS:
             self._peer = PEERS[method](model)
         else:
-            self._attached = Attached(model, name, rank)
+            self._attached = Attached(model, method, **({"rank": rank} | options))
             self.model = self._attached.model
 
     def step(self) -> None:
@@ -54,12 +63,14 @@ class Way:
         self._steps += 1
         if self._local is not None:
             self._local.step()
-            return
-        if self._attached is not None:
-            self._attached.synchronize()
-        self.optimizer.step()
-        if self._peer is not None and self._steps % self._every == 0:
+        else:
+            if self._attached is not None:
+                self._attached.synchronize()
+            self.optimizer.step()
+        if self._peer is not None and self._steps % self.every == 0:
             self._peer.agree()
+        if self._averaged is not None and self._steps % self._updated == 0:
+            self._averaged.update_parameters(self._plain)
 
     def megabytes_sent(self) -> float | None:
         """Megabytes of payload that this site has sent; None where the way does not count them."""

@@ -132,7 +132,7 @@ def takes_steps_as_a_peer():
                 way.optimizer.zero_grad()
                 way.model(torch.randn(8, 6)).square().mean().backward()
                 way.step()
-            assert way.lap == 16
+            assert way.every == 2
             assert (way.megabytes_sent() is None) == name.startswith(peer)
             way.detach()
         for one, other in zip(models[0].parameters(), models[1].parameters()):
@@ -141,6 +141,44 @@ def takes_steps_as_a_peer():
 
 def test_peers_of_local_steps(sites):
     sites(2).run(takes_steps_as_a_peer)
+
+
+def averages_as_it_trains():
+    """Evaluations of a running average begin with the first agreed model, and are the same at all sites."""
+    ways = program("local_ways")
+    for name in ("mean:every=2+average=4", "localsgd:every=2+average=4+overlap=false", "rankdad:rank=2+average=32"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 4))
+        way = ways.Way(model, name, rank=2)
+        torch.manual_seed(1 + torch.distributed.get_rank())
+        interval, agreed = 16 if way.every == 1 else 2, []
+        for step in range(1, 2 * interval + 1):
+            way.optimizer.zero_grad()
+            way.model(torch.randn(8, 6)).square().mean().backward()
+            way.step()
+            if step % interval == 0:
+                agreed.append([parameter.detach().clone() for parameter in way.model.parameters()])
+        for first, second, found in zip(*agreed, way.evaluated.parameters(), strict=True):
+            assert not torch.equal(first, second)
+            torch.testing.assert_close(found.detach(), (first + second) / 2)
+            others = [torch.empty_like(found) for _ in range(2)]
+            torch.distributed.all_gather(others, found.detach())
+            assert torch.equal(*others)
+        way.detach()
+
+
+def test_running_averages_of_local_steps(sites):
+    sites(2).run(averages_as_it_trains)
+
+
+def test_ways_of_local_steps_are_evaluated_after_agreements(monkeypatch, capsys):
+    local = program("local_steps")
+    assert not local.has_reached([0.99], 0.955)
+    assert local.has_reached([0.1, 0.95, 0.96], 0.955)
+    monkeypatch.setattr(sys, "argv", ["x", "--methods", "mean:every=64,mean:every=48"])
+    with pytest.raises(SystemExit):
+        local.main()
+    assert "mean:every=48: agreements have to take place at every 64 steps" in capsys.readouterr().err
 
 
 def test_a_table_of_local_steps_has_the_ratio_to_the_fastest_peer():
