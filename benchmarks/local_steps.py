@@ -1,6 +1,6 @@
 """Seconds until held-out accuracy is reached by local steps, against peers, by rate of the link and split of the data.
 
-    sudo python benchmarks/local_steps.py --data-dir FOLDER            MNIST's files; about an hour
+    sudo python benchmarks/local_steps.py --data-dir FOLDER            MNIST's files; half an hour or more
     sudo python benchmarks/local_steps.py --data-dir FOLDER --quick    one seed, few ways, a low target
     python benchmarks/local_steps.py --quick                           scikit-learn's digits; without root, unshaped
 
