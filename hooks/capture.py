@@ -176,7 +176,9 @@ class _CapturedForward(ForwardOverride):
     def _call(self, inputs: Tensor, record: Recorder, *args: Any, **kwargs: Any) -> Tensor:
         if self._layer.wrap_recorder is not None:
             record = self._layer.wrap_recorder(self._layer, inputs, record)
-        return self._layer.family.forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
+        family = self._layer.family
+        forward = family.forward if self._layer.tracer is not None else family.forward_untraced
+        return forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
 
 
 class LayerCapture:

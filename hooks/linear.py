@@ -13,6 +13,8 @@ from .form import LINEAR, Form
 from .gradient_use import gradient_use
 from .registry import LayerFamily, Recorder, register_family
 
+_LARGE = 1 << 22  # multiplications for the gradient of an input; they take about a tenth of a millisecond
+
 
 class _LinearWithFactors(torch.autograd.Function):
     """`F.linear` whose backward records the factors, and forms the weight gradient only on request."""
@@ -29,21 +31,64 @@ class _LinearWithFactors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        use = gradient_use(ctx, ctx.weight_gradients)
-        rows_in, rows_out = inputs.reshape(-1, weight.shape[1]), deltas.reshape(-1, weight.shape[0])
-        if use.record:
-            ctx.record(rows_in.detach(), rows_out.detach())
-        grad_inputs = grad_weight = grad_bias = None
+        parameters = _parameter_gradients(ctx, inputs, weight, deltas)
+        grad_inputs = None
         if ctx.needs_input_grad[0]:  # under autocast the deltas come in a narrower type than weight or input
             grad_inputs = (deltas @ weight.to(deltas.dtype)).to(inputs.dtype)
-        if use.weight:
-            grad_weight = rows_out.to(weight.dtype).T @ rows_in.to(weight.dtype)
-        if use.bias:
-            grad_bias = rows_out.sum(0).to(weight.dtype)
-        return grad_inputs, grad_weight, grad_bias, None, None
+        return grad_inputs, *parameters, None, None
+
+
+class _LinearOfInput(torch.autograd.Function):
+    """`F.linear` that leaves the gradient of its input to `_InputOfLinear`.
+
+    Between the two, autograd runs the hooks of the weight, which send the factors: they travel while the gradient of
+    the input is computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, weight: Tensor, bias: Tensor | None, record: Recorder, inputs: tuple[Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(*inputs, weight)
+        ctx.record = record
+        ctx.weight_gradients = False
+        return F.linear(*inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        return deltas, *_parameter_gradients(ctx, inputs, weight, deltas), None, None
+
+
+class _InputOfLinear(torch.autograd.Function):
+    """Input of a layer, as a tensor without memory of the shape of its output, whose gradient is the deltas."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: tuple[Tensor]) -> Tensor:
+        ctx.save_for_backward(*weight)  # in a tuple, since the weight's gradient does not wait for this node
+        return inputs.new_zeros(()).expand(*inputs.shape[:-1], weight[0].shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
+        return deltas @ ctx.saved_tensors[0], None
+
+
+def _parameter_gradients(
+    ctx: Any, inputs: Tensor, weight: Tensor, deltas: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Record the factors, or form the gradients of weight and bias, as the running backward pass needs them."""
+    use = gradient_use(ctx, ctx.weight_gradients)
+    rows_in, rows_out = inputs.reshape(-1, weight.shape[1]), deltas.reshape(-1, weight.shape[0])
+    if use.record:
+        ctx.record(rows_in.detach(), rows_out.detach())
+    grad_weight = rows_out.to(weight.dtype).T @ rows_in.to(weight.dtype) if use.weight else None
+    grad_bias = rows_out.sum(0).to(weight.dtype) if use.bias else None
+    return grad_weight, grad_bias
 
 
 _linear: Callable[..., Tensor] = _LinearWithFactors.apply
+_linear_of_input: Callable[..., Tensor] = _LinearOfInput.apply
+_input_of_linear: Callable[..., Tensor] = _InputOfLinear.apply
 
 
 @register_family(nn.Linear)
@@ -56,3 +101,20 @@ class Linear(LayerFamily):
     def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         return _linear(input, weight, bias, record, weight_gradients)
+
+    def forward_untraced(
+        self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Tensor, **kwargs: Tensor
+    ) -> Tensor:
+        (inputs,) = (*args, *kwargs.values())
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        if weight_gradients or type(self) is not Linear or weight is None or not _is_large(inputs, weight):
+            return self.forward(module, record, weight_gradients, *args, **kwargs)
+        return _linear_of_input(_input_of_linear(inputs, (weight,)), weight, bias, record, (inputs,))
+
+
+def _is_large(inputs: Tensor, weight: Tensor) -> bool:
+    """Return whether the gradient of an input takes so long that the factors had better be sent before."""
+    if not inputs.requires_grad or type(inputs) is not Tensor or inputs.dtype != weight.dtype:
+        return False
+    large = inputs.shape[:-1].numel() * weight.numel() >= _LARGE
+    return large and not torch.is_autocast_enabled(inputs.device.type)

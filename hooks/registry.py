@@ -59,6 +59,12 @@ class LayerFamily(ABC):
             The layer's output.
         """
 
+    def forward_untraced(
+        self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute the same as `forward`, where the layer's output may have any number of nodes in autograd's graph."""
+        return self.forward(module, record, weight_gradients, *args, **kwargs)
+
     def known_form(self, module: nn.Module) -> Form | None:
         """Return the form of the layer's factors, or None if it depends on the inputs.
 
