@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import sys
+import time
+from contextlib import closing
 
 from ..errors import RefusedError
 from . import tls
 from .actions import Refuse
 from .frames import FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
 from .kits import Kit
-from .loopback import connection_mark
+from .loopback import LocalDoor, open_door
 from .receiver import FrameReceiver
 from .secure_socket import SecureSocket
 
@@ -24,7 +27,7 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
 
     Args:
         kit: kit of this site.
-        hello: first message of this site; the version of dadplug and the connection's mark are filled in.
+        hello: first message of this site; what it says of dadplug's version and of this machine is filled in.
         address: host and port of the hub.
         seconds: time for each part.
 
@@ -40,19 +43,13 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
     connection = tls.dial(kit, seconds, address)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        mark = "" if kit.policy.encrypt_local else connection_mark(connection, dialled=True)
-        connection.sendall(pack_control(hello._replace(mark=mark), kit.slot))
-        answer = _read_answer(connection, len(kit.roster.sites))
+        answer = _ask(connection, kit, hello, seconds)
         if isinstance(answer, Refuse):
             if answer.retry:
                 raise TryAgainError(f"it refuses this site at present: {answer.reason}")
             raise RefusedError(f"the hub at {address[0]}:{address[1]} refuses {kit.name}: {answer.reason}")
         if not isinstance(answer, Welcome):
             raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
-        if answer.plain and not mark:
-            raise FrameError("the hub goes on without encryption, which this site has not offered")
-        if answer.plain:
-            connection.stop_encrypting()
     except BaseException:
         connection.close()
         raise
@@ -71,13 +68,34 @@ def tell(hub: str, error: Exception) -> bool:
     return isinstance(error, TryAgainError)
 
 
-def _read_answer(connection: SecureSocket, world_size: int) -> object:
+def _ask(connection: SecureSocket, kit: Kit, hello: Hello, seconds: float) -> object:
+    """Send the first message, and return the answer, which a hub in this machine gives over a Unix socket."""
+    door = None if kit.policy.encrypt_local else open_door(connection)
+    if door is None:
+        connection.sendall(pack_control(hello, kit.slot))
+        return _read_answer(connection, None, len(kit.roster.sites), seconds)
+    with closing(door):
+        hello = hello._replace(mark=door.mark, place=door.place, secret=door.secret)
+        connection.sendall(pack_control(hello, kit.slot))
+        return _read_answer(connection, door, len(kit.roster.sites), seconds)
+
+
+def _read_answer(connection: SecureSocket, door: LocalDoor | None, world_size: int, seconds: float) -> object:
     def room(head: Head) -> memoryview:
         if head.kind is not Kind.CONTROL:
             raise FrameError(f"a {head.kind.name} frame where an answer to Hello is due")
         return memoryview(bytearray(head.length))
 
     receiver = FrameReceiver(connection, room)
+    deadline, timeout = time.monotonic() + seconds, connection.gettimeout()
+    connection.setblocking(False)
     while receiver.receive() is None:
-        pass
+        ends: list[SecureSocket | LocalDoor] = [connection] if door is None else [connection, door]
+        ready = select.select(ends, [], [], max(0.0, deadline - time.monotonic()))[0]
+        if not ready:
+            raise TimeoutError(f"it has not answered for {seconds:g} s")
+        if door in ready and door is not None and (local := door.accept()) is not None:
+            connection.continue_over(local)
+            door = None
+    connection.settimeout(timeout)
     return read_control(bytes(receiver.body), world_size)

@@ -281,6 +281,8 @@ class Hello(NamedTuple):
         received: number of frames of the hub that it has received before its connection was lost; 0 at first.
         release: version of dadplug at the site.
         mark: result of `dadplug.hub.loopback.connection_mark`; empty where the site requires encryption.
+        place: name of the Unix socket at which the site waits for a hub in the same machine; empty without one.
+        secret: what that hub has to send there first.
     """
 
     version: int
@@ -290,6 +292,8 @@ class Hello(NamedTuple):
     received: int = 0
     release: str = ""
     mark: str = ""
+    place: str = ""
+    secret: str = ""
 
 
 class Welcome(NamedTuple):
@@ -301,7 +305,6 @@ class Welcome(NamedTuple):
         min_sites: number of sites that must stay.
         timeout_ms: milliseconds of silence after which the hub gives a site up.
         grace_ms: milliseconds for which the hub waits for a site to dial again after its connection was lost.
-        plain: whether nothing is encrypted after this message, in both directions.
     """
 
     resumed: bool
@@ -309,7 +312,6 @@ class Welcome(NamedTuple):
     min_sites: int
     timeout_ms: int
     grace_ms: int
-    plain: bool = False
 
 
 class Joined(NamedTuple):

@@ -19,6 +19,7 @@ _READ_BYTES = 144 << 10  # received by one system call, at most: more than a ful
 _RECORD_CONTENT = 1 << 14  # bytes of a full record's content
 _DIRECT_BYTES = 1 << 15  # for which a system call of their own is cheaper than a copy
 _MOST_BUFFERS = 64  # of a system call
+_LOCAL_BUFFER = 1 << 19  # bytes that the kernel holds of a Unix socket, if it allows so many
 _HEAD_BYTES = 5  # of a record's head, which ends with the length of the rest
 _ENCRYPTION_BYTES = 17  # of the rest beside the content: its type, and the tag
 
@@ -64,7 +65,7 @@ class SecureSocket:
 
     The methods are those of `ssl.SSLSocket`, but for `write`, `flush` and `expect`, and what `recv_into` returns.
 
-    Two ends in one machine may stop to encrypt once they have proved who they are, see `dadplug.hub.loopback`.
+    Two ends in one machine may go on over a Unix socket once they have proved who they are, see `dadplug.hub.loopback`.
 
     Args:
         connection: the connected socket; it may block or not.
@@ -90,8 +91,8 @@ class SecureSocket:
         self._ended = False  # whether the other end has closed the connection
         self._records = _Records()
         self._divided = False  # whether the last read may have left a part of a decrypted record
-        self._plain = self._encrypts_one = False  # whether bytes are not encrypted, and whether the next ones still are
-        self._content: deque[memoryview] = deque()  # to be sent as it is, after what is encrypted
+        self._replaced: socket.socket | None = None  # the TCP connection that a Unix socket has replaced
+        self._content: deque[memoryview] = deque()  # to be sent as it is
         self._arrived = self._buffer[:0]  # bytes that were not encrypted, not taken yet
         self._mark = 1  # low-water mark of the socket
 
@@ -133,21 +134,24 @@ class SecureSocket:
 
     def write(self, content: bytes | bytearray | memoryview) -> None:
         """Encrypt bytes, which `flush` sends; they must not be changed before."""
-        if self._plain and not self._encrypts_one:
+        if self._replaced is not None:
             self._content.append(memoryview(content))
-            return
-        self._encrypts_one = False
-        self._tls.write(content)
+        else:
+            self._tls.write(content)
 
-    def stop_encrypting(self, after_next: bool = False) -> None:
-        """Send bytes as they are from now on, and take those that arrive as they are; the other end does the same.
+    def continue_over(self, local: socket.socket) -> None:
+        """Send and receive over a Unix socket from now on, without encryption; the other end does the same.
+
+        To be called where nothing is under way. The TCP connection stays open, without messages.
 
         Args:
-            after_next: whether those of the next call of `write` are still encrypted.
+            local: the connected Unix socket.
         """
-        self._plain, self._encrypts_one = True, after_next
-        self._records = _Records()
-        self._arrived = memoryview(self._incoming.read())  # what has arrived with the last encrypted message
+        local.settimeout(self._socket.gettimeout())
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            local.setsockopt(socket.SOL_SOCKET, option, _LOCAL_BUFFER)
+        self._replaced, self._socket = self._socket, local
+        self._records, self._drained, self._mark = _Records(), False, 1
 
     def flush(self) -> bool:
         """Send what has been encrypted; return whether the socket has taken all of it.
@@ -213,7 +217,7 @@ class SecureSocket:
         Raises:
             OSError: if the connection is lost.
         """
-        if self._plain:
+        if self._replaced is not None:
             return self._take(buffer)
         while True:
             if count := self._decrypt(buffer):
@@ -299,7 +303,7 @@ class SecureSocket:
     @property
     def encrypts(self) -> bool:
         """Whether bytes are encrypted."""
-        return not self._plain
+        return self._replaced is None
 
     @property
     def partial(self) -> bool:
@@ -317,7 +321,7 @@ class SecureSocket:
         """
         if sys.platform != "linux":
             return
-        mark = nbytes if self._plain else self._records.bytes_for(nbytes)
+        mark = nbytes if self._replaced is not None else self._records.bytes_for(nbytes)
         if mark != self._mark:
             self._mark = mark
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
@@ -343,16 +347,17 @@ class SecureSocket:
 
     def give_up_after(self, seconds: float) -> None:
         """Lose the connection when the other end has not acknowledged bytes for a time; only where the system can."""
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
+        if hasattr(socket, "TCP_USER_TIMEOUT") and self._replaced is None:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
 
     def addresses(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Return host and port of this end and of the other one.
+        """Return host and port of this end and of the other one, of the TCP connection.
 
         Raises:
             OSError: if the connection is lost.
         """
-        here, there = self._socket.getsockname(), self._socket.getpeername()
+        connected = self._replaced or self._socket
+        here, there = connected.getsockname(), connected.getpeername()
         return (here[0], here[1]), (there[0], there[1])
 
     def fileno(self) -> int:
@@ -361,11 +366,15 @@ class SecureSocket:
 
     def detach(self) -> int:
         """Take the socket away from this connection, and return its descriptor."""
+        if self._replaced is not None:
+            self._replaced.close()
         return self._socket.detach()
 
     def close(self) -> None:
         """Close the socket, without a closing alert of TLS."""
         self._socket.close()
+        if self._replaced is not None:
+            self._replaced.close()
 
     # The TLS session
 

@@ -25,7 +25,7 @@ from .actions import Refuse, Rules
 from .frames import FrameError, pack_control
 from .journal import Journal
 from .kits import Kit, KitWatch
-from .loopback import is_local
+from .loopback import dial_back
 from .pending import Arrival, ClosingConnection, PendingConnection
 from .reception import Reception
 from .relay import GRACE, Relay
@@ -254,8 +254,8 @@ class Hub:
             return
         if session.stream is not None:
             self._lose(session, "the site has dialled again", now)
-        if not self._encrypt_local and is_local(arrival.stream.connection, arrival.hello.mark):
-            answer = answer._replace(plain=True)
+        if not self._encrypt_local and (local := dial_back(arrival.stream.connection, arrival.hello)) is not None:
+            arrival.stream.connection.continue_over(local)
         session.attach(arrival.stream, answer, now)
         self._masks[session] = _READ
         self._selector.register(arrival.stream.connection, _READ, session)

@@ -107,8 +107,6 @@ class Session:
         self.stream, self.blocked = stream, False
         self._receiver = FrameReceiver(stream.connection, self._room)
         stream.notes.append(pack_control(welcome, self.slot))
-        if welcome.plain:
-            stream.connection.stop_encrypting(after_next=True)
         self.heard = self._pinged = now
         self._unacknowledged = 0
 

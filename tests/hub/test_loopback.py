@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import socket
+import struct
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import hub_kits
@@ -14,10 +18,7 @@ from hub_sites import open_link, together, transports
 from running_hub import TestSite, running_hub, until
 from support import free_port
 
-from dadplug.hub import loopback, server, tls
-from dadplug.hub.actions import FRESH
-from dadplug.hub.dialing import dial_hub
-from dadplug.hub.frames import VERSION, FrameError, Hello
+from dadplug.hub import dialing, loopback, tls
 from dadplug.hub.kits import Kit
 from dadplug.hub.secure_socket import SecureSocket
 
@@ -70,24 +71,68 @@ def test_a_connection_over_a_relay_is_encrypted_though_all_are_in_one_machine(tm
             link.close()
 
 
-def test_a_lost_connection_goes_on_without_encryption(tmp_path):
+def test_connections_that_are_lost_at_any_time_go_on_without_encryption(tmp_path):
+    chance = random.Random(0)
     with running_hub(tmp_path / "kits") as hub:
         links = together(lambda rank: open_link(hub.kits, "ab"[rank]), 2)
-        first = links[0]._connection
-        first._socket.shutdown(socket.SHUT_RDWR)
-        until(lambda: links[0]._connection not in (None, first))
-        assert encrypted(links) == [False, False]
-        train(links)
+        for _ in range(10):
+            first = links[0]._connection
+            timer = threading.Timer(chance.random() * 0.01, first._socket.shutdown, [socket.SHUT_RDWR])
+            timer.start()
+            train(links)
+            timer.join()
+            until(lambda first=first: links[0]._connection not in (None, first))
+            assert encrypted(links) == [False, False]
         for link in links:
             link.close()
+
+
+def packets(port: int, seconds: float) -> tuple[socket.socket, list[bytes]]:
+    """Return what the loopback interface carries from or to a port, as it is captured by a thread, and its socket."""
+    capture = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    capture.bind(("lo", 0))
+    capture.settimeout(seconds)
+    found: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                packet = capture.recv(1 << 17)
+                if port in struct.unpack("!HH", packet[34:38]):
+                    found.append(packet)
+
+    threading.Thread(target=read, daemon=True).start()
+    return capture, found
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may capture packets")
+def test_no_message_of_a_local_site_is_seen_on_the_loopback_interface(tmp_path):
+    sentinel = torch.tensor([3.0303e33, -7.0707e-7]).repeat(500)
+    with running_hub(tmp_path / "kits") as hub:
+        capture, found = packets(hub.address[1], 20)
+        links = together(lambda rank: open_link(hub.kits, "ab"[rank]), 2)
+        assert encrypted(links) == [False, False]
+        gathers = [each.gather([1000, 1000], torch.float32) for each in transports(links)]
+        for gather in gathers:
+            gather.payload.copy_(sentinel)
+            gather.launch()
+        for payloads in together(lambda rank: gathers[rank].wait(), 2):
+            assert all(torch.equal(each, sentinel) for each in payloads)
+        for link in links:
+            link.close()
+        capture.close()
+    assert found  # the handshakes
+    assert not any(sentinel[:4].numpy().tobytes() in packet for packet in found)
 
 
 def test_a_mark_of_another_machine_or_connection_is_not_accepted(tmp_path, monkeypatch):
     with running_hub(tmp_path / "kits", sites=("a", "b", "c")) as hub:
         for name, mark in zip("abc", ("", "0" * 64, "not ASCII: é"), strict=True):
-            site = TestSite(hub.kit(name), hub.address, mark=mark)
-            assert not site.answer.plain
-            site.close()
+            with contextlib.closing(loopback.LocalDoor(mark)) as door:
+                site = TestSite(hub.kit(name), hub.address, mark=mark, place=door.place, secret=door.secret)
+                assert site.answer  # over TLS
+                assert door.accept() is None
+                site.close()
     secure = SecureSocket.__new__(SecureSocket)
     monkeypatch.setattr(SecureSocket, "addresses", lambda self: (("127.0.0.1", 5), ("127.0.0.1", 8)))
     dialled = loopback.connection_mark(secure, dialled=True)
@@ -101,11 +146,38 @@ def test_a_mark_of_another_machine_or_connection_is_not_accepted(tmp_path, monke
     assert not loopback.is_local(secure, "")
 
 
-def test_a_site_refuses_a_hub_that_stops_to_encrypt_without_its_offer(tmp_path, monkeypatch):
-    make(tmp_path, policy=STRICT)
-    monkeypatch.setattr(server, "is_local", lambda connection, mark: True)
-    with running_hub(tmp_path / "kits") as hub, pytest.raises(FrameError, match="which this site has not offered"):
-        dial_hub(hub.kit("a"), Hello(VERSION, 1, FRESH, "check"), hub.address, 10)
+def test_others_who_dial_a_sites_unix_socket_are_not_taken_for_the_hub():
+    door = loopback.LocalDoor("mark")
+    with contextlib.closing(door):
+        strangers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for each, said in zip(strangers, (b"0", b"1" * 32, door.secret[:31].encode()), strict=True):
+            each.connect(f"\0dadplug-{door.place}")
+            each.send(said)
+        assert door.accept() is None
+        hub = socket.socket(socket.AF_UNIX)
+        hub.connect(f"\0dadplug-{door.place}")
+        hub.send(door.secret.encode())
+        taken = door.accept()
+        assert taken is not None
+        hub.send(b"more")
+        assert taken.recv(8) == b"more"
+        for each in (*strangers, hub, taken):
+            each.close()
+
+
+def test_a_site_whose_unix_socket_cannot_be_dialled_encrypts(tmp_path, monkeypatch):
+    def elsewhere(connection):
+        door = loopback.open_door(connection)
+        door.place = "0" * 32
+        return door
+
+    monkeypatch.setattr(dialing, "open_door", elsewhere)
+    with running_hub(tmp_path / "kits") as hub:
+        links = together(lambda rank: open_link(hub.kits, "ab"[rank]), 2)
+        assert encrypted(links) == [True, True]
+        train(links)
+        for link in links:
+            link.close()
 
 
 def secure_pair(folder) -> tuple[SecureSocket, SecureSocket]:
@@ -126,23 +198,18 @@ def secure_pair(folder) -> tuple[SecureSocket, SecureSocket]:
     return hub, site
 
 
-def test_bytes_that_arrive_with_the_last_encrypted_ones_are_taken_and_divided_anywhere(tmp_path):
-    hub, site = secure_pair(tmp_path)
+def test_bytes_over_a_unix_socket_are_divided_anywhere(tmp_path):
+    ends = secure_pair(tmp_path)
+    hub, site = ends
     chance = random.Random(0)
-    contents = [chance.randbytes(chance.choice([1, 31, 32, 5_000, 60_000])) for _ in range(40)]
-    hub.setblocking(False)
-    site.setblocking(False)
-    hub.stop_encrypting(after_next=True)
-    hub.write(b"last")
+    contents = [chance.randbytes(chance.choice([1, 31, 32, 5_000, 60_000])) for _ in range(300)]
+    for end, local in zip(ends, socket.socketpair(), strict=True):
+        end.setblocking(False)
+        end.continue_over(local)
+        assert not end.encrypts
     for content in contents:
         hub.write(content)
     assert not hub.flush()  # more than the kernel takes
-    buffer = memoryview(bytearray(4))
-    assert site.recv_into(buffer) == 4
-    assert bytes(buffer) == b"last"
-    site.stop_encrypting()
-    assert not hub.encrypts
-    assert not site.encrypts
     expected, found = b"".join(contents), b""
     while len(found) < len(expected):
         hub.flush()
@@ -152,5 +219,6 @@ def test_bytes_that_arrive_with_the_last_encrypted_ones_are_taken_and_divided_an
     assert found == expected
     assert hub.flush()
     hub.close()
-    assert site.recv_into(buffer) == 0
+    ends_with = [site.recv_into(memoryview(bytearray(4))) for _ in range(2)]
+    assert ends_with[-1] == 0
     site.close()
