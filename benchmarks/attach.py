@@ -95,6 +95,9 @@ def _ddp(model: nn.Module, method: str, rank: int) -> nn.Module:
     return trained
 
 
-def _compress_to_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Do what torch's `bf16_compress_hook` does, which refuses to be registered without CUDA, by its name."""
+def _compress_to_bf16(group, bucket):
+    """Do what torch's `bf16_compress_hook` does, which refuses to be registered without CUDA, by its name.
+
+    Without annotations, since torch compares them with types, and here they are strings.
+    """
     return default_hooks._compress_hook(torch.bfloat16, group, bucket)
