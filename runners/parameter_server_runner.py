@@ -32,10 +32,10 @@ class ParameterServerRunner(ElasticRunner):
     With ``deal="shared"`` the batches of training loaders are handed out on demand, each once an epoch. Every site
     counts as many steps as there are batches, and those that others make are without data.
 
-    With ``return_file`` training goes on without a lost site, other than site 0. Metrics are those of the sites that
-    are present, and each of them writes the checkpoints. A process that is started in place of a lost one finds the
-    file, and returns: it takes over model, optimizer, scheduler and the place in the epoch from site 0, and goes on in
-    the midst of an epoch. Such a process must not call `dadplug.connect`.
+    With ``return_file`` training goes on without a lost site; without a hub, not without site 0. Metrics are those of
+    the sites that are present, and each of them writes the checkpoints. A process that is started in place of a lost
+    one finds the file, and returns: it takes over model, optimizer, scheduler and the place in the epoch from another
+    site, and goes on in the midst of an epoch. Such a process must not call `dadplug.connect`.
 
     Args:
         model: model to train; may be passed to `train` instead.

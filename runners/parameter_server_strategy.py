@@ -40,10 +40,10 @@ class ParameterServerStrategyBase(SiteStrategy):
     With ``deal="shared"`` the batches of the training loader are handed out on demand, each once an epoch. Every site
     has as many steps as there are batches, and skips those that others make. Sites meet at the end of epochs only then.
 
-    With ``return_file`` training goes on without a lost site, other than site 0. Metrics and collectives are those of
-    the sites that are present. A process that is started in place of a lost one finds the file, and returns: it takes
-    over model, optimizer, schedules, callbacks and the place in the epoch from site 0, and goes on in the midst of an
-    epoch. Such a process must not call `dadplug.connect`.
+    With ``return_file`` training goes on without a lost site; without a hub, not without site 0. Metrics and
+    collectives are those of the sites that are present. A process that is started in place of a lost one finds the
+    file, and returns: it takes over model, optimizer, schedules, callbacks and the place in the epoch from another
+    site, and goes on in the midst of an epoch. Such a process must not call `dadplug.connect`.
 
     Within ``training_step`` a metric that is logged with ``sync_dist=True`` is this site's own; over an epoch it is
     that of all sites. Other collectives there are an error, since the sites are not at the same batch.

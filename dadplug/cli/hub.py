@@ -39,6 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="encrypt messages to sites in the hub's machine, too, which do not leave its kernel",
     )
+    parser.add_argument(
+        "--memory",
+        type=int,
+        default=1024,
+        metavar="MIB",
+        help="memory for the messages of one parameter server, of which there may be 8 (default: 1024)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..hub.project import split_address
     from ..hub.server import Hub
     from ..hub.status import Meter, StatusFile, Terminal, snapshot
+    from ..parameter_server.hub_host import SequencerHost
 
     terminal = Terminal()
     file = open(arguments.journal, "a", buffering=1) if arguments.journal else None  # noqa: SIM115
@@ -71,10 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.grace <= 0:
             raise ValueError(f"grace={arguments.grace}: it has to be positive")
+        if arguments.memory < 1:
+            raise ValueError(f"memory={arguments.memory}: it has to be positive")
         rules = Rules(min_sites=count, site_timeout=arguments.site_timeout)
         listen = split_address(arguments.listen) if arguments.listen else None
-        local = arguments.encrypt_local
-        hub = Hub(kit, rules, listen=listen, journal=journal, grace=arguments.grace, encrypt_local=local, report=report)
+        service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
+        more: dict[str, Any] = {"grace": arguments.grace, "report": report, "service": service}
+        hub = Hub(kit, rules, listen=listen, journal=journal, encrypt_local=arguments.encrypt_local, **more)
     except KitError:
         raise
     except ValueError as error:

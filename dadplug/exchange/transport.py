@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,20 @@ from ..errors import SiteError
 from .sites import Sites
 from .topology import Nodes
 from .traffic import Traffic
+
+
+class StreamToHub(NamedTuple):
+    """Byte stream of a site to the hub itself.
+
+    Attributes:
+        connected: the socket.
+        hub: name of the hub.
+        check: raises the error with which the connection to the hub has failed, if it has.
+    """
+
+    connected: socket.socket
+    hub: str
+    check: Callable[[], None]
 
 
 class Gather(ABC):
@@ -310,6 +324,17 @@ class Transport(ABC):
             Whether they can be accepted.
         """
         return False
+
+    def open_hub_stream(self, timeout: float) -> StreamToHub | None:
+        """Open a byte stream to the hub itself.
+
+        Args:
+            timeout: seconds to connect.
+
+        Returns:
+            The stream; None where there is no hub, or it may not read what the sites send.
+        """
+        return None
 
     @property
     def dialed_by(self) -> str:

@@ -19,13 +19,12 @@ interface `dadplug.exchange.Transport` offers becomes:
 - gather: each site sends a `PAYLOAD`, which the hub passes on to all others;
 - all-reduce: each site sends a `SUMMAND`; the hub adds them up in the order of slots and sends the `SUM` to all, with
   the number of the attempt as its tag: sums of an older attempt are void;
-- broadcast: the contributor with the lowest slot sends a `PAYLOAD`, the others none;
-- objects: two gathers, of sizes and of what `dadplug.exchange.codec` makes;
+- broadcast: the contributor with the lowest slot sends a `PAYLOAD`, the others none; objects: two gathers, sizes first;
 - the reason why a site leaves: `Leave`, which the hub announces as the reason of `Drop`.
 
 Each step ends with `END`; set-up collectives are steps of their own. `STATE` goes from a member to a joiner, `MESSAGE`
-(of the parameter manager) from one site to another; the hub passes both on to one site. In what a site sends, the slot
-names the receiver of these two kinds, and the sender in all others; in what the hub sends, always the sender.
+(of byte streams) from one site to another, or to the hub. The hub passes both on to one site. In what a site sends, the
+slot names the receiver of these two kinds, and the sender in all others; in what the hub sends, always the sender.
 
 **Control messages** are the actions of `dadplug.hub.actions` and the classes below, encoded by the codec, which runs no
 code that the sender chooses; types and ranges of their fields are checked as well. The hub puts its announcements into

@@ -26,6 +26,7 @@ from .sealing import OPEN_BYTES
 if TYPE_CHECKING:
     from .sealing import Opener, Sealer
 
+HUB_SLOT = 0xFFFF  # in place of the slot of a site: the hub itself
 WINDOW = 4 << 20  # bytes that a site may send before the other one has passed any of them on
 ROOM_FORMAT = struct.Struct("<Q")
 _BUFFER = 1 << 20  # bytes of the local sockets, as far as the system allows
@@ -61,7 +62,7 @@ class PeerStream:
 
     Args:
         channel: number of the channel.
-        slot: slot of the other site.
+        slot: slot of the other site; `HUB_SLOT` for streams between a site and the hub.
         keys: what seals and opens the frames of this stream; None where they are not sealed.
 
     Attributes:
@@ -90,6 +91,10 @@ class PeerStream:
         self._received = self._passed_on = 0
         self._announced = WINDOW
         self._peer_ended = False
+
+    @property
+    def _other(self) -> str:
+        return "the other end" if self.slot == HUB_SLOT else f"site {self.slot}"
 
     @property
     def holds_incoming(self) -> bool:
@@ -127,9 +132,9 @@ class PeerStream:
             FrameError: if they are not the next ones, or more than was granted.
         """
         if offset != self._received:
-            raise FrameError(f"bytes of site {self.slot} begin at {offset}, and byte {self._received} comes next")
+            raise FrameError(f"bytes of {self._other} begin at {offset}, and byte {self._received} comes next")
         if self._received + len(body) > self._announced:
-            raise FrameError(f"site {self.slot} has sent more than the {self._announced} bytes that it may send")
+            raise FrameError(f"{self._other} has sent more than the {self._announced} bytes that it may send")
         self._received += len(body)
         self._incoming.append(body)
 

@@ -234,7 +234,7 @@ class Relay(SessionTable):
             for answer in check.handle(Frame(head, bytes(body))):
                 session.send(answer)
         elif head.kind is Kind.MESSAGE:
-            self._early.pass_on(session, head, body, self.sessions)
+            self._pass_on(session, head, body)
         else:
             self._take_training(session, frame, now)
 

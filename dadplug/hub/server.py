@@ -23,6 +23,7 @@ from ..errors import KitError
 from . import tls
 from .actions import Refuse, Rules
 from .frames import FrameError, pack_control
+from .hub_streams import HubStream, HubStreams, StreamService
 from .journal import Journal
 from .kits import Kit, KitWatch
 from .loopback import dial_back
@@ -48,6 +49,7 @@ class Hub:
         grace: seconds for which a site whose connection is lost may dial again.
         encrypt_local: whether messages to sites in the same machine are encrypted, too.
         report: called twice a second, and at the end.
+        service: service at the hub that sites open streams to, such as the sequencers of parameter servers.
 
     Attributes:
         kit: the hub's kit.
@@ -70,6 +72,7 @@ class Hub:
         grace: float = GRACE,
         encrypt_local: bool = False,
         report: Callable[[Hub], None] = lambda hub: None,
+        service: StreamService | None = None,
     ) -> None:
         if not kit.is_hub:
             raise KitError(f"{kit.folder} is the kit of the site {kit.name}: a hub needs the folder 'hub' of the kits")
@@ -80,6 +83,7 @@ class Hub:
         life = secrets.randbits(62) + 1
         self.relay = Relay(kit.roster.sites, rules, life, time.monotonic(), self.journal, grace)
         self._selector = selectors.DefaultSelector()
+        self._streams = self.relay.streams = HubStreams(self._selector, service)
         self.reception = Reception(kit, listen, self._selector, self.journal, self._greet)
         self.address = self.reception.address
         self._watch = KitWatch(kit)
@@ -127,6 +131,7 @@ class Hub:
         events = self._selector.select(0 if ready else self._tick_seconds)
         now = time.monotonic()
         pending: list[PendingConnection] = []
+        streams: dict[HubStream, int] = {}
         accepts = False
         for key, mask in events:
             if isinstance(key.data, Session):
@@ -134,6 +139,8 @@ class Hub:
                     self._again.add(key.data)
                 if mask & _WRITE:
                     key.data.blocked = False
+            elif isinstance(key.data, HubStream):
+                streams[key.data] = mask
             elif isinstance(key.data, PendingConnection):
                 pending.append(key.data)
             elif isinstance(key.data, ClosingConnection):
@@ -145,6 +152,7 @@ class Hub:
                 self._wake.recv(64)
         if self._again:
             self._receive(now)
+        self._streams.serve(streams)
         self._send(now)
         if pending or accepts:
             self.reception.serve(pending, accepts, now)
@@ -223,6 +231,7 @@ class Hub:
 
     def _update_masks(self) -> None:
         """Register what each connection waits for."""
+        self._streams.update()
         usual = not self._leaving and not self.relay.crowded
         for session, mask in self._masks.items():
             if usual and mask == _READ and not session.blocked:
@@ -269,6 +278,8 @@ class Hub:
         if self._stopped is None:
             self.relay.tick(now, self.reception.dials)
         self.reception.tick(now)
+        for event in self._streams.events():
+            self.journal.write(event)
         for session in [each for each, deadline in self._leaving.items() if now >= deadline]:
             self._lose(session, "it has not read its last frames", now)
         self._again.update(session for session in self._masks if session.partial)  # without an event until its end
@@ -298,6 +309,7 @@ class Hub:
         for session in [*self.relay.sessions.values(), *self._leaving]:
             if (stream := session.detach("", 0.0)) is not None:
                 stream.close()
+        self._streams.close()
         self.reception.close()
         self._selector.close()
         for each in (self._wake, self._waker):

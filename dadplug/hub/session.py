@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .frames import HEAD_BYTES, FrameError, Head, Hello, Kind, Welcome, pack_control
+from .peer_stream import HUB_SLOT
 from .receiver import FrameReceiver
 from .stream import PackedFrame, SendQueue, Stream
 
@@ -234,7 +235,8 @@ class Session:
         if head.kind not in _ALLOWED[self.channel]:
             raise FrameError(f"a {head.kind.name} frame on the channel {self.channel!r}")
         if head.kind in _TO_SLOT and self.channel != "store":
-            if head.slot >= self._world_size or head.slot == self.slot:
+            to_hub = head.slot == HUB_SLOT and self.channel == "parameters"
+            if not to_hub and (head.slot >= self._world_size or head.slot == self.slot):
                 raise FrameError(f"a {head.kind.name} frame to slot {head.slot} of {self._world_size}")
         elif head.slot != self.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot}, this site has slot {self.slot}")

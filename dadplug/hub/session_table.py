@@ -8,8 +8,10 @@ from typing import Any
 from .actions import Drop, Refuse
 from .check_channel import CheckHandler
 from .early_messages import EarlyMessages
-from .frames import pack_control
+from .frames import FrameError, Head, pack_control
+from .hub_streams import HubStreams
 from .journal import Journal
+from .peer_stream import HUB_SLOT
 from .session import Session
 
 _ALIVE_SECONDS = 0.5  # after a second process has dialled in; what the first one has sent before may arrive until then
@@ -27,6 +29,7 @@ class SessionTable:
         journal: log of who comes and goes.
         sessions: sessions by channel and slot.
         leaving: sessions that have ended, whose last frames are still to be sent.
+        streams: streams of sites to the hub itself, which the hub sets.
     """
 
     def __init__(self, names: Sequence[str], journal: Journal) -> None:
@@ -34,6 +37,7 @@ class SessionTable:
         self.journal = journal
         self.sessions: dict[tuple[str, int], Session] = {}
         self.leaving: list[Session] = []
+        self.streams: HubStreams | None = None
         self._early = EarlyMessages()
         self._checks: dict[int, CheckHandler] = {}  # by slot
         self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that may not dial again, and why
@@ -55,6 +59,15 @@ class SessionTable:
     def _training(self) -> list[Session]:
         """Return the sessions of the sites of this run."""
         return [each for (channel, _), each in self.sessions.items() if channel == "training" and not each.waits]
+
+    def _pass_on(self, session: Session, head: Head, body: memoryview) -> None:
+        """Pass a message of the channel for parameters on to its receiver, which may be the hub."""
+        if head.slot != HUB_SLOT:
+            self._early.pass_on(session, head, body, self.sessions)
+        elif self.streams is None:
+            raise FrameError("this hub takes no streams")
+        else:
+            self.streams.take(session, head, body)
 
     def _other_release(self, session: Session) -> str:
         """Return why a site cannot join the sites of this run; empty if it can, or takes part in it anyway.
@@ -104,6 +117,8 @@ class SessionTable:
         del self.sessions[key]
         if session.channel == "parameters":
             self._early.close(session.slot)
+            if self.streams is not None:
+                self.streams.end(session)
         if not may_return:
             self._gone[key] = session.instance, reason or "it has left"
         if session.channel == "training":

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..exchange.objects import check_lengths, decode_objects, encode_object
 from ..exchange.traffic import Traffic
-from ..exchange.transport import Gather, Reduction, Transport
+from ..exchange.transport import Gather, Reduction, StreamToHub, Transport
 from .dtypes import CODES
 from .frames import Kind
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
 from .members import HubSites
-from .tunnels import tunnel_of
+from .tunnels import stream_to_hub, tunnel_of
 
 SECOND_ROUND = 1 << 23  # bit of the number of a gather's second round
 _COLLECTIVES = 1 << 22  # first number of those that are used once, and their count
@@ -123,6 +123,11 @@ class HubTransport(Transport):
             return False
         tunnel_of(self.link, timeout).accept(take)
         return True
+
+    def open_hub_stream(self, timeout: float) -> StreamToHub | None:
+        if self.link.sealing.required:  # the hub cannot read what it would have to order
+            return None
+        return stream_to_hub(tunnel_of(self.link, timeout))
 
     @property
     def dialed_by(self) -> str:

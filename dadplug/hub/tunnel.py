@@ -19,7 +19,7 @@ from ..errors import SiteError
 from .actions import Drop
 from .connection import HubConnection
 from .frames import FrameError, Head, Kind, Leave
-from .peer_stream import PeerStream, Tag, pieces
+from .peer_stream import HUB_SLOT, PeerStream, Tag, pieces
 from .sealing import OPEN_BYTES, Keys
 
 if TYPE_CHECKING:
@@ -127,10 +127,10 @@ class Tunnel(HubConnection):
         self._take = take
 
     def dial(self, slot: int) -> socket.socket:
-        """Open a stream to a site that accepts such; return a non-blocking socket.
+        """Open a stream to a site that accepts such, or to the hub; return a non-blocking socket.
 
         Args:
-            slot: slot of the site.
+            slot: slot of the site; `HUB_SLOT` for the hub.
         """
         with self.lock:
             self.check()
@@ -212,6 +212,9 @@ class Tunnel(HubConnection):
             stream.close()
 
     # What arrives
+
+    def _room(self, head: Head) -> memoryview:
+        return self.room(head) if head.slot == HUB_SLOT else super()._room(head)
 
     def room(self, head: Head) -> memoryview:
         """Return room for a frame."""

@@ -7,6 +7,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from ..exchange.transport import StreamToHub
+from .peer_stream import HUB_SLOT
 from .tunnel import Tunnel
 
 if TYPE_CHECKING:
@@ -48,6 +50,11 @@ def open_alone(kit: Kit, timeout: float) -> Tunnel:
         tunnel.start(timeout)
         _alone.append(tunnel)
         return tunnel
+
+
+def stream_to_hub(tunnel: Tunnel) -> StreamToHub:
+    """Open a stream to the hub itself."""
+    return StreamToHub(tunnel.dial(HUB_SLOT), tunnel.hub, tunnel.check)
 
 
 def check_tunnel(link: HubLink) -> None:

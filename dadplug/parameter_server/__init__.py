@@ -1,9 +1,29 @@
-"""Parameter server: asynchronous training by one log of gradients that every site applies."""
+"""Parameter server: asynchronous training by one log of gradients that every site applies.
+
+The hub imports the sequencer only, so that what a site needs loads when it is first used.
+"""
 
 from __future__ import annotations
 
-from .experiment import Outcome, launch_ps_and_workers
-from .options import ServerOptions
-from .server import ParameterServer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .experiment import Outcome, launch_ps_and_workers
+    from .options import ServerOptions
+    from .server import ParameterServer
 
 __all__ = ["Outcome", "ParameterServer", "ServerOptions", "launch_ps_and_workers"]
+
+_LAZY = {
+    "Outcome": "experiment",
+    "ParameterServer": "server",
+    "ServerOptions": "options",
+    "launch_ps_and_workers": "experiment",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,8 @@ from torch import nn
 from ..exchange import Traffic, Transport
 from ..local_steps.checks import raise_problems
 from .dealer import OwnDealer, SharedDealer
+from .holder import at_site
+from .hub_client import start_at_hub
 from .log import Log
 from .options import ServerOptions
 from .returning import KIT, Listener, Reception
@@ -125,7 +127,9 @@ def open_log(
     traffic: Traffic,
     in_trainer: bool,
 ) -> Opened:
-    """Start the sequencer at site 0, and connect this site to it; all sites must call it together.
+    """Start the sequencer, and connect this site to it; all sites must call it together.
+
+    The hub has it where there is one that may read what sites send; else site 0.
 
     Args:
         transport: the transport.
@@ -137,7 +141,12 @@ def open_log(
 
     Raises:
         SiteError: if a site does not connect.
+        ValueError: at all sites, if the hub does not start it.
     """
+    times = options.site_timeout, options.timeout
+    if (stream := transport.open_hub_stream(options.timeout)) is not None:
+        own, holder, place = start_at_hub(transport, stream, options, workers, limit, in_trainer)
+        return Opened(Log(own, holder, transport.sites, limit, *times, traffic), None, place)
     own, served = connect_star(transport, 0, options.timeout)
     service, address = None, ("", "")
     if served:
@@ -150,7 +159,7 @@ def open_log(
         address = _receive_returning(transport, service, options.timeout)
     place, token = transport.gather_objects(address)[0]
     place = f"{KIT}{transport.dialed_by}" if transport.dialed_by else place
-    log = Log(own, 0, transport.sites, limit, options.site_timeout, options.timeout, traffic)
+    log = Log(own, at_site(transport.sites, 0, options.timeout), transport.sites, limit, *times, traffic)
     return Opened(log, service, f"{place}/{token}" if token else "")
 
 

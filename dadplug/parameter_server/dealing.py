@@ -13,9 +13,9 @@ from ..adaptive.sample_order import seeded
 from ..exchange import codec
 from ..hogwild.dealing import check_loader, with_batches
 from .dealer import Deal
+from .frames import Frame, Kind
 from .log import Log
 from .options import ServerOptions
-from .streams import Frame, Kind
 
 _AHEAD, _MOST_AHEAD = 2, 16  # batches that a site asks for before it needs them
 

@@ -13,8 +13,10 @@ from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, codec
 from ..exchange.sites import Sites
 from .dealer import Deal
+from .frames import Frame, Kind
+from .holder import Holder
 from .sequencer import Decision, Entry
-from .streams import Frame, Kind, StreamThread
+from .streams import StreamThread
 
 
 class Commit(NamedTuple):
@@ -38,7 +40,7 @@ class Log:
 
     Args:
         connected: the socket.
-        sequencer: rank of the site at which the sequencer is.
+        holder: the site or hub at which the sequencer is.
         sites: the sites by name.
         limit: bytes of the largest contribution.
         silence: seconds of silence after which the sequencer counts as lost.
@@ -53,13 +55,14 @@ class Log:
         deals: answers of the dealer that have arrived.
         snapshot: state of another site, if this one returns and has got it.
         first: number of this site's first contribution; None if it returns and the number has not arrived.
+        epochs: number of epochs of the data that have begun since the start of the training, at the end of a phase.
         over: number of the last epoch of the phase that is over at all sites; -1 if none is.
     """
 
     def __init__(
         self,
         connected: socket.socket,
-        sequencer: int,
+        holder: Holder,
         sites: Sites,
         limit: int,
         silence: float,
@@ -73,9 +76,10 @@ class Log:
         self.deals: deque[Frame] = deque()
         self.snapshot: bytes | bytearray | None = None
         self.first: int | None = None if returns else 0
+        self.epochs = 0
         self.over = -1
         self._epochs = 0  # that this site has begun in the phase
-        self._sequencer = sequencer
+        self._holder, self._sequencer = holder, holder.rank
         self._sites = sites
         self._timeout = timeout
         self._traffic = traffic
@@ -87,7 +91,7 @@ class Log:
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._thread = StreamThread(
-            "dadplug-log", {sequencer: connected}, limit, silence, traffic, sites.rank, self._on_frames, self._on_lost
+            "dadplug-log", {holder.rank: connected}, limit, silence, traffic, sites.rank, self._on_frames, self._on_lost
         )
         self._thread.start()
 
@@ -190,7 +194,7 @@ class Log:
                     names = ", ".join(self._sites[site] for site in self._awaited if site != self._sites.rank)
                     raise SiteError(
                         f"no contribution has been committed for {self._timeout:g} s: the sequencer waits for "
-                        f"{names or self._sites[self._sequencer]}"
+                        f"{names or self._holder.name}"
                     )
                 self._changed.wait(left)
 
@@ -200,9 +204,8 @@ class Log:
         if isinstance(error, (SiteError, MismatchError)):
             return error
         if isinstance(error, TimeoutError):
-            return SiteError(f"{self._sites[self._sequencer]}, which has the sequencer, does not answer: {error}")
-        lost = self._sites.lost(error, self._timeout, self._sequencer)
-        self._error = SiteError(f"{lost} (it has the sequencer, without which training cannot go on)")
+            return SiteError(f"{self._holder.name}, which has the sequencer, does not answer: {error}")
+        self._error = self._holder.lost(error)
         return self._error
 
     def _on_lost(self, _: int, error: Exception) -> None:
@@ -217,7 +220,7 @@ class Log:
                     self._handle(frame)
                 except (KeyError, TypeError, ValueError) as error:
                     self._error = MismatchError(
-                        f"{self._sites[self._sequencer]}, which has the sequencer, has sent a {frame.kind.name} that "
+                        f"{self._holder.name}, which has the sequencer, has sent a {frame.kind.name} that "
                         f"does not fit: {error}"
                     )
             self._changed.notify_all()
@@ -228,6 +231,7 @@ class Log:
         elif frame.kind is Kind.FINISH:
             self._ended[frame.site] = frame.body
         elif frame.kind is Kind.DECISION:
+            self.epochs = frame.number
             self._append(frame.body)
         elif frame.kind is Kind.DEAL:
             self.deals.append(frame)
@@ -239,6 +243,10 @@ class Log:
             self._commits.append(Commit(Decision(0), (), {}, frame.number))
         elif frame.kind is Kind.READY:
             self.first = self._count = frame.number
+        elif frame.kind is Kind.RETURNED and frame.site == self._sites.rank:  # the log of this site begins here
+            for each in (self._commits, self._bodies, self._ended, self.left):
+                each.clear()
+            self.losses.clear()
         elif frame.kind is Kind.RETURNED:
             self.left.pop(frame.site, None)
         elif frame.kind is Kind.ALIVE:

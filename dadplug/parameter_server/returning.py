@@ -9,7 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,15 @@ from ..errors import SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.addresses import listen
 from ..exchange.sites import Sites
-from ..exchange.transport import Gather, Reduction
+from ..exchange.transport import Gather, Reduction, StreamToHub
 from ..methods import check_allowed
+from .holder import Holder, at_site
+from .hub_client import HUB_PLACE, return_to_hub
 from .log import Log
 from .options import ServerOptions
+
+if TYPE_CHECKING:
+    from ..hub.tunnel import Tunnel
 
 _HELLO = struct.Struct("<32sH")  # token, rank
 _SIZE = struct.Struct("<I")
@@ -152,9 +157,9 @@ class ReturnedTransport(Transport):
             options: the options.
             traffic: the meter.
         """
-        connected, sites = dial(address, options.timeout)
+        connected, sites, holder = dial(address, options.timeout)
         check_allowed(options.of_reduction())  # a kit restricts it
-        log = Log(connected, 0, sites, limit, options.site_timeout, options.timeout, traffic, returns=True)
+        log = Log(connected, holder, sites, limit, options.site_timeout, options.timeout, traffic, returns=True)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return cls(sites, traffic, device, options.timeout, log)
 
@@ -184,15 +189,15 @@ class ReturnedTransport(Transport):
         return True
 
 
-def dial(address: str, timeout: float) -> tuple[socket.socket, Returned]:
-    """Connect to the site that has the sequencer, directly or over the hub.
+def dial(address: str, timeout: float) -> tuple[socket.socket, Returned, Holder]:
+    """Connect to the site that has the sequencer, directly or over the hub, or to the hub that has it.
 
     Args:
         address: `ParameterServer.return_address` of the process that this one replaces.
         timeout: seconds that it may take.
 
     Returns:
-        The socket, and the sites by name.
+        The socket, the sites by name, and the holder of the sequencer.
 
     Raises:
         ValueError: if the address is none.
@@ -203,13 +208,18 @@ def dial(address: str, timeout: float) -> tuple[socket.socket, Returned]:
     try:
         place, token, rank = address.rsplit("/", 2)
         hello = _HELLO.pack(token.encode(), int(rank))
-        host, port = ("", "0") if place.startswith(KIT) else place.rsplit(":", 1)
+        over_hub = place.startswith((KIT, HUB_PLACE))
+        host, port = ("", "0") if over_hub else place.rsplit(":", 1)
         number = int(port)
     except (ValueError, struct.error) as error:
         raise ValueError(f"rejoin should be the return_address of a ParameterServer, got {address!r}") from error
     try:
+        if place.startswith(HUB_PLACE):
+            stream = _dial_sequencer(place.removeprefix(HUB_PLACE), int(rank), timeout)
+            holder, names = return_to_hub(stream, token, min(timeout, _ANSWER_SECONDS))
+            return stream.connected, Returned(int(rank), names), holder
         if place.startswith(KIT):
-            connected = _dial_hub(place.removeprefix(KIT), timeout)
+            connected = _dial_hub(place.removeprefix(KIT), timeout).dial(0)
         else:
             connected = socket.create_connection((host, number), timeout)
         connected.settimeout(min(timeout, _ANSWER_SECONDS))
@@ -218,18 +228,31 @@ def dial(address: str, timeout: float) -> tuple[socket.socket, Returned]:
         names = codec.decode(_read(connected, min(size, _MOST_NAMES)))
     except (OSError, codec.DamagedError) as error:
         raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
-    return connected, Returned(int(rank), names)
+    sites = Returned(int(rank), names)
+    return connected, sites, at_site(sites, 0, timeout)
 
 
-def _dial_hub(folder: str, timeout: float) -> socket.socket:
-    """Open a stream to site 0, and put the restrictions of this site's kit into force."""
+def _dial_sequencer(folder: str, rank: int, timeout: float) -> StreamToHub:
+    """Open a stream to the hub, which has the sequencer."""
+    from ..hub.tunnels import stream_to_hub
+
+    tunnel = _dial_hub(folder, timeout)
+    if tunnel.rank != rank:
+        raise ValueError(
+            f"rejoin is the return_address of site {rank}, and the kit {folder} that of site {tunnel.rank}"
+        )
+    return stream_to_hub(tunnel)
+
+
+def _dial_hub(folder: str, timeout: float) -> Tunnel:
+    """Dial the hub, and put the restrictions of this site's kit into force."""
     from ..hub import restrictions, tunnels  # only hubs need what they import
     from ..hub.kits import Kit
 
     kit = Kit.load(folder)
     kit.check_dates()
     restrictions.impose(restrictions.Restrictions(kit.policy, kit.roster))
-    return tunnels.open_alone(kit, timeout).dial(0)
+    return tunnels.open_alone(kit, timeout)
 
 
 def _read(connected: socket.socket, size: int) -> bytes:

@@ -20,6 +20,7 @@ from .collector import GradientCollector
 from .connect import check_role, gather_workers, largest_message, open_log, raise_problem
 from .contribution import ContributionCodec
 from .dealing import LogLink, SiteLoader, make_loader
+from .frames import Kind
 from .gradients import HeldGradients
 from .log import Commit
 from .optimizer import LoggedOptimizer
@@ -28,7 +29,6 @@ from .replica import ANY_STATE, Replica, check_site_model
 from .returning import ReturnedTransport
 from .server_state import ServerState
 from .service import SequencerService
-from .streams import Kind
 from .trainer_calls import TrainerCalls
 
 _DETACHED = "it has called detach()"
@@ -38,15 +38,16 @@ class ParameterServer(TrainerCalls, ServerState):
     """Asynchronous training: each site sends its gradients, and nobody waits for the parameters of others.
 
     No parameters travel. Each site sends its gradient, compressed as in `dadplug.GradientReduction`. A sequencer, which
-    one site starts, orders these contributions in a log. Every site applies the log with its own optimizer, so that
-    replicas of one version have the same bits. At the start all sites get rank 0's parameters and buffers.
+    the hub has, or site 0 where there is none, orders these contributions in a log. Every site applies the log with its
+    own optimizer, so that replicas of one version have the same bits. At the start all sites get rank 0's parameters
+    and buffers.
 
     Args:
         model: the model, on its device, the same on all sites but for the values of its parameters.
         optimizer: the optimizer of the model's parameters; `step` and `finish` call its ``step``.
         mode: ``"dsgd"``, ``"dad"`` or ``"rankdad"``: how gradients are encoded.
         role: ``"worker"``, or ``"server"`` for a process that makes no batches: it calls `finish` where the others do,
-            and then holds their model, to evaluate it and to write checkpoints. Rank 0 orders the log in any case.
+            and then holds their model, to evaluate it and to write checkpoints.
         process_group: the processes that are the sites; the default group where None.
         state: objects that a process needs which replaces a lost one, besides model and optimizer, by name: those with
             ``state_dict`` and ``load_state_dict``, such as a scheduler. The names are the same at all sites.

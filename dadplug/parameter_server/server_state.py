@@ -10,11 +10,10 @@ from ..exchange import codec
 from ..model_sync.join_state import JoinState
 from ..model_sync.replicated_model import ReplicatedModel
 from .collector import GradientCollector
+from .frames import Kind
 from .gradients import HeldGradients
 from .log import Commit, Log
 from .replica import Replica
-from .service import SequencerService
-from .streams import Kind
 
 
 class ServerState(ReplicatedModel):
@@ -23,7 +22,6 @@ class ServerState(ReplicatedModel):
     phases: int
     _log: Log
     _replica: Replica
-    _service: SequencerService | None
     _collector: GradientCollector
     _held: HeldGradients
     _earlier: int
@@ -45,7 +43,7 @@ class ServerState(ReplicatedModel):
     def _answer(self, site: int) -> None:
         """Send the state of this site to one that returns."""
         objects = {name: each.state_dict() for name, each in self._further.items()}
-        further = {"earlier": self._earlier, "phases": self.phases, "objects": objects}
+        further = {"earlier": self._earlier, "phases": self.phases, "epochs": self._log.epochs, "objects": objects}
         state = self._replica.snapshot(self.model, self._described, further)
         self._log.send(Kind.SNAPSHOT, site, body=codec.encode(state))
 
@@ -77,8 +75,7 @@ class ServerState(ReplicatedModel):
         """
         if self._held.samples or self._log.outstanding or self._collector.pending:
             raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
-        epochs = self._service.epochs if self._service else 0
-        return {"version": self.version, "epochs": epochs} | self._replica.state_dict()
+        return {"version": self.version, "epochs": self._log.epochs} | self._replica.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; all sites must do so, before their first step.
@@ -87,8 +84,9 @@ class ServerState(ReplicatedModel):
             state: the state.
         """
         self._earlier = state["version"] - self._replica.version
-        if self._service is not None:
-            self._service.epochs = state.get("epochs", 0)
+        if epochs := state.get("epochs", 0):  # 0 in earlier versions at other sites than 0
+            self._log.epochs = epochs
+            self._log.send(Kind.EPOCHS, epochs)
         self._replica.load_state_dict(state)
 
     def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:

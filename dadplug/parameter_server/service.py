@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from ..exchange import Traffic, codec
 from .dealer import Answer, Dealer
-from .returning import Listener
+from .donors import Donors
+from .frames import Frame, Kind
+from .holder import HUB
 from .sequencer import Decision, SequenceError, Sequencer
-from .streams import Frame, Kind, StreamThread
+from .streams import StreamThread
+
+if TYPE_CHECKING:
+    from .returning import Listener
 
 
 class SequencerService:
@@ -27,9 +34,12 @@ class SequencerService:
         limit: bytes of the largest contribution.
         timeout: seconds of silence after which a site counts as lost.
         traffic: meter of sent bytes.
-        own: rank of the site that has the sequencer.
+        own: rank of the site that has the sequencer, which sends its state to sites that return; `HUB` where the hub
+            has it: the first site that contributes does then.
         in_trainer: whether a site that returns waits until others have begun the steps of a phase; this phase does not
             end without it.
+        memory: bytes that messages may take here; beyond it the sites with the most of them are dropped.
+        on_end: called once all sites have left.
 
     Attributes:
         listener: the socket for sites that return, which is closed with the service.
@@ -46,12 +56,17 @@ class SequencerService:
         traffic: Traffic,
         own: int,
         in_trainer: bool = False,
+        memory: float = math.inf,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._sequencer = sequencer
         self._dealer = dealer
         self._contributors = set(contributors)
         self._connected = set(sockets)
+        self._donors = Donors(self._choose_donor)
         self._own = own
+        self._on_end, self._ended = on_end, False
+        self._resumed_at: int | None = None  # epochs of the checkpoint that the sites have loaded
         self._in_trainer = in_trainer
         self._trains = False  # whether a site has begun the steps of the phase; of interest in trainers
         self._waiting: list[int] = []  # sites that are to return in the next phase of steps
@@ -71,17 +86,10 @@ class SequencerService:
             self._awaited,
             self._on_adopted,
             self._on_due,
+            memory,
+            self._held_bytes,
         )
         self._thread.start()
-
-    @property
-    def epochs(self) -> int:
-        """Number of epochs of the data that have been dealt since the start; to be set before the first one only."""
-        return self._dealer.epochs
-
-    @epochs.setter
-    def epochs(self, count: int) -> None:
-        self._dealer.epochs = count
 
     def admit(self, site: int, connected: socket.socket) -> None:
         """Take over the connection of a site that returns; called in any thread."""
@@ -113,9 +121,12 @@ class SequencerService:
         if frame.kind is Kind.BYE:
             self._leave(site, frame.body.decode(errors="replace"))
             return
-        if frame.kind is Kind.SNAPSHOT and site == self._own:
-            if frame.number in self._connected:
+        if frame.kind is Kind.SNAPSHOT:
+            if self._donors.answer(site, frame.number) and frame.number in self._connected:
                 self._thread.send(frame.number, frame)
+            return
+        if frame.kind is Kind.EPOCHS:
+            self._resume(frame.number)
             return
         if site not in self._contributors or frame.site != site:
             raise SequenceError(f"site {site} has sent a {frame.kind.name} of site {frame.site}")
@@ -134,6 +145,7 @@ class SequencerService:
         elif frame.kind is Kind.REACHED:
             self._sequencer.reach(site, frame.reached)
         elif frame.kind is Kind.READY:
+            self._donors.ready(site)
             self._thread.send(site, Frame(Kind.READY, site, self._join(site)))
         elif frame.kind is Kind.TRAINS:
             self._admit_waiting()
@@ -141,6 +153,13 @@ class SequencerService:
             self._answer(self._deal(site, frame))
             if frame.kind is Kind.BEGIN and self._in_trainer:
                 self._admit_waiting()
+
+    def _resume(self, epochs: int) -> None:
+        """Go on with the number of epochs in the checkpoint that a site has loaded."""
+        if self._resumed_at is None and not self._dealer.epochs:
+            self._resumed_at = self._dealer.epochs = epochs
+        elif epochs != self._resumed_at:
+            raise SequenceError(f"it has loaded a checkpoint of epoch {epochs}, and other sites go on with another one")
 
     def _deal(self, site: int, frame: Frame) -> list[Answer]:
         """Pass a message to the dealer; return its answers."""
@@ -171,7 +190,7 @@ class SequencerService:
 
     def _decide(self) -> None:
         while (decision := self._sequencer.decide()) is not None:
-            self._send_all(Frame(Kind.DECISION, body=pack(decision)))
+            self._send_all(Frame(Kind.DECISION, number=self._dealer.epochs, body=pack(decision)))
             for key in [*decision.dropped, *((entry.site, entry.number) for entry in decision.entries)]:
                 del self._open[key]
             if decision.over:
@@ -202,6 +221,14 @@ class SequencerService:
             if site in self._contributors:
                 self._sequencer.leave(site)
                 self._answer(self._dealer.leave(site))
+            for receiver in self._donors.leave(site):
+                self._send_state(receiver)
+            if not self._connected and not self._ended:
+                self._ended = True
+                for each in self._waiting:
+                    self._thread.drop(each)
+                self._waiting.clear()
+                self._on_end()
 
     def _on_adopted(self, site: int) -> None:
         """Send a site that returns what is open; the state that the log up to here makes follows."""
@@ -230,9 +257,28 @@ class SequencerService:
         self._left.pop(site, None)
         self._send_all(Frame(Kind.RETURNED, site))
         self._connected.add(site)
+        self._send_state(site)
+
+    def _send_state(self, site: int) -> None:
+        """Let a site that returns begin with the present place of the log, and with the state of another one there."""
+        donor = self._donors.ask(site, self._connected)
+        if donor is None:
+            self._leave(site, "it has returned, and no other site is left whose state it could take over")
+            return
+        self._thread.send(site, Frame(Kind.RETURNED, site))
         for frame in [*self._open.values(), *self._ends.values(), *self._left.values()]:
             self._thread.send(site, frame)
-        self._thread.send(self._own, Frame(Kind.SNAPSHOT, self._own, site))
+        self._thread.send(donor, Frame(Kind.SNAPSHOT, donor, site))
+
+    def _choose_donor(self, able: list[int]) -> int:
+        if self._own != HUB:
+            return self._own
+        awaited = self._sequencer.awaited  # others wait for them, so that they may be slow to answer
+        return min(able, key=lambda site: (site not in self._contributors, site in awaited, site))
+
+    def _held_bytes(self) -> int:
+        """Return the bytes of the messages that are kept for sites that return."""
+        return sum(len(frame.body) for frame in [*self._open.values(), *self._ends.values()])
 
     def _send_all(self, frame: Frame, besides: int | None = None) -> None:
         for peer in list(self._connected):

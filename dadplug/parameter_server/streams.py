@@ -1,7 +1,8 @@
-"""Streams of frames: the messages between a site and the sequencer, and the thread that sends and receives them."""
+"""Streams of frames, and the thread that sends and receives them."""
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import socket
@@ -12,10 +13,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import IntEnum
-from typing import NamedTuple
 
 from ..exchange import Traffic
+from .frames import Frame, FrameError, Kind
 
 _HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
 _CHUNK = 1 << 18  # bytes read at a time
@@ -23,73 +23,6 @@ _WAKE = 1 << 15  # bytes of a body at which the thread wakes up; without it, at 
 _SEND_BUFFER = 1 << 17  # bytes that the kernel holds: more would hide that contributions do not get away
 _BEATS = 6  # heartbeats within the time after which a silent site counts as lost
 _CLOSE_SECONDS = 5.0  # to send the last frames, and for the other end to close
-
-
-class Kind(IntEnum):
-    """Kinds of frames."""
-
-    CONTRIBUTION = 1
-    """A contribution: from its site to the sequencer, and on to the other sites."""
-    REACHED = 2
-    """The version that a site goes on at."""
-    FINISH = 3
-    """A site has no further contribution in this phase; with its buffers, which are passed on."""
-    DECISION = 4
-    """An entry of the log."""
-    LEFT = 5
-    """A site has left; the body is the reason."""
-    ALIVE = 6
-    """Heartbeat; that of the sequencer names the sites that it waits for."""
-    BYE = 7
-    """A site closes its connection; the body is the reason."""
-    BEGIN = 8
-    """A site begins an epoch: its number in the phase; its samples; the batches in `used`."""
-    ORDER = 9
-    """A digest of the order of the batches of an epoch at a site; `number` is the epoch since the start."""
-    DRAW = 10
-    """A site asks for a batch; `used` is 1 if it waits until there is one."""
-    USED = 11
-    """A site has used batches without a contribution."""
-    PASSED = 12
-    """A site has passed over all of its data."""
-    DEAL = 13
-    """Answer of the dealer; its kind is in `used`."""
-    RETURNED = 14
-    """A site is back."""
-    SNAPSHOT = 15
-    """The state of a site, for one that returns, whose rank is `number`; without a body the request for it."""
-    READY = 16
-    """A site that returns has loaded the state; in the answer, `number` is that of its next contribution."""
-    TRAINS = 17
-    """A site has begun the steps of a phase, within which sites of a trainer may return."""
-
-
-class Frame(NamedTuple):
-    """Message between a site and the sequencer.
-
-    Attributes:
-        kind: its kind.
-        site: the site that it is from, or about.
-        number: number of the contribution among those of its site.
-        base: version that it was computed at.
-        reached: version that the site goes on at.
-        samples: samples that it stands for.
-        used: number of dealt batches that it stands for.
-        body: further content.
-    """
-
-    kind: Kind
-    site: int = 0
-    number: int = 0
-    base: int = 0
-    reached: int = 0
-    samples: int = 0
-    used: int = 0
-    body: bytes | bytearray = b""
-
-
-class FrameError(ConnectionError):
-    """Data from the other end is no frame, or one that is too large."""
 
 
 class _Stream:
@@ -120,6 +53,13 @@ class _Stream:
     def blocked(self) -> bool:
         """Whether there is data that the kernel had no room for."""
         return bool(self._outgoing)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of messages that are to be sent, or of which a part has arrived."""
+        arrived = 0 if self._frame is None else len(self._frame.body) - self._missing.nbytes
+        with self._lock:
+            return arrived + sum(part.nbytes for part in self._outgoing)
 
     def send(self, frame: Frame) -> int:
         """Send a frame without blocking; return its bytes."""
@@ -217,6 +157,8 @@ class StreamThread:
         heartbeat: returns the body of a heartbeat.
         on_adopted: called with the rank of a site whose new connection replaces a lost one.
         on_due: called before each wait; returns the `time.monotonic` at which to call it again, or None.
+        memory: bytes that messages may take; beyond it the connections with the most of them are given up.
+        further: returns the bytes of messages that are kept elsewhere.
     """
 
     def __init__(
@@ -232,6 +174,8 @@ class StreamThread:
         heartbeat: Callable[[], bytes] = bytes,
         on_adopted: Callable[[int], None] = lambda _: None,
         on_due: Callable[[], float | None] = lambda: None,
+        memory: float = math.inf,
+        further: Callable[[], int] = lambda: 0,
     ) -> None:
         self._timeout = timeout
         self._traffic = traffic
@@ -241,6 +185,7 @@ class StreamThread:
         self._heartbeat = heartbeat
         self._on_adopted = on_adopted
         self._on_due = on_due
+        self._memory, self._further = memory, further
         self._limit = limit
         self._adopted: deque[tuple[int, socket.socket]] = deque()
         self._streams = {peer: _Stream(each, limit) for peer, each in sockets.items()}
@@ -251,7 +196,7 @@ class StreamThread:
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
         for peer, stream in self._streams.items():
             self._selector.register(stream.socket, selectors.EVENT_READ, peer)
-        self._ending = False
+        self._ending = self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         _open.add(self)
 
@@ -273,6 +218,13 @@ class StreamThread:
         """Take over a new connection to a site; may be called from any thread."""
         self._adopted.append((peer, connected))
         self._wake()
+        if self._ended:
+            self._close_adopted()
+
+    def _close_adopted(self) -> None:
+        """Close connections that come after the end."""
+        while self._adopted:
+            self._adopted.popleft()[1].close()
 
     def _take_adopted(self) -> None:
         while self._adopted:
@@ -326,6 +278,8 @@ class StreamThread:
             self._beat(now)
         self._shut_down(time.monotonic() + _CLOSE_SECONDS)
         _open.discard(self)
+        self._ended = True
+        self._close_adopted()
         for peer in list(self._streams):
             self.drop(peer)
         self._selector.close()
@@ -371,9 +325,22 @@ class StreamThread:
                     self.drop(key.data)
         if arrived and deliver:
             self._on_frames(arrived)
+        if self._memory < math.inf:
+            lost |= self._free_memory()
         for peer, reason in lost.items():
             if deliver:
                 self._on_lost(peer, reason)
+
+    def _free_memory(self) -> dict[int, Exception]:
+        """Close the connections with the most bytes until the rest are within the limit; return their errors."""
+        lost: dict[int, Exception] = {}
+        held = {peer: stream.nbytes for peer, stream in self._streams.items()}
+        while held and sum(held.values()) + self._further() > self._memory:
+            peer = max(held, key=lambda each: held[each])
+            reason = f"{held.pop(peer)} bytes wait for it or came from it, and messages take more than {self._memory:g}"
+            lost[peer] = MemoryError(reason)
+            self.drop(peer)
+        return lost
 
     def _beat(self, now: float) -> None:
         for peer, stream in list(self._streams.items()):

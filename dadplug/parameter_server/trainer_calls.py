@@ -8,8 +8,8 @@ from typing import Any
 from ..errors import MismatchError, SiteError
 from ..exchange import Transport
 from ..exchange.objects import decode_objects, encode_object
+from .frames import Kind
 from .log import Commit, Log
-from .streams import Kind
 
 _GATHERED = b"G"  # first byte of what a site sends for a gather; that of buffers is another one
 

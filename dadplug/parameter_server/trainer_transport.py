@@ -45,6 +45,7 @@ class ServerTransport(Transport):
         self.joins = first is None
         self._place = next(_places)
         self._first = first
+        self._lowest = 0  # of those that took part in the last exchange
 
     @classmethod
     def of_returning(cls, rank: int, names: Sequence[str], device: torch.device, timeout: float) -> ServerTransport:
@@ -68,7 +69,7 @@ class ServerTransport(Transport):
 
     @property
     def lowest(self) -> int:
-        return 0  # training ends with the site of the sequencer
+        return self._lowest
 
     def end_step(self) -> None:
         self.joins = False
@@ -81,7 +82,9 @@ class ServerTransport(Transport):
         if self.joins:
             return {self.rank: item}
         if self.server is not None and self.server.gathers:
-            return self.server.gather_present(item)
+            every = self.server.gather_present(item)
+            self._lowest = min(every)
+            return every
         return dict(enumerate(self._beginning.gather_objects(item)))
 
     def gather_objects(self, item: Any) -> list[Any]:
@@ -89,8 +92,12 @@ class ServerTransport(Transport):
         return [every.get(rank) for rank in range(self.world_size)]
 
     def broadcast_bytes(self, content: bytes) -> bytes:
-        every = self.gather_present(content if self.rank == 0 else b"")
-        return bytes(next(iter(every.values())))
+        while not self.joins:
+            source = self._lowest
+            every = self.gather_present(content if self.rank == source else b"")
+            if source in every:
+                return bytes(every[source])
+        return content
 
     def broadcast(self, tensor: Tensor) -> None:
         if not self.joins:

@@ -18,6 +18,7 @@ from dadplug.hub.journal import Journal
 from dadplug.hub.kits import Kit
 from dadplug.hub.relay import Relay
 from dadplug.hub.server import Hub
+from dadplug.parameter_server.hub_host import SequencerHost
 
 
 def die_at(point: str, count: int) -> None:
@@ -55,7 +56,9 @@ def die_at(point: str, count: int) -> None:
 def main(kit: str, journal: str, point: str, count: str) -> None:
     die_at(point, int(count))
     with Path(journal).open("a", buffering=1) as file:
-        hub = Hub(Kit.load(Path(kit)), journal=Journal(lambda line: print(line, file=file)))
+        loaded = Kit.load(Path(kit))
+        service = SequencerHost(list(loaded.roster.sites))
+        hub = Hub(loaded, journal=Journal(lambda line: print(line, file=file)), service=service)
         signal.signal(signal.SIGTERM, lambda *_: hub.stop("the test is over"))
         hub.run()
 

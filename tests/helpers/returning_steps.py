@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dadplug
 
 SAMPLES, BATCH, EPOCHS = 96, 4, 3
-LOST = 2  # rank of the site that is killed
+LOST = 2  # rank of the site that is killed, by default
 SECONDS = 150.0
 
 
@@ -38,6 +38,7 @@ class Case:
         url: the meeting point where they do.
         deal: option of the server.
         ends: whether site 0 is killed, for good, in place of site 2.
+        lost: the site that is killed otherwise.
     """
 
     folder: str
@@ -47,6 +48,7 @@ class Case:
     url: str = ""
     deal: str = "shared"
     ends: bool = False
+    lost: int = LOST
 
     @property
     def returns(self) -> str:
@@ -131,10 +133,10 @@ class Steps:
         case.write(epoch=epoch, ids=inputs.argmax(1).tolist(), **line)
         if case.process == "back":
             case.touch("working")
-        if epoch == 1 and number == 2 and case.process == ("0" if case.ends else str(LOST)):
+        if epoch == 1 and number == 2 and case.process == ("0" if case.ends else str(case.lost)):
             case.touch("killed")
             os.kill(os.getpid(), signal.SIGKILL)
-        if epoch == 1 and number == 1 and not case.ends and case.process in "01":
+        if epoch == 1 and number == 1 and not case.ends and case.process not in ("back", str(case.lost)):
             case.wait_for("killed")
-            if case.process == "1":
+            if case.process == str(2 - case.lost // 2):  # not the one whose state is taken
                 case.wait_for("working")

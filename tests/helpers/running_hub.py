@@ -34,6 +34,7 @@ from dadplug.hub.journal import Journal
 from dadplug.hub.kits import Kit
 from dadplug.hub.server import Hub
 from dadplug.hub.stream import SendQueue, Stream
+from dadplug.parameter_server.hub_host import SequencerHost
 
 TIMEOUT = 60.0  # seconds, for a busy machine
 _INSTANCES = itertools.count(1)
@@ -86,6 +87,7 @@ def running_hub(
     log: list[str] = []
     kit = Kit.load(folder / "hub")
     all_rules = {"min_sites": len(sites), "site_timeout": TIMEOUT} | (rules or {})
+    settings = {"service": SequencerHost(sites)} | settings
     hub = Hub(kit, Rules(**all_rules), journal=Journal(log.append), **settings)
     failures: list[BaseException] = []
 

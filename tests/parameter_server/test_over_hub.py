@@ -42,4 +42,4 @@ def test_a_killed_site_returns_over_a_hub(tmp_path):
     with running_hub(tmp_path / "kits", names) as hub:
         RETURNING.check_return(tmp_path, [hub.kits / name for name in names], quorum=2, late="keep")
         address = (tmp_path / "address2").read_text()
-        assert address.startswith(f"kit:{(hub.kits / 'c').resolve()}/")
+        assert address.startswith(f"hub:{(hub.kits / 'c').resolve()}/")

@@ -35,7 +35,7 @@ def made(rejoin: str | None = None, **more) -> tuple[nn.Module, dadplug.Paramete
     return model, dadplug.ParameterServer(model, optimizer, rejoin=rejoin, state=state, **options)
 
 
-def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, process: str, killed: bool = False) -> list:
+def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, process: str, lost: int) -> list:
     """Train in the phases that are left; return the log, with what each of this process's contributions was of."""
     data = TensorDataset(torch.eye(SAMPLES), torch.arange(SAMPLES))
     loader = server.loader(DataLoader(data, batch_size=4, shuffle=True))
@@ -53,12 +53,14 @@ def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, proce
                 if process == "back" and phase == PHASES - 1:
                     (folder / "working").touch()
                 nn.functional.cross_entropy(model(inputs), indices % 3).backward()
-                if killed and phase == 1 and number == 2:
+                if process == str(lost) and phase == 1 and number == 2:
                     (folder / "killed").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-                if process in ("0", "1") and number == 1 and phase > 0:  # so that site 2 has batches, in both processes
+                if (
+                    process not in ("back", str(lost)) and number == 1 and phase > 0
+                ):  # so that both processes have batches
                     wait_for(folder / ("killed" if phase == 1 else "working"))
-                if process == "1" and phase == 1 and number == 1:
+                if process == str(2 - lost // 2) and phase == 1 and number == 1:  # not the one whose state is taken
                     wait_for(folder / "returned")
                 server.step()
             server.finish()
@@ -80,34 +82,35 @@ def summary(model: nn.Module, server: dadplug.ParameterServer) -> tuple:
     return hashlib.sha256(b"".join(state)).hexdigest(), server.version, server.phases
 
 
-def trains(folder: str, options: dict) -> tuple:
+def trains(folder: str, options: dict, lost: int) -> tuple:
     rank = dist.get_rank()
     model, server = made(**options)
     (Path(folder) / f"address{rank}").write_text(server.return_address)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        log = train(model, server, Path(folder), str(rank), killed=rank == 2)
+        log = train(model, server, Path(folder), str(rank), lost)
     found = summary(model, server)
-    if rank == 0:  # the sequencer's process ends last
-        for other in ("1", "back"):
+    first, *others = [each for each in range(3) if each != lost]
+    if rank == first:  # the sequencer's process ends last
+        for other in (*others, "back"):
             wait_for(Path(folder) / f"done{other}")
     (Path(folder) / f"done{rank}").touch()
     server.detach()
     return found, log, [str(each.message) for each in caught]
 
 
-def returns(folder: str, options: dict) -> tuple:
+def returns(folder: str, options: dict, lost: int) -> tuple:
     folder = Path(folder)
-    wait_for(folder / "address2")
-    address = (folder / "address2").read_text()
+    wait_for(folder / f"address{lost}")
+    address = (folder / f"address{lost}").read_text()
     with pytest.raises(ValueError, match="rejoin should be the return_address"):
         made("nowhere")
     with pytest.raises(ValueError, match="unknown role 'server'"):
         dadplug.ParameterServer(*network(), role="server", rejoin=address)
     wait_for(folder / "killed")
     with pytest.raises(dadplug.SiteError, match="cannot be reached"):
-        made(f"{address.rsplit('/', 2)[0]}/{'0' * 32}/2")
-    with pytest.raises(dadplug.MismatchError, match="option staleness is 3 at the other sites and 1 at site 2"):
+        made(f"{address.rsplit('/', 2)[0]}/{'0' * 32}/{lost}")
+    with pytest.raises(dadplug.MismatchError, match=f"option staleness is 3 at the other sites and 1 at site {lost}"):
         made(address, **options | {"staleness": 1})
     model, server = made(address, **options)
     assert server.phases == 1
@@ -115,7 +118,7 @@ def returns(folder: str, options: dict) -> tuple:
     (folder / "returned").touch()
     with pytest.raises(RuntimeError, match="this site has returned into a training"):
         server.gather_objects(1)
-    log = train(model, server, folder, "back")
+    log = train(model, server, folder, "back", lost)
     found = summary(model, server)
     (folder / "doneback").touch()
     server.detach()
@@ -126,26 +129,29 @@ def test_a_killed_site_returns_and_has_the_bits_of_the_others(tmp_path):
     check_return(tmp_path)
 
 
-def check_return(tmp_path: Path, kits: Sequence[Path] = (), **options) -> None:
+def check_return(tmp_path: Path, kits: Sequence[Path] = (), lost: int = 2, **options) -> None:
     with support.Sites(3, kits=kits) as group, support.Sites(1) as other:
-        group.start(trains, str(tmp_path), options)
-        other.start(returns, str(tmp_path), options)
-        first, second, third = group.outcomes()
+        group.start(trains, str(tmp_path), options, lost)
+        other.start(returns, str(tmp_path), options, lost)
+        outcomes = group.outcomes()
+        killed = outcomes.pop(lost)
+        first, second = outcomes
         (back,) = other.outcomes()
-    assert third.kind == "ended", third.value
+    assert killed.kind == "ended", killed.value
     assert [each.kind for each in (first, second, back)] == ["ok"] * 3, [first.value, second.value, back.value]
     assert first.value[0] == second.value[0] == back.value[0]
     assert first.value[0][2] == PHASES
     log = first.value[1]
     assert second.value[1] == log
     assert log[-len(back.value[1]) :] == back.value[1]
-    assert any("site 2" in each and "has left, and the others go on" in each for each in first.value[2])
+    assert any(f"site {lost}" in each and "has left, and the others go on" in each for each in first.value[2])
     assert len(set(log)) == len(log)
     lines = [[line.split() for line in (tmp_path / name).read_text().splitlines()] for name in ("0", "1", "2", "back")]
-    lost = sorted(number for site, number in log if site == 2)
-    assert lost == list(range(len(lost)))  # each number once, over both processes
-    by_number = {(site, number): line for site in (0, 1) for number, line in enumerate(lines[site])}
-    by_number |= {(2, number): line for number, line in enumerate(lines[2][: len(lost) - len(lines[3])] + lines[3])}
+    numbers = sorted(number for site, number in log if site == lost)
+    assert numbers == list(range(len(numbers)))  # each number once, over both processes
+    by_number = {(site, number): line for site in {0, 1, 2} - {lost} for number, line in enumerate(lines[site])}
+    of_lost = lines[lost][: len(numbers) - len(lines[3])] + lines[3]
+    by_number |= {(lost, number): line for number, line in enumerate(of_lost)}
     assert lines[3]
     for phase in range(PHASES):
         used = [int(index) for key in log for index in by_number[key][1:] if by_number[key][0] == str(phase)]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 from dadplug.exchange import Traffic, codec
 from dadplug.parameter_server.dealer import OwnDealer
+from dadplug.parameter_server.donors import Donors
+from dadplug.parameter_server.frames import Frame, Kind
+from dadplug.parameter_server.holder import HUB
 from dadplug.parameter_server.rules import Rules
 from dadplug.parameter_server.sequencer import Sequencer
 from dadplug.parameter_server.service import SequencerService
-from dadplug.parameter_server.streams import Frame, Kind, _Stream
+from dadplug.parameter_server.streams import _Stream
 
 SECONDS = 60.0
 
@@ -82,5 +86,76 @@ def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it():
         assert back.wait_for(Kind.DECISION) is not None
     finally:
         for each in (first, second, back):
+            each.stream.socket.close()
+        service.close()
+
+
+def service_of(peers: list[Peer], **options) -> SequencerService:
+    """Start a service as at the hub, without a site of its own."""
+    ranks = [each.rank for each in peers]
+    sequencer, dealer = Sequencer(ranks, Rules(100, 1, "keep")), OwnDealer(ranks)
+    sockets = {each.rank: each.theirs for each in peers}
+    return SequencerService(sockets, ranks, sequencer, dealer, 1 << 16, SECONDS, Traffic(), HUB, **options)
+
+
+def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost():
+    peers, back, ended = [Peer(rank) for rank in range(3)], Peer(2), threading.Event()
+    first, second, third = peers
+    service = service_of(peers, on_end=ended.set)
+    try:
+        third.send(Kind.CONTRIBUTION, samples=1, body=b"gradient")
+        third.send(Kind.BYE, body=b"it was killed")
+        assert first.wait_for(Kind.LEFT).site == 2
+        service.admit(2, back.theirs)
+        assert first.wait_for(Kind.SNAPSHOT).number == 2
+        assert back.wait_for(Kind.RETURNED).site == 2
+        first.send(Kind.BYE, body=b"it was killed, too")
+        assert second.wait_for(Kind.SNAPSHOT).number == 2
+        assert back.wait_for(Kind.RETURNED).site == 2  # its log begins anew, after the loss
+        second.send(Kind.SNAPSHOT, number=2, body=b"state")
+        assert back.wait_for(Kind.SNAPSHOT).body == b"state"
+        back.send(Kind.READY)
+        assert back.wait_for(Kind.READY).number == 1
+        second.send(Kind.SNAPSHOT, number=2, body=b"not asked for")
+        while (left := back.wait_for(Kind.LEFT)).site == 0:  # before its log began anew, and in it
+            pass
+        assert b"was not asked for it" in left.body
+        assert not ended.is_set()
+        back.send(Kind.BYE)
+        assert ended.wait(SECONDS)
+    finally:
+        for each in (*peers, back):
+            each.stream.socket.close()
+        service.close()
+
+
+def test_a_late_answer_to_an_earlier_request_is_of_no_use():
+    donors = Donors(min)
+    assert donors.ask(2, [0, 1, 2]) == 0
+    assert donors.leave(2) == []
+    assert donors.ask(2, [0, 1, 2]) == 0
+    assert not donors.answer(0, 2)  # the first request's: the log of the second process begins later
+    assert donors.answer(0, 2)
+    assert donors.ask(1, [1, 2]) is None  # site 2 has not loaded its state
+    donors.ready(2)
+    assert donors.ask(1, [1, 2]) == 2
+
+
+def test_beyond_the_memory_the_site_that_does_not_read_is_dropped():
+    first, second = Peer(0), Peer(1)
+    service = service_of([first, second], memory=1 << 18)
+    try:
+        for number in range(40):
+            first.send(Kind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
+        deadline = time.monotonic() + SECONDS
+        while Kind.LEFT not in first.kinds():
+            assert time.monotonic() < deadline
+            first.stream.flush()
+            time.sleep(0.001)
+        left = first.wait_for(Kind.LEFT)
+        assert left.site == 1
+        assert b"and messages take more than 262144" in left.body
+    finally:
+        for each in (first, second):
             each.stream.socket.close()
         service.close()

@@ -29,40 +29,41 @@ def end(process: forkserver.Program, status: int = 0) -> None:
     assert process.wait(ENDED) == status, process.read()
 
 
-def train(folder: Path, trainer: str, deal: str, kits: Path | None) -> dict[str, list[dict]]:
+def train(folder: Path, trainer: str, deal: str, kits: Path | None, lost: int = LOST) -> dict[str, list[dict]]:
     """Train with a site that is killed and comes back; return what the processes have written."""
     url = f"tcp://127.0.0.1:{support.free_port()}"
     places = [{"url": url} if kits is None else {"kit": str(kits / name)} for name in "abc"]
-    cases = [Case(str(folder), rank, str(rank), deal=deal, **place) for rank, place in enumerate(places)]
+    cases = [Case(str(folder), rank, str(rank), deal=deal, lost=lost, **place) for rank, place in enumerate(places)]
     processes = [start(trainer, case) for case in cases]
-    end(processes[LOST], -9)
-    assert Path(cases[LOST].returns).exists()
-    back = start(trainer, Case(str(folder), LOST, "back", deal=deal, **places[LOST]))
-    for process in (*processes[:LOST], back):
+    end(processes[lost], -9)
+    assert Path(cases[lost].returns).exists()
+    back = start(trainer, Case(str(folder), lost, "back", deal=deal, lost=lost, **places[lost]))
+    for process in (*processes[:lost], *processes[lost + 1 :], back):
         end(process)
     assert not any(Path(case.returns).exists() for case in cases)
     return {name: read_lines(folder / f"{name}.jsonl") for name in ("0", "1", "2", "back")}
 
 
-def check(lines: dict[str, list[dict]], deal: str) -> None:
+def check(lines: dict[str, list[dict]], deal: str, lost: int = LOST) -> None:
     """Check that replicas and metrics are equal, and that each contribution is committed once."""
     validations = {name: [each for each in lines[name] if "validation" in each] for name in lines}
-    assert [each["validation"] for each in validations["0"]] == [*range(EPOCHS)]
-    assert validations["1"] == validations["0"]
-    assert validations["back"] == validations["0"][1:]  # it has returned in the second epoch
-    assert validations["0"][0] == validations["2"][0]
-    assert [each["present"] for each in validations["0"]] == [[0, 1, 2]] * EPOCHS
+    one, other = (str(rank) for rank in range(3) if rank != lost)
+    assert [each["validation"] for each in validations[one]] == [*range(EPOCHS)]
+    assert validations[other] == validations[one]
+    assert validations["back"] == validations[one][1:]  # it has returned in the second epoch
+    assert validations[one][0] == validations[str(lost)][0]
+    assert [each["present"] for each in validations[one]] == [[0, 1, 2]] * EPOCHS
     logs = {name: [each for each in lines[name] if "commit" in each] for name in lines}
-    assert logs["1"] == logs["0"]
-    assert logs["back"] == logs["0"][-len(logs["back"]) :]
-    committed = [(each["site"], each["number"]) for each in logs["0"]]
+    assert logs[other] == logs[one]
+    assert logs["back"] == logs[one][-len(logs["back"]) :]
+    committed = [(each["site"], each["number"]) for each in logs[one]]
     steps = {name: [each for each in lines[name] if "ids" in each] for name in lines}
-    numbers = sorted(number for site, number in committed if site == LOST)
+    numbers = sorted(number for site, number in committed if site == lost)
     assert numbers == [*range(len(numbers))]  # each once, over both processes
     assert len(set(committed)) == len(committed)
     sent = len(numbers) - len(steps["back"])  # of the process that was killed
-    assert 0 < sent <= len(steps["2"])
-    used = steps["0"] + steps["1"] + steps["2"][:sent] + steps["back"]
+    assert 0 < sent <= len(steps[str(lost)])
+    used = steps[one] + steps[other] + steps[str(lost)][:sent] + steps["back"]
     assert len(used) == len(committed)
     first = steps["back"][0]
     assert first["epoch"] == 1
@@ -71,10 +72,10 @@ def check(lines: dict[str, list[dict]], deal: str) -> None:
             ids = [index for step in used if step["epoch"] == epoch for index in step["ids"]]
             assert sorted(ids) == [*range(SAMPLES)]
     else:
-        begun = 32 * LOST + first["batch"] * BATCH
+        begun = 32 * lost + first["batch"] * BATCH
         assert first["ids"] == [*range(begun, begun + BATCH)]
         last = [step["ids"] for step in steps["back"] if step["epoch"] == 2]
-        assert last == [[*range(at, at + BATCH)] for at in range(64, 96, BATCH)]
+        assert last == [[*range(at, at + BATCH)] for at in range(32 * lost, 32 * lost + 32, BATCH)]
 
 
 def test_where_no_site_can_return_it_is_an_error(tmp_path, monkeypatch):
@@ -109,17 +110,17 @@ def test_without_site_0_the_others_name_it_and_start_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "deal", "hub"),
+    ("trainer", "deal", "hub", "lost"),
     [
-        ("lightning", "shared", False),
-        ("lightning", "own", True),
-        ("catalyst", "shared", True),
-        ("catalyst", "own", False),
+        ("lightning", "shared", False, 2),
+        ("lightning", "own", True, 0),
+        ("catalyst", "shared", True, 0),
+        ("catalyst", "own", False, 2),
     ],
 )
-def test_a_site_returns_into_the_midst_of_an_epoch(tmp_path, trainer, deal, hub):
+def test_a_site_returns_into_the_midst_of_an_epoch(tmp_path, trainer, deal, hub, lost):
     if not hub:
-        check(train(tmp_path, trainer, deal, None), deal)
+        check(train(tmp_path, trainer, deal, None, lost), deal, lost)
         return
     with running_hub(tmp_path / "kits", tuple("abc")) as running:
-        check(train(tmp_path, trainer, deal, running.kits), deal)
+        check(train(tmp_path, trainer, deal, running.kits, lost), deal, lost)
