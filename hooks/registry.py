@@ -62,7 +62,15 @@ class LayerFamily(ABC):
     def forward_untraced(
         self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Compute the same as `forward`, where the layer's output may have any number of nodes in autograd's graph."""
+        """Compute the same as `forward`, where the layer's output may have any number of nodes in autograd's graph.
+
+        Args:
+            module: layer to compute.
+            record: function that receives the factors in backward.
+            weight_gradients: whether backward also computes the gradients of weight and bias.
+            args: positional arguments of the layer's forward.
+            kwargs: keyword arguments of the layer's forward.
+        """
         return self.forward(module, record, weight_gradients, *args, **kwargs)
 
     def known_form(self, module: nn.Module) -> Form | None:
