@@ -7,9 +7,9 @@ caller states the time.
 **Versions.** The log is a sequence of commits. A replica that has applied the first v of them has version v. A
 contribution is a gradient that a site has computed at a version, its *base*. A commit consists of contributions, and
 makes the next version. The age τ of a contribution is the version that it is committed at minus its base. Those of
-the commits between that have no contribution of its site it has *missed*: by them its learning rate is scaled. What the
-site itself has contributed meanwhile makes it late, too, but only as long as sending takes: where all sites are in each
-commit, the steps are those of synchronous training, and have its size.
+the commits between that have no contribution of its site it has *missed*. What the site itself has contributed
+meanwhile makes it late, too, but only as long as sending takes: with ``late="missed"`` that does not count, so that
+where all sites are in each commit, the steps have the size of those of synchronous training.
 
 **Quorum.** A commit takes place once contributions of `quorum` sites are pending; it contains all that are. Sites that
 have finished or left are not waited for.
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
         number: number of the contribution, among those of its site.
         base: version that it was computed at.
         samples: samples that it stands for.
-        scale: factor of the learning rate, by the commits that it has missed and by its site's share.
+        scale: factor of the learning rate, by its age and by its site's share.
     """
 
     site: int
@@ -303,7 +303,8 @@ class Sequencer:
         for site, state in self._sites.items():
             for each in state.pending:
                 own = sum(version >= each.base for version in state.committed)
-                scale = self._rules.scale(self.version - each.base - own)
+                age = self.version - each.base
+                scale = self._rules.scale(age, age - own)
                 entries.append(Entry(site, each.number, each.base, each.samples, scale))
             if state.pending:
                 state.committed.append(self.version)

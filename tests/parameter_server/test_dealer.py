@@ -187,7 +187,7 @@ SPEEDS = st.lists(st.integers(1, 9), min_size=2, max_size=4)
 
 
 @settings(max_examples=30, deadline=None)
-@given(SPEEDS, SPEEDS, st.sampled_from(("scale", "keep")), st.randoms(use_true_random=False))
+@given(SPEEDS, SPEEDS, st.sampled_from(("scale", "missed", "keep")), st.randoms(use_true_random=False))
 def test_summed_step_sizes_are_the_shares_of_the_data_whatever_the_speeds(speeds, data, late, random):
     count = min(len(speeds), len(data))
     sequencer = Sequencer(range(count), Rules(3, 1 + count // 3, late), balanced=True)
@@ -206,7 +206,8 @@ def test_summed_step_sizes_are_the_shares_of_the_data_whatever_the_speeds(speeds
             before, entries = decision.version - 1, decision.entries
             own = [sum(each >= entry.base for each in commits[entry.site]) for entry in entries]
             missed = [before - entry.base - each for entry, each in zip(entries, own, strict=True)]
-            rule = [1 / (1 + each) if late == "scale" else 1.0 for each in missed]
+            ages = [before - entry.base for entry in entries]
+            rule = [1 / (1 + each) for each in {"scale": ages, "missed": missed}.get(late, [0] * len(entries))]
             for each in {entry.site for entry in entries}:
                 commits[each].append(before)
             samples = sum(entry.samples for entry in entries)

@@ -100,7 +100,8 @@ class World:
             since = [each for each in self.log if each.entries and each.version > entry.base]
             missed = sum(entry.site not in {other.site for other in each.entries} for each in since)
             assert missed <= age
-            assert entry.scale == (1 / (1 + missed) if rules.late == "scale" else 1.0)
+            counted = {"scale": age, "missed": missed}.get(rules.late, 0)
+            assert entry.scale == 1 / (1 + counted)
         assert rules.late == "drop" or not decision.dropped
         if decision.entries:
             working = {site.rank for site in self.sites if site.alive and not self.sequencer._sites[site.rank].finished}
