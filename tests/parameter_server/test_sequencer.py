@@ -266,7 +266,7 @@ def test_quorum_is_a_whole_number(quorum):
 
 
 def test_late_and_modes_are_known_words():
-    with pytest.raises(ValueError, match="valid ones are 'scale', 'drop', 'keep'"):
+    with pytest.raises(ValueError, match="valid ones are 'scale', 'missed', 'drop', 'keep'"):
         make_rules(8, 1, "wait")
     for mode in ("edad", "powersgd", "topk", "auto", "none"):
         with pytest.raises(ValueError, match=f"{mode}.*valid modes of a parameter server are 'dsgd', 'dad', 'rankdad'"):
