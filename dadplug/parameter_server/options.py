@@ -41,8 +41,8 @@ class ServerOptions:
     )
     late: str = _option(
         "scale",
-        "treatment of a gradient that is t > 0 versions late: scale (learning rate times 1 / (1 + t)), missed (the "
-        "same, counting only commits with none of its site), keep, or drop (above the staleness; then no site waits)",
+        "treatment of a gradient that is t > 0 versions late: scale (learning rate times 1 / (1 + t)), keep, or drop "
+        "(above the staleness; then no site waits)",
     )
     deal: str = _option(
         "own",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-LATE = ("scale", "missed", "drop", "keep")
+LATE = ("scale", "drop", "keep")
 DEALS = ("own", "shared")
 MODES = ("dsgd", "dad", "rankdad")
 
@@ -16,7 +16,7 @@ class Rules(NamedTuple):
         staleness: the largest number of versions between the one that a contribution was computed at and the one that
             it is committed to.
         quorum: number of sites whose contributions make a commit.
-        late: ``"scale"``, ``"missed"``, ``"drop"`` or ``"keep"``.
+        late: ``"scale"``, ``"drop"`` or ``"keep"``.
         gather: the largest part of its site's step for which a contribution waits for those of other sites.
     """
 
@@ -25,14 +25,13 @@ class Rules(NamedTuple):
     late: str
     gather: float = 0.0
 
-    def scale(self, age: int, missed: int) -> float:
+    def scale(self, age: int) -> float:
         """Return the factor of the learning rate for a contribution.
 
         Args:
             age: number of versions τ that have been committed since it was computed.
-            missed: number μ of those among them that have no contribution of its site.
         """
-        return 1.0 / (1 + {"scale": age, "missed": missed}.get(self.late, 0))
+        return 1.0 / (1 + age) if self.late == "scale" else 1.0
 
 
 def make_rules(staleness: object, quorum: object, late: object, gather: object = 0.0) -> Rules:

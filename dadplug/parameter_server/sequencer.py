@@ -6,10 +6,7 @@ caller states the time.
 
 **Versions.** The log is a sequence of commits. A replica that has applied the first v of them has version v. A
 contribution is a gradient that a site has computed at a version, its *base*. A commit consists of contributions, and
-makes the next version. The age τ of a contribution is the version that it is committed at minus its base. Those of
-the commits between that have no contribution of its site it has *missed*. What the site itself has contributed
-meanwhile makes it late, too, but only as long as sending takes: with ``late="missed"`` that does not count, so that
-where all sites are in each commit, the steps have the size of those of synchronous training.
+makes the next version. The age τ of a contribution is the version that it is committed at minus its base.
 
 **Quorum.** A commit takes place once contributions of `quorum` sites are pending; it contains all that are. Sites that
 have finished or left are not waited for.
@@ -39,7 +36,6 @@ is over, all replicas have one version, and the next phase begins with all sites
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -107,7 +103,6 @@ class _Site:
         idle: whether it waits for data.
         data: what its share is proportional to; 0 until it is declared.
         credit: step size that it has earned and not spent.
-        committed: versions at which its latest contributions have been committed.
     """
 
     reached: int = 0
@@ -118,7 +113,6 @@ class _Site:
     idle: bool = False
     data: float = 0.0
     credit: float = 0.0
-    committed: deque[int] = field(default_factory=deque)
 
     @property
     def working(self) -> bool:
@@ -302,14 +296,8 @@ class Sequencer:
         entries = []
         for site, state in self._sites.items():
             for each in state.pending:
-                own = sum(version >= each.base for version in state.committed)
-                age = self.version - each.base
-                scale = self._rules.scale(age, age - own)
+                scale = self._rules.scale(self.version - each.base)
                 entries.append(Entry(site, each.number, each.base, each.samples, scale))
-            if state.pending:
-                state.committed.append(self.version)
-            while state.committed and state.committed[0] < state.reached:  # no further contribution has an earlier base
-                state.committed.popleft()
             state.pending = []
         self.version += 1
         return tuple(self._shared(entries) if self._balanced else entries)
