@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -226,7 +227,15 @@ class DADStrategyBase(SiteStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         else:  # each site writes its own files, since any of them may leave
             self._add_states(checkpoint)
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            self._write_whole(checkpoint, filepath, storage_options)
+
+    def _write_whole(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Write a file, or replace it as a whole: sites of one machine may share it, and write it at the same time."""
+        local = type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(filepath)
+        target = f"{filepath}.{self.global_rank}.part" if local else filepath
+        self.checkpoint_io.save_checkpoint(checkpoint, target, storage_options=storage_options)
+        if local:
+            os.replace(target, filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self._elastic is None:
