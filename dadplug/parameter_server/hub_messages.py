@@ -97,9 +97,7 @@ def write(connected: socket.socket, message: Any) -> None:
         message: what the codec takes.
     """
     body = codec.encode(message)
-    content = _SIZE.pack(_MAGIC, len(body)) + body
-    while content:
-        content = content[connected.send(content) :]
+    write_all(connected, _SIZE.pack(_MAGIC, len(body)) + body)
 
 
 def read(connected: socket.socket) -> Any:
@@ -112,16 +110,25 @@ def read(connected: socket.socket) -> Any:
         MessageError: if it is none.
         OSError: if none arrives in time.
     """
-    magic, size = _SIZE.unpack(_exactly(connected, _SIZE.size))
+    magic, size = _SIZE.unpack(read_exactly(connected, _SIZE.size))
     if magic != _MAGIC or size > _MOST:
         raise MessageError("what arrives is no message of a sequencer's service")
     try:
-        return codec.decode(_exactly(connected, size))
+        return codec.decode(read_exactly(connected, size))
     except codec.DamagedError as error:
         raise MessageError(str(error)) from error
 
 
-def _exactly(connected: socket.socket, size: int) -> bytes:
+def read_exactly(connected: socket.socket, size: int) -> bytes:
+    """Return so many bytes of a socket with a timeout.
+
+    Args:
+        connected: the socket.
+        size: their number.
+
+    Raises:
+        OSError: if they do not arrive in time, or the connection is closed.
+    """
     content = b""
     while len(content) < size:
         part = connected.recv(size - len(content))
@@ -129,3 +136,14 @@ def _exactly(connected: socket.socket, size: int) -> bytes:
             raise ConnectionError("the connection was closed")
         content += part
     return content
+
+
+def write_all(connected: socket.socket, content: bytes) -> None:
+    """Send bytes, by a socket with a timeout for each part of them.
+
+    Args:
+        connected: the socket.
+        content: the bytes.
+    """
+    while content:
+        content = content[connected.send(content) :]

@@ -22,6 +22,7 @@ from ..exchange.transport import Gather, Reduction, StreamToHub
 from ..methods import check_allowed
 from .holder import Holder, at_site
 from .hub_client import HUB_PLACE, return_to_hub
+from .hub_messages import read_exactly, write_all
 from .log import Log
 from .options import ServerOptions
 
@@ -64,11 +65,11 @@ class Reception:
     def _greet(self, known: int | None, connected: socket.socket) -> None:
         try:
             connected.settimeout(_HELLO_SECONDS)
-            token, rank = _HELLO.unpack(_read(connected, _HELLO.size))
+            token, rank = _HELLO.unpack(read_exactly(connected, _HELLO.size))
             is_site = rank < self._count and known in (None, rank)
             if not hmac.compare_digest(token, self.token.encode()) or not is_site:
                 raise ConnectionError("it is no site")
-            _write(connected, _SIZE.pack(len(self._names)) + self._names)
+            write_all(connected, _SIZE.pack(len(self._names)) + self._names)
         except OSError:
             connected.close()
             return
@@ -223,9 +224,9 @@ def dial(address: str, timeout: float) -> tuple[socket.socket, Returned, Holder]
         else:
             connected = socket.create_connection((host, number), timeout)
         connected.settimeout(min(timeout, _ANSWER_SECONDS))
-        _write(connected, hello)
-        (size,) = _SIZE.unpack(_read(connected, _SIZE.size))
-        names = codec.decode(_read(connected, min(size, _MOST_NAMES)))
+        write_all(connected, hello)
+        (size,) = _SIZE.unpack(read_exactly(connected, _SIZE.size))
+        names = codec.decode(read_exactly(connected, min(size, _MOST_NAMES)))
     except (OSError, codec.DamagedError) as error:
         raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
     sites = Returned(int(rank), names)
@@ -253,18 +254,3 @@ def _dial_hub(folder: str, timeout: float) -> Tunnel:
     kit.check_dates()
     restrictions.impose(restrictions.Restrictions(kit.policy, kit.roster))
     return tunnels.open_alone(kit, timeout)
-
-
-def _read(connected: socket.socket, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        part = connected.recv(size - len(content))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        content += part
-    return content
-
-
-def _write(connected: socket.socket, content: bytes) -> None:
-    while content:
-        content = content[connected.send(content) :]
