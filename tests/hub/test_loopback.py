@@ -149,10 +149,10 @@ def test_a_mark_of_another_machine_or_connection_is_not_accepted(tmp_path, monke
 def test_others_who_dial_a_sites_unix_socket_are_not_taken_for_the_hub():
     door = loopback.LocalDoor("mark")
     with contextlib.closing(door):
-        strangers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
-        for each, said in zip(strangers, (b"0", b"1" * 32, door.secret[:31].encode()), strict=True):
+        others = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for each, content in zip(others, (b"0", b"1" * 32, door.secret[:31].encode()), strict=True):
             each.connect(f"\0dadplug-{door.place}")
-            each.send(said)
+            each.send(content)
         assert door.accept() is None
         hub = socket.socket(socket.AF_UNIX)
         hub.connect(f"\0dadplug-{door.place}")
@@ -161,7 +161,7 @@ def test_others_who_dial_a_sites_unix_socket_are_not_taken_for_the_hub():
         assert taken is not None
         hub.send(b"more")
         assert taken.recv(8) == b"more"
-        for each in (*strangers, hub, taken):
+        for each in (*others, hub, taken):
             each.close()
 
 
