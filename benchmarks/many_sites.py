@@ -153,7 +153,7 @@ def batches(data, rank: int, sites: int, size: int, seed: int) -> Iterator[tuple
 def count_steps(arguments: argparse.Namespace) -> None:
     """Count the steps to the target by both ways of merging, for some seeds."""
     rank, sites = dist.get_rank(), arguments.sites
-    data = load_dataset("digits", None)
+    data = load_dataset("digits")
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         torch.manual_seed(seed)
         fresh, sized = build_for(data, "MNISTNet")
