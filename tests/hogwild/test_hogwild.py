@@ -199,27 +199,6 @@ def test_a_deleted_file_serves_where_there_is_no_memfd(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def new_interpreters() -> None:
-    sys.executable = str(Path(sys.prefix, "bin", "python"))  # not the one of the tests, which passes no descriptors on
-    model = training.network()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    training.train_plainly(model, optimizer)
-    steps = training.EPOCHS * training.BATCHES
-    base = 10
-
-    def train(hogwild: Hogwild) -> tuple[int, int]:  # a closure, as a notebook has it
-        losses = [loss for _ in range(1) for loss in training.train_dealt(hogwild)]
-        return base + hogwild.rank, len(losses)
-
-    assert Hogwild(model, optimizer, 1, threads=1, start="spawn").run(train) == [(10, steps)]
-    assert optimizer.state[model[0].weight]["step"] == 2 * steps
-    assert model[1].num_batches_tracked == 2 * steps
-
-
-def test_new_interpreters():
-    run_here("new_interpreters")
-
-
 def starts() -> None:
     torch.set_num_threads(2)
     assert choose_start(1) == choose_start(2) == "fork"

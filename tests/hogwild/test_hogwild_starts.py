@@ -94,7 +94,7 @@ def test_sparse_tables_have_each_update_once():
 NOTEBOOK = """
 import sys
 sys.path[:] = {path!r}
-sys.executable = sys.prefix + "/bin/python"  # not the one of the tests, which passes no descriptors on
+sys.executable = sys.prefix + "/bin/python"  # not the one of the tests, whose processes have another parent
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -104,33 +104,40 @@ del sys.modules["__main__"].__spec__  # nothing here can be imported by name
 class Cell(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(4, 1)
+        self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 1)
 
     def forward(self, inputs):
-        return self.layer(inputs)
+        return self.layer(self.norm(inputs))
 
-def train(hogwild, loader):
-    seen = []
-    for inputs, numbers in hogwild.deal(loader):
-        hogwild.optimizer.zero_grad()
-        hogwild.model(inputs).mean().backward()
-        hogwild.optimizer.step()
-        seen += numbers.tolist()
-    return type(hogwild.model).__name__, seen
+def make(base):
+    def train(hogwild, loader):
+        seen = []
+        for inputs, numbers in hogwild.deal(loader):
+            hogwild.optimizer.zero_grad()
+            hogwild.model(inputs).mean().backward()
+            hogwild.optimizer.step()
+            seen += numbers.tolist()
+        return type(hogwild.model).__name__, base + hogwild.rank, seen
+
+    return train
 
 model = Cell()
+optimizer = torch.optim.Adam(model.parameters(), 0.1)
 for start in ("fork", "spawn"):
     loader = DataLoader(TensorDataset(torch.randn(24, 4), torch.arange(24)), batch_size=4)
-    parts = Hogwild(model, torch.optim.SGD(model.parameters(), 0.1), 2, threads=1, start=start).run(train, loader)
-    numbers = sorted(number for _, seen in parts for number in seen)
-    print(start, {{name for name, _ in parts}}, numbers == list(range(24)))
+    parts = Hogwild(model, optimizer, 2, threads=1, start=start).run(make(10), loader)
+    numbers = sorted(number for _, _, seen in parts for number in seen)
+    print(start, [each[:2] for each in parts], numbers == list(range(24)))
+    print(int(optimizer.state[model.layer.weight]["step"]), int(model.norm.num_batches_tracked))
 """
 
 
 def test_a_program_whose_functions_cannot_be_imported():
+    """Neither can closures; the state of the optimizer goes to new interpreters and comes back."""
     (program,) = support.run_programs([["-c", NOTEBOOK.format(path=sys.path)]], timeout=240)
     assert program.status == 0, program.output + program.errors
-    assert program.output.splitlines() == ["fork {'Cell'} True", "spawn {'Cell'} True"]
+    parts = "[('Cell', 10), ('Cell', 11)] True"
+    assert program.output.splitlines() == [f"fork {parts}", "6 6", f"spawn {parts}", "12 12"]
 
 
 TORCHRUN = """
