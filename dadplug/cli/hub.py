@@ -84,8 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
         rules = Rules(min_sites=count, site_timeout=arguments.site_timeout)
         listen = split_address(arguments.listen) if arguments.listen else None
         service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
-        more: dict[str, Any] = {"grace": arguments.grace, "report": report, "service": service}
-        hub = Hub(kit, rules, listen=listen, journal=journal, encrypt_local=arguments.encrypt_local, **more)
+        grace, local = arguments.grace, arguments.encrypt_local
+        hub = Hub(
+            kit, rules, listen=listen, journal=journal, grace=grace, encrypt_local=local, report=report, service=service
+        )
     except KitError:
         raise
     except ValueError as error:

@@ -38,7 +38,7 @@ class _Records:
         self.head = b""
 
     def count(self, arrived: memoryview) -> None:
-        """Take note of bytes that have arrived."""
+        """Count bytes that have arrived."""
         if self.head:
             arrived, self.head = memoryview(self.head + arrived), b""
         start, end = self.missing, len(arrived)
@@ -105,12 +105,12 @@ class SecureSocket:
         self.close()
 
     def do_handshake(self) -> None:
-        """Take this end's part in the TLS handshake, as far as possible.
+        """Perform the TLS handshake, as far as possible.
 
         Raises:
             ssl.SSLWantReadError: if more has to arrive first, where the socket does not block.
             ssl.SSLWantWriteError: if the socket has to take bytes first, where it does not block.
-            ssl.SSLError: if the ends do not agree; the other end has been told.
+            ssl.SSLError: if the ends do not agree; the other end has been sent an alert.
             OSError: if the connection is lost.
         """
         while True:
@@ -142,7 +142,7 @@ class SecureSocket:
     def continue_over(self, local: socket.socket) -> None:
         """Send and receive over a Unix socket from now on, without encryption; the other end does the same.
 
-        To be called where nothing is under way. The TCP connection stays open, without messages.
+        To be called when no bytes wait to be sent or read. The TCP connection stays open, without messages.
 
         Args:
             local: the connected Unix socket.
@@ -194,7 +194,7 @@ class SecureSocket:
         return not most or self._blocks
 
     def send(self, content: bytes) -> int:
-        """Send bytes; where the socket does not block, `flush` sends what it has no room for."""
+        """Send bytes and return their number; where the socket does not block, `flush` sends the rest."""
         self.write(content)
         self.flush()
         return len(content)
@@ -282,7 +282,7 @@ class SecureSocket:
         return bytes(buffer[:count])
 
     def _receive(self) -> bool:
-        """Receive encrypted bytes; return whether any have arrived, or the connection has ended."""
+        """Receive encrypted bytes; return whether any have arrived or the connection has ended."""
         if self._drained:
             self._drained = False
             return False
@@ -313,7 +313,7 @@ class SecureSocket:
     def expect(self, nbytes: int) -> None:
         """Let the socket become readable when so many bytes can be received, or the connection ends.
 
-        A hint: it may become readable sooner, and where more is asked for than the other end sends, not at all. To be
+        The socket may become readable sooner, and does not if the other end sends fewer bytes. To be
         called after `recv_into` has returned None. Only Linux takes it.
 
         Args:
@@ -346,7 +346,7 @@ class SecureSocket:
         self._socket.setsockopt(level, option, value)
 
     def give_up_after(self, seconds: float) -> None:
-        """Lose the connection when the other end has not acknowledged bytes for a time; only where the system can."""
+        """Close the connection when the other end has not acknowledged bytes for some seconds, where the system can."""
         if hasattr(socket, "TCP_USER_TIMEOUT") and self._replaced is None:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
 
@@ -365,7 +365,7 @@ class SecureSocket:
         return self._socket.fileno()
 
     def detach(self) -> int:
-        """Take the socket away from this connection, and return its descriptor."""
+        """Detach the socket from this connection and return its descriptor."""
         if self._replaced is not None:
             self._replaced.close()
         return self._socket.detach()

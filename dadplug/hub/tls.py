@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RefusedError
+from .blocking import read_exactly
 from .files import CA, CERTIFICATE, REVOKED
 from .project import HUB
 from .secure_socket import SecureSocket
@@ -237,13 +238,7 @@ def _translated(error: RefusedError | OSError, place: str = "") -> RefusedError 
 def _receive(connection: SecureSocket, size: int) -> bytes:
     if size > _LONGEST_REASON:
         raise RefusedError(f"the other end is no {HUB} of dadplug")
-    received = b""
-    while len(received) < size:
-        piece = connection.recv(size - len(received))
-        if not piece:
-            raise ConnectionError("the hub has closed the connection before it has accepted this site")
-        received += piece
-    return received
+    return read_exactly(connection, size, "the hub has closed the connection before it has accepted this site")
 
 
 def _printable(text: bytes) -> str:

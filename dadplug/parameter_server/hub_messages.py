@@ -12,6 +12,7 @@ import struct
 from typing import Any, NamedTuple
 
 from ..exchange import codec
+from ..hub.blocking import read_exactly, write_all
 from .rules import Rules, check_deal, make_rules
 
 VERSION = 1  # of these messages and of the frames that follow them
@@ -117,33 +118,3 @@ def read(connected: socket.socket) -> Any:
         return codec.decode(read_exactly(connected, size))
     except codec.DamagedError as error:
         raise MessageError(str(error)) from error
-
-
-def read_exactly(connected: socket.socket, size: int) -> bytes:
-    """Return so many bytes of a socket with a timeout.
-
-    Args:
-        connected: the socket.
-        size: their number.
-
-    Raises:
-        OSError: if they do not arrive in time, or the connection is closed.
-    """
-    content = b""
-    while len(content) < size:
-        part = connected.recv(size - len(content))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        content += part
-    return content
-
-
-def write_all(connected: socket.socket, content: bytes) -> None:
-    """Send bytes, by a socket with a timeout for each part of them.
-
-    Args:
-        connected: the socket.
-        content: the bytes.
-    """
-    while content:
-        content = content[connected.send(content) :]

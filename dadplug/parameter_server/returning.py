@@ -19,10 +19,10 @@ from ..exchange import Traffic, Transport, codec
 from ..exchange.addresses import listen
 from ..exchange.sites import Sites
 from ..exchange.transport import Gather, Reduction, StreamToHub
+from ..hub.blocking import read_exactly, write_all
 from ..methods import check_allowed
 from .holder import Holder, at_site
 from .hub_client import HUB_PLACE, return_to_hub
-from .hub_messages import read_exactly, write_all
 from .log import Log
 from .options import ServerOptions
 
