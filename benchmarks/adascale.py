@@ -100,7 +100,7 @@ def run_site(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--data-dir")
     parser.add_argument("--mode", default="dsgd")
     parser.add_argument("--batch", type=int, default=32, help="base batch, of both sites together")
     parser.add_argument("--factors", type=int, nargs="+", default=[2, 4, 8])

@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30.0, help="training time of a comparison")
     parser.add_argument("--dataset", default="digits", choices=("digits", "mnist"))
-    parser.add_argument("--data-dir", default="data", help="folder of MNIST's files")
+    parser.add_argument("--data-dir", help="folder of MNIST's files")
     parser.add_argument("--out", default="compare_runs", help="name of the files, without .md and .json")
     add_pieces(parser)
     arguments = parser.parse_args()

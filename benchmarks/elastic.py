@@ -257,7 +257,7 @@ def save_data(arguments: argparse.Namespace, file: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", default="digits", choices=("digits", "mnist"))
-    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--data-dir")
     parser.add_argument("--mode", default="dad")
     parser.add_argument("--model", default="small", choices=list(MODELS))
     parser.add_argument("--sites", type=int, default=3)

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--mode", default="rankdad")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--data-dir")
     parser.add_argument("--size", choices=("small", "full"), default="small")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=15, help="batches in an epoch")

@@ -86,7 +86,7 @@ class Task(NamedTuple):
 
 
 def mnist(folder: Path | None, limit: int | None) -> Task:
-    data = load_dataset("mnist" if folder else "digits", folder or Path("."))
+    data = load_dataset("mnist" if folder else "digits", folder)
     parts = []
     for part in (data.train, data.test):
         images, labels = zip(*(part[index] for index in range(min(len(part), limit or len(part)))), strict=True)

@@ -115,7 +115,7 @@ def run_site(arguments: argparse.Namespace) -> None:
     """Measure one way; site 0 writes the results."""
     torch.set_num_threads(1)
     dadplug.connect()
-    data = load_dataset(arguments.dataset, arguments.data_dir or "data")
+    data = load_dataset(arguments.dataset, arguments.data_dir)
     results = Path(arguments.result)
 
     def record(line: dict) -> None:
@@ -267,7 +267,7 @@ def main() -> int:
     for name in arguments.methods.split(","):
         if LAP % parse(name)[1].get("every", 1):
             parser.error(f"{name}: agreements have to take place at every {LAP} steps, when all ways are evaluated")
-    load_dataset(arguments.dataset, arguments.data_dir or "data")  # an error now, and not at each site
+    load_dataset(arguments.dataset, arguments.data_dir)  # an error now, and not at each site
     results = Path(f"{arguments.out}.json")
     arguments.result = str(results)
     if arguments.stop_after is not None:

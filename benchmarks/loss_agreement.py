@@ -86,7 +86,7 @@ def run_site(arguments) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--data-dir")
     parser.add_argument("--split", default="iid", choices=sorted(SPLITS))
     parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"))
     parser.add_argument("--steps", type=int, default=50)

@@ -122,7 +122,7 @@ def run_site(arguments) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--data-dir")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-rank", type=int, default=8)

@@ -361,7 +361,6 @@ def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         arguments.cases = "equal"
     arguments.dataset = arguments.dataset or ("mnist" if arguments.data_dir else "digits")
     arguments.target = arguments.target or TARGETS[arguments.dataset]
-    arguments.data_dir = arguments.data_dir or "data"
     if arguments.method is None:
         arguments.result = f"{arguments.out}.json"
         if arguments.stop_after is not None:

@@ -102,7 +102,7 @@ def stream(predictor: Predictor, models: dict[str, Breakable], site: str, sample
 
 def contexts(options: argparse.Namespace) -> None:
     """Print accuracies in each context, and requests until they are back after the best model broke."""
-    data = load_dataset("mnist" if options.data_dir else "digits", options.data_dir or "data")
+    data = load_dataset("mnist" if options.data_dir else "digits", options.data_dir)
     few = len(data.train.labels) // 10
     margins, recoveries = [], []
     for seed in range(options.seeds):

@@ -197,7 +197,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", default="digits", choices=list(TASKS))
-    parser.add_argument("--data-dir", default="data", help="folder or file of the data set")
+    parser.add_argument("--data-dir", help="folder or file of the data set")
     parser.add_argument("--target", type=float, help="test accuracy from 0 to 1; by default each data set's own")
     parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them; ddp first")
     parser.add_argument("--rates", default="100mbit,1gbit,none")

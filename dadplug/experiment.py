@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--model-args", default="[]", help="positional arguments of the model, a JSON list")
     model.add_argument("--model-kwargs", default="{}", help="keyword arguments of the model, a JSON object")
     model.add_argument("--dataset", default="digits", help=f"data set: {', '.join(DATASETS)}")
-    model.add_argument("--data-dir", default="data", help="folder of the data set's files (default: data)")
+    model.add_argument("--data-dir", help="folder of the data set's files (default: data)")
     model.add_argument(
         "--split", default="iid", help=f"distribution of the training data over sites: {', '.join(SPLITS)}"
     )

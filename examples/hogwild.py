@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     matplotlib.use("Agg")
     name = "mnist" if options.data_dir else "digits"
-    data = load_dataset(name, options.data_dir or Path("."))
+    data = load_dataset(name, options.data_dir)
     train = Subset(data.train, range(min(options.samples, len(data.train))))
     losses = {}
     for processes, epochs in CONFIGURATIONS:

@@ -31,7 +31,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    data = load_dataset("mnist" if options.data_dir else "digits", options.data_dir or Path("."))
+    data = load_dataset("mnist" if options.data_dir else "digits", options.data_dir)
     train = Subset(data.train, range(min(options.samples, len(data.train))))
     outcomes = []
     for workers, epochs in CONFIGURATIONS:

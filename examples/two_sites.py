@@ -59,7 +59,7 @@ def parse(task: Task, argv: list[str], doc: str) -> argparse.Namespace:
     add_kit_argument(parser)
     parser.add_argument("--trainer", default="catalyst", choices=TRAINERS, help="what trains (default: catalyst)")
     parser.add_argument("--dataset", default="digits", help=f"data set: {', '.join(DATASETS)} (default: digits)")
-    parser.add_argument("--data-dir", default="data", help="folder of the data set's files (default: data)")
+    parser.add_argument("--data-dir", help="folder of the data set's files (default: data)")
     parser.add_argument("--split", default="iid", help=f"how samples are assigned to sites: {', '.join(SPLITS)}")
     parser.add_argument("--epochs", type=int, help="number of epochs (default: by data set)")
     parser.add_argument("--batch-size", type=int, default=task.batch_size, help="samples in a batch of one site")

@@ -113,6 +113,7 @@ def test_under_torchrun_the_environment_says_rank_and_world(tmp_path):
         (["--batch-size", "0"], "batch-size must be at least 1"),
         (["--N", "0"], "N must be a number of samples"),
         (["--dataset", "mnist", "--data-dir", "/nowhere/at/all"], "could not be downloaded"),
+        (["--data-dir", "photos"], "the data set 'digits' has no files"),
     ],
 )
 def test_bad_input_is_one_clear_line(tmp_path, capsys, monkeypatch, flags, message):

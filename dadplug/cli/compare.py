@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dataset in DATASETS:
             dataset: Any = load_dataset(arguments.dataset, arguments.data_dir).train
         else:
+            if arguments.data_dir is not None:
+                raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
             dataset = _load(arguments.dataset)
             if not hasattr(dataset, "__getitem__"):
                 dataset = dataset()

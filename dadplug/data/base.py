@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,18 +134,19 @@ class DataPair:
         return DataPair(self.train.resized(size), self.test.resized(size), self.classes)
 
 
-DATASETS: Registry[str, Callable[[Path], DataPair]] = Registry("dataset")
+DATASETS: Registry[str, Callable[..., DataPair]] = Registry("dataset")  # functions of a path, or of nothing
 
 
-def load_dataset(name: str, data_dir: str | Path = "data") -> DataPair:
+def load_dataset(name: str, data_dir: str | Path | None = None) -> DataPair:
     """Load a data set by name.
 
     Args:
         name: name of the data set, in upper or lower case.
-        data_dir: folder or file of the data set; not used by data sets that need no files.
+        data_dir: folder or file of the data set; None for the folder ``data``, and for data sets without files.
 
     Raises:
-        ValueError: if there is no such data set; the message lists the valid names.
+        ValueError: if there is no such data set; the message lists the valid names. If a data set without files is
+            given a folder.
         DataError: if it cannot be loaded.
 
     Example:
@@ -152,4 +154,11 @@ def load_dataset(name: str, data_dir: str | Path = "data") -> DataPair:
         >>> len(load_dataset("clicks").train)
         8000
     """
-    return DATASETS[name](Path(data_dir))
+    load = DATASETS[name]
+    if inspect.signature(load).parameters:
+        return load(Path("data" if data_dir is None else data_dir))
+    if data_dir is not None:
+        raise ValueError(
+            f"the data set {name!r} has no files: choose the data set of the files in {data_dir}, or leave data_dir out"
+        )
+    return load()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,10 +140,6 @@ def generated(samples: int = 10_000, seed: int = 0, exponent: float = 1.1) -> Cl
 
 
 @DATASETS.register("clicks")
-def clicks(data_dir: Path) -> DataPair:
-    """Generate 10,000 clicks in memory.
-
-    Args:
-        data_dir: not used.
-    """
+def clicks() -> DataPair:
+    """Generate 10,000 clicks in memory."""
     return split_by_time(generated())

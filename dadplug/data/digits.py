@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from .base import DATASETS, DataError, DataPair, Images
@@ -12,11 +10,8 @@ _HELD_OUT = 5  # every fifth digit
 
 
 @DATASETS.register("digits")
-def digits(data_dir: Path) -> DataPair:
+def digits() -> DataPair:
     """Load the digits, which are part of scikit-learn; nothing is downloaded.
-
-    Args:
-        data_dir: not used.
 
     Raises:
         DataError: if scikit-learn is not installed.

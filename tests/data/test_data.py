@@ -29,6 +29,18 @@ def test_digits_have_mnists_shape_and_all_classes():
     assert labels.dtype == torch.int64
 
 
+@pytest.mark.parametrize("name", ["digits", "clicks"])
+def test_a_folder_for_a_data_set_without_files_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"the data set '{name}' has no files.*leave data_dir out"):
+        load_dataset(name, tmp_path)
+
+
+def test_files_are_looked_for_in_the_folder_data_by_default(tmp_path, monkeypatch):
+    write_mnist(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    assert len(load_dataset("mnist").train) == 6
+
+
 @pytest.mark.parametrize("compressed", [True, False])
 def test_mnist_reads_its_own_files(tmp_path, compressed):
     write_mnist(tmp_path, compressed=compressed)

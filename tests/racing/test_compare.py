@@ -238,7 +238,8 @@ def test_a_race_on_this_machine_by_the_command(tmp_path):
     program = ["-m", "dadplug", "compare", "task.py:build"]
     options = ["--seconds=2", "--processes=2", "--ways=alone,ddp,hogwild", "--picture=race.png"]
     commands = [[*program, "task.py:dataset", *options], [*program, "task.py:missing"]]
-    found, wrong = support.run_programs(commands, folder=tmp_path)
+    commands += [[*program, "digits", "--ways=none"], [*program, "task.py:dataset", "--data-dir=photos"]]
+    found, wrong, embedded, folder = support.run_programs(commands, folder=tmp_path)
     assert found.status == 0, found.errors
     lines = found.output.splitlines()
     labels = [line.split("  ")[0] for line in lines[2:5]]
@@ -247,6 +248,8 @@ def test_a_race_on_this_machine_by_the_command(tmp_path):
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
     assert "Exception" not in found.errors
     assert (wrong.status, wrong.errors) == (1, "error: task has no missing\n")
+    assert embedded.errors.startswith("error: unknown way to train 'none'")
+    assert folder.errors.startswith("error: --data-dir is for a data set of ")
 
 
 # Connected sites
