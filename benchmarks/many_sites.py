@@ -42,7 +42,7 @@ from dadplug.exchange.addresses import free_port
 from dadplug.models import build_for
 
 METHODS = "alone,rankdad,rankdad:merge=owner,powersgd"
-MERGES = ("rankdad", "rankdad:merge=owner")
+DIGITS_METHODS = "rankdad,rankdad:merge=owner"
 WARM_UP = 5
 
 
@@ -151,13 +151,13 @@ def batches(data, rank: int, sites: int, size: int, seed: int) -> Iterator[tuple
 
 
 def count_steps(arguments: argparse.Namespace) -> None:
-    """Count the steps to the target by both ways of merging, for some seeds."""
+    """Count the steps to the target by each method, for some seeds."""
     rank, sites = dist.get_rank(), arguments.sites
     data = load_dataset("digits")
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         torch.manual_seed(seed)
         fresh, sized = build_for(data, "MNISTNet")
-        for method in MERGES:
+        for method in arguments.methods.split(","):
             attached = Attached(deepcopy(fresh), method, arguments.rank)
             optimizer = torch.optim.Adam(attached.model.parameters(), lr=1e-3)
             best = 0.0
@@ -195,7 +195,7 @@ def print_steps(rows: list[dict]) -> None:
     seeds = sorted({row["seed"] for row in rows})
     print("| | " + " | ".join(f"seed {seed}" for seed in seeds) + " |")
     print("| --- " * (len(seeds) + 1) + "|")
-    for method in MERGES:
+    for method in dict.fromkeys(row["method"] for row in rows):
         found = {row["seed"]: row for row in rows if row["method"] == method}
         cells = [
             str(found[seed]["steps"] or f"not: {found[seed]['best']:.3f}") if seed in found else "" for seed in seeds
@@ -218,7 +218,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, default=8)
     parser.add_argument("--rates", default="10mbit,100mbit")
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them")
+    parser.add_argument(
+        "--methods", help=f"as benchmarks/attach.py names them; {METHODS}, or {DIGITS_METHODS} with --digits"
+    )
     parser.add_argument("--model", default="mnistnet", choices=list(WORKLOADS))
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--steps", type=int, default=15)
@@ -230,6 +232,7 @@ def main() -> None:
     parser.add_argument("--most-steps", type=int, default=400)
     parser.add_argument("--site", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.methods = arguments.methods or (DIGITS_METHODS if arguments.digits else METHODS)
     arguments.loopback = arguments.digits or not may_make_links()
     if arguments.site:
         torch.set_num_threads(1)

@@ -18,7 +18,8 @@ def count(target):
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     many = support.load(str(FOLDER / "many_sites.py"))
-    arguments = argparse.Namespace(sites=2, seeds=1, first_seed=0, rank=2, target=target, most_steps=4)
+    case = {"sites": 2, "seeds": 1, "first_seed": 0, "rank": 2, "methods": many.DIGITS_METHODS}
+    arguments = argparse.Namespace(**case, target=target, most_steps=4)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         many.count_steps(arguments)
     return [json.loads(line) for line in printed.getvalue().splitlines()]
