@@ -1,4 +1,4 @@
-"""Hooks of this package on parameters, which can be distinguished from those of users."""
+"""Hooks of this package on parameters and optimizers, which can be distinguished from those of users."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class OwnHook(partial[None]):
-    """Hook of this package on a tensor, as opposed to a hook of the user.
+    """Hook of this package on a tensor or an optimizer, as opposed to a hook of the user.
 
     Args:
         function: the function to call.
-        args: positional arguments to call it with, before the one that autograd passes.
+        args: positional arguments to call it with, before those of the call.
     """
 
 

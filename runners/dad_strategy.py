@@ -12,13 +12,12 @@ import torch
 
 from ..exchange import Transport
 from ..exchange.requirements import Requirements
-from ..fused import fused_remarks
 from ..model_sync import replicas
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
 from ._lightning.elastic_fit import ElasticFit
-from ._lightning.fused_steps import clipping, reason_against
+from ._lightning.fused_steps import FusedFit, reason_against
 from ._lightning.site_strategy import SiteStrategy, StrategyArguments
 
 
@@ -69,7 +68,7 @@ class DADStrategyBase(SiteStrategy):
     _sites_may_leave = True
     _fuses = False
     _unfused: bool | None = None  # whether a fit cannot fuse its steps, once that is known
-    _fused_optimizer: torch.optim.Optimizer | None = None  # whose step is being taken, with gradients that are held
+    _fused: FusedFit | None = None  # of a fit that does
 
     @takes_keywords_of(StrategyArguments, Options)
     def __init__(self, mode: str = "rankdad", *, fused: bool = False, **arguments: Any) -> None:
@@ -84,7 +83,7 @@ class DADStrategyBase(SiteStrategy):
                 "min_sites needs a hub, which knows who is there: dadplug.connect(kit=...) before the strategy is built"
             )
         self._elastic: ElasticFit | None = None  # where sites may leave and return
-        self._fuses, self._fused_optimizer = fused, None
+        self._fuses = fused
 
     def _check_names(self, options: dict[str, Any]) -> None:
         """Raise ValueError for unknown options; `Options.create` does if this does not."""
@@ -131,7 +130,7 @@ class DADStrategyBase(SiteStrategy):
         if self._states is not None and not self._joins:
             self.reduction.load_states(self._states)
         self._states = None
-        self._unfused = None
+        self._unfused = self._fused = None
 
     @property
     def _joins(self) -> bool:
@@ -160,9 +159,8 @@ class DADStrategyBase(SiteStrategy):
 
     def _synchronize(self) -> None:
         due = self.reduction is not None and self.reduction.syncing
-        if due and self._fused_optimizer is not None:
-            assert self.reduction is not None
-            self.reduction.hold(self._fused_optimizer)
+        if due and self._fused is not None and self._fused.optimizer is not None:
+            self._fused.synchronize()
         else:
             super()._synchronize()
         if due and self._elastic is not None:
@@ -187,20 +185,16 @@ class DADStrategyBase(SiteStrategy):
         """Take a step whose factored gradients are not formed, or an ordinary one where the plan says why."""
         if self._unfused is None:
             reason = reason_against(self._trainer, self.precision_plugin, self._elastic is not None)
-            reduction.remarks = (
-                (f"fused steps: no, {reason}",) if reason else fused_remarks(self.lightning_module, [optimizer])
-            )
+            if reason:
+                reduction.remarks = (f"fused steps: no, {reason}",)
+            else:
+                reduction.remark_on([optimizer])
             self._unfused = reduction.remarks[0] != "fused steps: yes"
-        if self._unfused:
-            return super().optimizer_step(optimizer, closure, model, **keywords)
-        self._fused_optimizer = optimizer
-        try:
-            with clipping(self.precision_plugin, reduction):
-                result = super().optimizer_step(optimizer, closure, model, **keywords)
-        finally:
-            self._fused_optimizer = None
-        reduction.apply_held(optimizer)
-        return result
+            self._fused = None if self._unfused else FusedFit(reduction, self.precision_plugin)
+        step = super().optimizer_step
+        if self._fused is None:
+            return step(optimizer, closure, model, **keywords)
+        return self._fused.take(optimizer, lambda: step(optimizer, closure, model, **keywords))
 
     def _with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def agreed() -> Any:

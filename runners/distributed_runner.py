@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
 from ._catalyst.elastic_runner import ElasticRunner
 from ._catalyst.elastic_training import ElasticTraining
-from ._catalyst.fused_steps import FusedCallbacks, plain
+from ._catalyst.fused_steps import FusedRunner
 from ._catalyst.runner_arguments import RunnerArguments
 
 
-class DistributedRunner(ElasticRunner):
+class DistributedRunner(FusedRunner, ElasticRunner):
     """Catalyst runner that trains one model between sites; a drop-in replacement for `SupervisedRunner`.
 
     Every site runs the same script. The sites are connected by `dadplug.connect`, by torchrun's environment, or by an
@@ -79,8 +78,7 @@ class DistributedRunner(ElasticRunner):
         checked = Options.create(mode=mode, **options)
         super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
         self._agreed_before = 0
-        self._fuses = fused
-        self._fused: FusedCallbacks | None = None
+        self._wants_fused = fused
 
     # The exchange
 
@@ -96,30 +94,16 @@ class DistributedRunner(ElasticRunner):
             settings["state"] = {"trainer": self._elastic}
         return self._build_reduction(model, {"process_group": self._process_group} | settings)
 
-    def _setup_callbacks(self) -> None:
-        super()._setup_callbacks()
-        self._fused = None
-        if self._fuses and self.engine.reduction is not None:
-            refused = "" if getattr(self.engine, "scaler", None) is None else "a GradScaler scales the loss"
-            refused = refused or "sites may leave, by min_sites" * (self.options.min_sites is not None)
-            self._fused = FusedCallbacks(self.callbacks.values(), self.reduction, refused)
-            self.engine.fused_optimizers = self._fused.optimizers
+    @property
+    def _fuses(self) -> bool:
+        return self._wants_fused
+
+    def _reason_against_fusing(self) -> str:
+        may_leave = self.options.min_sites is not None
+        return super()._reason_against_fusing() or "sites may leave, by min_sites" * may_leave
 
     def _build_reduction(self, model: torch.nn.Module, settings: dict[str, Any]) -> GradientReduction:
         return GradientReduction(model, **settings)
-
-    def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
-        """Clip the agreed gradients by a function of the parameters, held ones among them; return what it returns."""
-        if self._fused is not None and self.reduction.holds:
-            return self._fused.clip(function)
-        return super().clip_gradients(function)
-
-    def step_optimizer(self, optimizer: Any) -> None:
-        """Step an optimizer with the agreed gradients, held ones among them."""
-        if self._fused is not None and self.reduction.holds:
-            self.reduction.apply_held(plain(optimizer), optimizer.step)
-        else:
-            super().step_optimizer(optimizer)
 
     # The loop
 

@@ -10,16 +10,19 @@ import torch
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.base_runner import BaseRunner
+from ._catalyst.fused_steps import FusedRunner
 from ._catalyst.runner_arguments import RunnerArguments
 
 
-class LocalSGDRunner(BaseRunner):
+class LocalSGDRunner(FusedRunner):
     """Catalyst runner for local steps (local SGD, DiLoCo); a drop-in replacement for `SupervisedRunner`.
 
     Sites train alone for ``every`` steps and then agree on their parameters. After each training loader they agree, so
     that evaluations and checkpoints are those of one model. Everything else is as in `DistributedRunner`: the sites'
     connection, data, metrics and files. Callbacks that stop training stop it at the end of an epoch.
+
+    With ``fused=True`` clipping by ``torch.nn.utils.clip_grad_norm_`` includes gradients that are not formed. Where
+    callbacks or precision need gradients, they are formed, and ``reduction.remarks`` says why.
 
     Args:
         model: model to train; may be passed to `train` instead.
@@ -70,10 +73,19 @@ class LocalSGDRunner(BaseRunner):
         own = vars(self.options) | {"check_finite": self.options.check_finite and not scaled}
         return LocalSGD(model, optimizer, process_group=self._process_group, **own)
 
+    @property
+    def _fuses(self) -> bool:
+        return self.options.fused
+
+    def _setup_callbacks(self) -> None:
+        super()._setup_callbacks()
+        if self._fused is not None and self._fused.reason:
+            self.reduction.stop_fusing(self._fused.reason)
+
     def step_optimizer(self, optimizer: Any) -> None:
         """Step the optimizer, and agree with the other sites if it is time."""
         with self.reduction.stepping():
-            optimizer.step()
+            super().step_optimizer(optimizer)
 
     def _idle(self) -> None:
         if self.update_due:

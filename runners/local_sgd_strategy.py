@@ -10,6 +10,7 @@ from typing import Any
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
 from ..signature import split_keywords, takes_keywords_of
+from ._lightning.fused_steps import FusedFit, reason_against
 from ._lightning.site_strategy import SiteStrategy, StrategyArguments
 
 
@@ -20,7 +21,8 @@ class LocalSGDStrategyBase(SiteStrategy):
     Before an evaluation, in checkpoints and at the end of a fit the sites agree, so that they hold one model there.
     Processes, samplers, metrics and evaluation are those of Lightning's ``DDPStrategy``. Sites may have different
     numbers of batches: a site with fewer takes no step in some of the others' steps. The module needs automatic
-    optimization and one optimizer.
+    optimization and one optimizer. With ``fused=True``, ``gradient_clip_val`` by norm includes gradients that are not
+    formed; where hooks, precision or clipping by value need gradients, they are formed, and ``local.remarks`` says why.
 
     `dadplug.LocalSGDStrategy` is the strategy for the one of Lightning's two packages that is in use.
 
@@ -44,6 +46,7 @@ class LocalSGDStrategyBase(SiteStrategy):
 
     options: LocalOptions
     local: LocalSGD | None = None
+    _fused: FusedFit | None = None  # of a fit whose steps are fused
 
     @takes_keywords_of(StrategyArguments, LocalOptions)
     def __init__(self, every: int | Schedule = LocalOptions.every, **arguments: Any) -> None:
@@ -76,6 +79,12 @@ class LocalSGDStrategyBase(SiteStrategy):
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         self.options = dataclasses.replace(self.options, check_finite=self.options.check_finite and not scaled)
         self.local = LocalSGD(self.lightning_module, self.optimizers[0], **vars(self.options))
+        self._fused = None
+        if self.options.fused:
+            if reason := reason_against(trainer, self.precision_plugin, sites_may_leave=False):
+                self.local.stop_fusing(reason)
+            else:
+                self._fused = FusedFit(self.local, self.precision_plugin)
         if self._states is not None:
             self.local.load_states([state and state["local"] for state in self._states])
 
@@ -94,12 +103,22 @@ class LocalSGDStrategyBase(SiteStrategy):
         trains, self._has_trained = self._has_trained or self._has_batch, False
         if trains or self.local.synchronous:
             with self.local.stepping():
-                output = step(optimizer, closure, model, **kwargs)
+                if self._fused is None:
+                    output = step(optimizer, closure, model, **kwargs)
+                else:
+                    output = self._fused.take(optimizer, lambda: step(optimizer, closure, model, **kwargs))
         else:  # a batch that this site has had before, as its loader repeats it
             output = closure()
             self.local.idle()
         self._has_trained = False
         return output
+
+    def _synchronize(self) -> None:
+        if self._fused is not None and self._fused.optimizer is not None and self.local is not None:
+            if self.local.syncing:
+                self._fused.synchronize()
+        else:
+            super()._synchronize()
 
     def on_train_end(self) -> None:
         self._average_buffers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 
@@ -54,6 +55,12 @@ class GradientProduct:
     def scale(self, factor: float | Tensor) -> None:
         """Multiply the gradient by a number."""
         self.left = self.left * factor
+
+    def negated(self) -> GradientProduct:
+        """Return the gradient times -1, as another product."""
+        other = copy.copy(self)
+        other.scale(-1.0)
+        return other
 
     def formed(self) -> Tensor:
         """Return the gradient as a matrix."""

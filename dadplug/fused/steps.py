@@ -1,20 +1,23 @@
-"""Steps of a reduction in which an optimizer applies gradients that are not formed."""
+"""Steps in which an optimizer applies gradients that are not formed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .deferral import Deferral, clip_norm, reasons_against, take_step
+from .deferral import Deferral, clip_norm, fused_remarks, reasons_against, take_step
+from .product import GradientProduct
 from .updates import apply_products
 
 
-class FusedSteps(ABC):
-    """Base of a reduction whose agreed gradients can be applied without being formed.
+class HeldGradients(ABC):
+    """Base of what holds gradients of a step as products, for optimizers that apply them without forming them.
+
+    For trainers, where synchronization, clipping and the optimizer's step are at different places.
 
     Attributes:
         model: the model.
@@ -22,17 +25,75 @@ class FusedSteps(ABC):
 
     model: nn.Module
     remarks: tuple[str, ...] = ()
-    """Lines below the plan: whether a trainer's optimizer steps are fused, and why not."""
-    _held: Deferral | None = None  # between clip_grad_norm_ and apply, or between hold and apply_held
+    """Lines that say whether optimizer steps are fused, and why not; a plan ends with them."""
+    _held: Deferral | None = None  # between hold and apply_held, or between clip_grad_norm_ and apply
+
+    @abstractmethod
+    def _exchange(self, stop: bool = False, deferral: Deferral | None = None) -> None:
+        """Complete the gradients of a step; write them to ``.grad``, but for those that may stay products."""
+
+    def remark_on(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Set the remarks to which weights' gradients are formed for optimizers, and why."""
+        self.remarks = fused_remarks(self.model, optimizers)
+
+    def hold(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Synchronize, and hold the gradients that need not be formed until `apply_held` is called.
+
+        Args:
+            optimizers: the optimizers, all of which step before the next backward pass.
+        """
+        reasons = reasons_against(optimizers)
+        deferral = Deferral({weight for weight, reason in reasons.items() if not reason})
+        self._exchange(deferral=deferral)
+        self._held = deferral if deferral.products else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether gradients are held for `apply_held`."""
+        return self._held is not None
+
+    def clip_held(self, weights: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip the norm of the gradients of some parameters, held ones among them; return the norm before."""
+        chosen = list(weights)
+        products = {} if self._held is None else self._held.products
+        own = {weight: products[weight] for weight in chosen if weight in products}
+        return clip_norm(chosen, own, max_norm, norm_type, error_if_nonfinite=False)
+
+    def apply_held(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any] | None = None) -> None:
+        """Apply the held gradients of an optimizer's weights to them.
+
+        Args:
+            optimizer: the optimizer.
+            step: takes its ordinary step for all other weights; None if that has been taken.
+        """
+        held, self._held = self._held, None
+        try:
+            if step is not None:
+                step()
+        except BaseException:
+            if held is not None:
+                self._put_back(held.products)
+            raise
+        if held is None:
+            return
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        products = {weight: held.products.pop(weight) for weight in weights if weight in held.products}
+        if products:
+            apply_products(optimizer, products)
+            self._put_back(products)
+        self._held = held if held.products else None
+
+    def _put_back(self, products: Mapping[nn.Parameter, GradientProduct]) -> None:  # noqa: B027
+        """Keep gradients after a step, also one that has failed, where programs may read them; or forget them."""
+
+
+class FusedSteps(HeldGradients):
+    """Base of a reduction whose agreed gradients can be applied without being formed."""
 
     @property
     @abstractmethod
     def pending(self) -> bool:
         """Whether gradients have arrived that are not agreed on yet, and have not been cleared."""
-
-    @abstractmethod
-    def _exchange(self, stop: bool = False, deferral: Deferral | None = None) -> None:
-        """Exchange gradients; write the agreed ones, but for those that may stay products."""
 
     def apply(self, *optimizers: torch.optim.Optimizer) -> None:
         """Synchronize, and take the optimizers' steps: `synchronize` and ``optimizer.step()`` in one.
@@ -67,49 +128,6 @@ class FusedSteps(ABC):
             self._exchange(deferral=deferral)
         deferral.form(weight for weight in deferral.products if reasons.get(weight, "not an optimizer's"))
         take_step(optimizers, deferral.products)
-
-    # For trainers, where synchronization, clipping and the optimizer's step are at different places
-
-    def hold(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Synchronize, and hold the gradients that `apply` would not form until `apply_held` is called.
-
-        Args:
-            optimizers: the optimizers, all of which step before the next backward pass.
-        """
-        reasons = reasons_against(optimizers)
-        deferral = Deferral({weight for weight, reason in reasons.items() if not reason})
-        self._exchange(deferral=deferral)
-        self._held = deferral if deferral.products else None
-
-    @property
-    def holds(self) -> bool:
-        """Whether gradients are held for `apply_held`."""
-        return self._held is not None
-
-    def clip_held(self, weights: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip the norm of the gradients of some parameters, held ones among them; return the norm before."""
-        chosen = list(weights)
-        products = {} if self._held is None else self._held.products
-        own = {weight: products[weight] for weight in chosen if weight in products}
-        return clip_norm(chosen, own, max_norm, norm_type, error_if_nonfinite=False)
-
-    def apply_held(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any] | None = None) -> None:
-        """Apply the held gradients of an optimizer's weights to them.
-
-        Args:
-            optimizer: the optimizer.
-            step: takes its ordinary step for all other weights; None if that has been taken.
-        """
-        held, self._held = self._held, None
-        if step is not None:
-            step()
-        if held is None:
-            return
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        products = {weight: held.products.pop(weight) for weight in weights if weight in held.products}
-        if products:
-            apply_products(optimizer, products)
-        self._held = held if held.products else None
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

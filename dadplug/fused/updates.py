@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..hooks import OwnHook
 from ..registry import Registry
 from .product import GradientProduct
 
@@ -189,12 +190,17 @@ def reason_against(optimizer: torch.optim.Optimizer, group: Group, weight: nn.Pa
     for option in update.refused:
         if group.get(option):
             return f"{option}=True has no fused step"
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if any(hooks):
+    if _has_user_hooks(optimizer):
         return "hooks of the optimizer may read the gradient"
     if weight.dtype not in (torch.float32, torch.float64) or not weight.is_contiguous():
         return "the fused step takes contiguous weights of float32 or float64"
     return ""
+
+
+def _has_user_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether steps of an optimizer have hooks that are not of this package."""
+    hooks = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
+    return any(not isinstance(hook, OwnHook) for hook in hooks)
 
 
 @functools.cache
@@ -226,12 +232,15 @@ def apply_products(optimizer: torch.optim.Optimizer, products: Mapping[nn.Parame
         for weight in group["params"]:
             product = products.get(weight)
             if product is not None:
-                _apply(make(weight, group, optimizer.state[weight]), weight, product, group.get("maximize", False))
+                state = optimizer.state[weight]
+                _apply(make(weight, group, state), weight, product, group.get("maximize", False))
+                if not state:  # of SGD without momentum
+                    del optimizer.state[weight]
 
 
 def _apply(update: Update, weight: nn.Parameter, product: GradientProduct, ascend: bool) -> None:
     if ascend:
-        product.scale(-1.0)
+        product = product.negated()
     tensors = [each.view(product.shape) for each in (weight.data, *update.states)]
     kernels = None if weight.is_cuda else _kernels()
     if kernels is None:

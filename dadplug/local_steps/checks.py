@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from ..exchange import Transport
+from ..hooks import OwnHook
 from ..hub import restrictions
 from ..model_sync.structure import is_managed
 
@@ -31,6 +31,8 @@ class Steps(Protocol):
     """
 
     calls_optimizer: bool
+
+    def form_gradients(self) -> None: ...
 
 
 def check_policy() -> None:
@@ -69,13 +71,20 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             raise ValueError(f"parameter {name!r} is complex: local steps are for real parameters")
 
 
-def refuse_other_steps(local: Steps) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    """Return a pre-hook for the optimizer that raises an error where the program calls it itself."""
+def refuse_other_steps(local: Steps) -> OwnHook:
+    """Return a pre-hook for the optimizer that raises an error where the program calls it itself.
+
+    Otherwise it has the gradients formed that the step reads; with a closure, these do not exist yet.
+    """
     reference = weakref.ref(local)
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = reference()
-        if found is not None and not found.calls_optimizer:
+        if found is None:
+            return
+        if not found.calls_optimizer:
             raise RuntimeError("optimizer.step() beside local steps: call local.step() instead, which calls it")
+        if not any(callable(given) for given in (*args, *kwargs.values())):
+            found.form_gradients()
 
-    return check
+    return OwnHook(check)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,17 +19,21 @@ from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
 from .agreement import Agreement
 from .checks import check_parameters, check_policy, raise_problems, refuse_other_steps
+from .optimizer_steps import OptimizerSteps
 from .options import LocalOptions, Schedule
 from .warm_up import join_until
 
 
-class LocalSGD(ReplicatedModel):
+class LocalSGD(OptimizerSteps, ReplicatedModel):
     """Local steps between the sites of a process group: sites agree on parameters instead of gradients.
 
     At the start all sites get rank 0's parameters and buffers. Each site then takes ``every`` steps of its own
     optimizer, and sends the change of its parameters. The agreed model moves by the mean change: by all of it (plain
     averaging, local SGD), or by an outer optimizer with Nesterov momentum (DiLoCo: ``outer_lr=0.7,
     outer_momentum=0.9``). The state of the site's own optimizer stays on the site.
+
+    With ``fused`` the gradients of linear layers are not formed in local steps: blocks of them are computed in the
+    processor's cache and applied to weight and optimizer state at once, as in `dadplug.GradientReduction.apply`.
 
     With ``overlap`` the changes travel while the next steps run, and are applied one round later. Parameters then
     differ between sites until `finish`, without it until the next agreement.
@@ -51,6 +55,8 @@ class LocalSGD(ReplicatedModel):
         world_size: number of sites.
         steps: number of steps so far, the synchronous ones included.
         calls_optimizer: whether the optimizer is being called by `step`.
+        remarks: lines that say whether steps are fused, for which weights they are not, and why; empty without
+            ``fused``, and in the warm-up.
 
     Raises:
         ValueError: on all sites, if an option or its value is not valid at one of them, or if the optimizer has
@@ -93,12 +99,11 @@ class LocalSGD(ReplicatedModel):
         self._next = 0
         self._weight = 0  # of this site's steps since the last agreement
         self.calls_optimizer = False
-        self._warm_up: GradientReduction | None = None
         self._norms: SyncedBatchNorms | None = None
         self._active: Gather | None = None  # with synchronised normalisation: which sites have taken a step
         if self.local_options.warm_up:
             self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
-        self._counter = SampleCounter(model, lambda: None, lambda: None)
+        self._counter = SampleCounter(model, self._before_forward, lambda: None)
         self._agreement = Agreement(model, self.local_options, self._transport)
         if self._warm_up is None:
             self._begin_local_steps()
@@ -125,7 +130,7 @@ class LocalSGD(ReplicatedModel):
 
     def _describe(self) -> dict[str, str]:
         settings = dict(vars(self.local_options))
-        del settings["timeout"]
+        del settings["timeout"], settings["fused"]  # a site's own
         if callable(settings["every"]):
             settings["every"] = f"a function, {settings['every'](0)} at first"
         return replicas.describe(self.model, settings)
@@ -139,6 +144,7 @@ class LocalSGD(ReplicatedModel):
             self._active = transport.gather([1] * self.world_size, torch.int64)
         self._agreement.begin()
         self._next = self.steps + self.local_options.interval(self.steps)
+        self._begin_capture()
 
     # Training
 
@@ -146,53 +152,6 @@ class LocalSGD(ReplicatedModel):
     def agreements(self) -> int:
         """Number of agreements so far; the same on all sites."""
         return self._agreement.count
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether the next step is a synchronous one, of the warm-up."""
-        return self._warm_up is not None
-
-    @property
-    def syncing(self) -> bool:
-        """Whether gradients of synchronous steps are sent as they arrive; False inside `no_sync`."""
-        return self._warm_up is None or self._warm_up.syncing
-
-    def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
-        """Take a step of the optimizer, and agree with the other sites if it is time; instead of ``optimizer.step()``.
-
-        Call it after backward, once for each batch (with accumulation: once for each update). Clip and unscale
-        gradients before it.
-
-        Args:
-            closure: passed to the optimizer, for optimizers that evaluate the loss themselves.
-            scaler: the `torch.amp.GradScaler` that takes the step, ``scaler.step(optimizer)``; call its ``update`` and,
-                where needed, ``unscale_`` yourself.
-
-        Returns:
-            What the optimizer's step returns.
-
-        Raises:
-            NonFiniteError: on all sites, if the parameters of one hold NaN or Inf at an agreement. The steps since the
-                last agreement are discarded on all sites.
-            ValueError: with a closure in a synchronous step.
-            MismatchError: on all sites, if they do not agree at the same step, or not on the same parameters.
-            SiteError: if a site is gone or does not answer in time.
-        """
-        if closure is not None and self.synchronous:
-            raise ValueError("an optimizer with a closure cannot take synchronous steps: leave warm_up out")
-        self.synchronize()
-        with self.stepping():
-            if scaler is not None:
-                return scaler.step(self.optimizer)
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-
-    def synchronize(self) -> None:
-        """Agree on gradients in a synchronous step; do nothing in a local one. `step` calls it.
-
-        For trainers that call the optimizer themselves, before they clip gradients.
-        """
-        if self._warm_up is not None:
-            self._warm_up.synchronize()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -265,10 +224,6 @@ class LocalSGD(ReplicatedModel):
         """
         return self._counter.fixed(count) if self._warm_up is None else self._warm_up.samples(count)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Hold gradients back in a synchronous step, for accumulation; in local steps nothing is sent anyway."""
-        return nullcontext() if self._warm_up is None else self._warm_up.no_sync()
-
     def _end_local_step(self, weight: int, finished: bool, counted: bool = False) -> None:
         """Count a step, and agree if it is time.
 
@@ -314,6 +269,7 @@ class LocalSGD(ReplicatedModel):
     def _end_synchronous_step(self) -> None:
         assert self._warm_up is not None
         self.steps += 1
+        self._has_synchronized = False
         self._counter.reset()
         if self.steps >= self.local_options.warm_up:
             self._warm_up.average_buffers()
@@ -390,8 +346,11 @@ class LocalSGD(ReplicatedModel):
         """Remove all hooks from the model and the optimizer. May be called twice.
 
         Args:
-            discard: without effect; as that of `GradientReduction.detach`.
+            discard: whether to drop gradients that are not formed; otherwise they are written to ``.grad``.
         """
+        if self._captured is not None:
+            self._captured.release(discard=discard)
+            self._captured = None
         self._counter.detach()
         self._guard.remove()
         if self._warm_up is not None:

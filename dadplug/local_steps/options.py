@@ -41,6 +41,7 @@ class LocalOptions:
     warm_up_mode: str = _option("dsgd", "method of agreement of the synchronous steps")
     sync_batchnorm: bool = _option(False, "normalise by the statistics of all sites' rows, in every step")
     check_finite: bool = _option(True, "NaN or Inf in a synchronous gradient is an error; not under a GradScaler")
+    fused: bool = _option(False, "apply gradients of linear layers in local steps without forming them")
     timeout: float = _option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost")
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class LocalOptions:
         _choice("wire", self.wire, WIRES)
         _choice("weighting", self.weighting, WEIGHTINGS)
         _choice("warm_up_mode", self.warm_up_mode, method_names())
-        for name in ("overlap", "error_feedback", "sync_batchnorm", "check_finite"):
+        for name in ("overlap", "error_feedback", "sync_batchnorm", "check_finite", "fused"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
 

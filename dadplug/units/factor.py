@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -156,6 +157,23 @@ class FactorUnit(Unit):
         for factor in factors:
             room -= factor.activations.numel() + factor.deltas.numel()
         return room >= 0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the factors that have arrived take more memory than the gradient."""
+        return not self._is_small(self._peek())
+
+    def put_back(self, factor: Factor) -> None:
+        """Hold factors again that `take` has returned, after `begin_step`; those of the weight alone.
+
+        Args:
+            factor: the factors; the bias's gradient, where there is one, stays as it has been formed.
+        """
+        if self.bias is not None:
+            factor = replace(factor, bias=torch.zeros_like(self.parameters[self.bias]))
+        self._held = [factor, *self._held]
+        self.arrivals += 1
+        self.show_arrival()
 
     def release_sent(self) -> None:
         """Release the factors that have been sent, at the end of backward."""

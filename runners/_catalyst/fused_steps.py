@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from catalyst.core.callback import Callback, CallbackOrder, CallbackWrapper
 
-from ...fused import fused_remarks
-from ...reduction import GradientReduction
+from ...fused import HeldGradients
+from .base_runner import BaseRunner
 from .fixes import FixedBackward, FixedOptimizer
 
 _CLIPPING = {"max_norm", "norm_type"}
@@ -21,36 +21,74 @@ class FusedCallbacks:
 
     Args:
         callbacks: the callbacks of the run.
-        reduction: the reduction, whose plan gets remarks.
+        reduction: the reduction, whose plan gets remarks, or the local steps.
         refused: why steps cannot be fused whatever the callbacks are; empty if they can.
+
+    Attributes:
+        reason: why steps are not fused; empty if they are.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], reduction: GradientReduction, refused: str = "") -> None:
+    def __init__(self, callbacks: Iterable[Callback], reduction: HeldGradients, refused: str = "") -> None:
         self._reduction = reduction
         chosen = [each for each in callbacks if CallbackOrder.Backward <= each.order <= CallbackOrder.Optimizer]
         self._stepping = [each for each in chosen if type(each) is FixedOptimizer]
         reason = refused or next(filter(None, map(_reason_against, chosen)), "")
         if not reason and not self._stepping:
             reason = "there is no OptimizerCallback"
-        self._unfused = bool(reason)
+        self.reason = reason
         self._known = False  # whether the optimizers are known, and the remarks name their weights
         if reason:
             reduction.remarks = (f"fused steps: no, {reason}",)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that step after the next backward pass; none where gradients are formed."""
-        if self._unfused:
+        if self.reason:
             return []
         found = [plain(callback.optimizer) for callback in self._stepping]
         if not self._known:
             self._known = True
-            self._reduction.remarks = fused_remarks(self._reduction.model, found)
+            self._reduction.remark_on(found)
         return found
 
     def clip(self, function: Callable[[Any], Any]) -> Any:
         """Clip the gradients, held ones among them, by a function that `_reason_against` has accepted."""
         assert isinstance(function, partial)
         return self._reduction.clip_held(self._reduction.model.parameters(), **function.keywords)
+
+
+class FusedRunner(BaseRunner):
+    """Catalyst runner whose optimizer steps may be fused."""
+
+    _fused: FusedCallbacks | None = None
+
+    @property
+    def _fuses(self) -> bool:
+        """Whether the user asks for fused steps."""
+        raise NotImplementedError
+
+    def _reason_against_fusing(self) -> str:
+        """Return why steps cannot be fused whatever the callbacks are; empty if they can."""
+        return "" if getattr(self.engine, "scaler", None) is None else "a GradScaler scales the loss"
+
+    def _setup_callbacks(self) -> None:
+        super()._setup_callbacks()
+        self._fused = None
+        if self._fuses and self.engine.reduction is not None:
+            self._fused = FusedCallbacks(self.callbacks.values(), self.reduction, self._reason_against_fusing())
+            self.engine.fused_optimizers = self._fused.optimizers
+
+    def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
+        """Clip the agreed gradients by a function of the parameters, held ones among them; return what it returns."""
+        if self._fused is not None and self.reduction.holds:
+            return self._fused.clip(function)
+        return super().clip_gradients(function)
+
+    def step_optimizer(self, optimizer: Any) -> None:
+        """Step an optimizer with the agreed gradients, held ones among them."""
+        if self._fused is not None and self.reduction.holds:
+            self.reduction.apply_held(plain(optimizer), optimizer.step)
+        else:
+            super().step_optimizer(optimizer)
 
 
 def plain(optimizer: Any) -> torch.optim.Optimizer:

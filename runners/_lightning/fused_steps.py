@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...reduction import GradientReduction
+import torch
+
+from ...fused import HeldGradients
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = (*_HOOKS, "configure_gradient_clipping", "optimizer_step")
@@ -48,12 +50,12 @@ def _overrides(owner: Any, name: str) -> bool:
 
 
 @contextmanager
-def clipping(precision: Any, reduction: GradientReduction) -> Iterator[None]:
+def clipping(precision: Any, reduction: HeldGradients) -> Iterator[None]:
     """Clip gradients by norm, in a step, together with those that are held.
 
     Args:
         precision: the trainer's precision plugin.
-        reduction: the reduction.
+        reduction: the reduction, or the local steps.
     """
     plain: Callable[..., Any] = precision.clip_grad_by_norm
 
@@ -68,3 +70,40 @@ def clipping(precision: Any, reduction: GradientReduction) -> Iterator[None]:
         yield
     finally:
         del precision.clip_grad_by_norm
+
+
+class FusedFit:
+    """Optimizer steps of a fit on gradients that are held, and not formed.
+
+    Args:
+        exchange: the reduction, or the local steps, which hold them.
+        precision: the trainer's precision plugin.
+
+    Attributes:
+        optimizer: the optimizer whose step is being taken; None between steps.
+    """
+
+    def __init__(self, exchange: HeldGradients, precision: Any) -> None:
+        self._exchange, self._precision = exchange, precision
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def synchronize(self) -> None:
+        """Synchronize after a backward pass in `take`, and hold the gradients that need not be formed."""
+        assert self.optimizer is not None
+        self._exchange.hold(self.optimizer)
+
+    def take(self, optimizer: Any, step: Callable[[], Any]) -> Any:
+        """Take a step.
+
+        Args:
+            optimizer: the optimizer.
+            step: takes the trainer's step, with forward, backward and clipping; ordinary for what is not held.
+        """
+        self.optimizer = optimizer
+        try:
+            with clipping(self._precision, self._exchange):
+                result = step()
+        finally:
+            self.optimizer = None
+        self._exchange.apply_held(optimizer)
+        return result

@@ -114,6 +114,46 @@ def test_a_resumed_run_goes_on_along_the_same_curve(sites, tmp_path):
     sites(2).run(resumes, str(tmp_path))
 
 
+class Formed(pl.Callback):
+    """Counts the steps after which a gradient of a matrix has been formed."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.steps += any(type(p.grad) is torch.Tensor for p in pl_module.parameters() if p.dim() == 2)
+
+
+class Reads(pl.Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        assert all(type(p.grad) is torch.Tensor for p in pl_module.parameters() if p.grad is not None)
+
+
+def fuses() -> None:
+    """Fused steps are the ordinary ones, with clipping, accumulation, and synchronous steps before."""
+    options = {"every": 3, "rank": 2, "wire": "int8"}
+    cases = [{"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}, {"callbacks": [Reads()]}]
+    for settings, more in zip(cases, ({}, {"warm_up": 2, "warm_up_mode": "dad"}, {})):
+        expected, _ = fit("Plain", LocalSGDStrategy(**options, **more), **settings)
+        watch = Formed()
+        settings = settings | {"callbacks": [watch, *settings.get("callbacks", ())]}
+        module, current = fit("Plain", LocalSGDStrategy(fused=True, **options, **more), **settings)
+        local = current.strategy.local
+        for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
+            assert torch.allclose(parameter, other, rtol=1e-10, atol=1e-12), settings
+        assert local.first_difference() is None
+        if len(settings["callbacks"]) > 1:
+            assert local.remarks == ("fused steps: no, Reads.on_before_optimizer_step may read the gradients",)
+            assert watch.steps == local.steps
+        else:
+            assert local.remarks == ("fused steps: yes",)
+            assert watch.steps <= 2 * more.get("warm_up", 0)
+
+
+def test_steps_may_be_fused(sites):
+    sites(2).run(fuses)
+
+
 def names() -> None:
     current = trainer("diloco")
     assert type(current.strategy).__name__ == "LocalSGDStrategy"

@@ -1,0 +1,394 @@
+"""Local steps on gradients that are not formed, beside ordinary ones."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparison import off_by
+from local_reference import adam, batch, build, loss_of, train, vector
+from torch import nn
+
+from dadplug import LocalSGD
+
+OPTIMIZERS = {
+    "adam": adam,
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "ascent": lambda weights: torch.optim.AdamW(weights, lr=0.01, maximize=True),
+    "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.05),
+}
+LINEAR = ("0.weight", "2.weight", "4.weight")
+
+
+def rounds(cases: list[dict]) -> None:
+    """Compare with ordinary steps after every agreement."""
+    site = dist.get_rank()
+    for options in cases:
+        models = [build(site), build(site)]
+        locals_ = [
+            LocalSGD(model, adam(model.parameters()), every=3, fused=fused, **options)
+            for model, fused in zip(models, (True, False))
+        ]
+        for first in range(0, 12, 3):
+            for local in locals_:
+                train(local, range(first, first + 3), site, 8 - 3 * site)
+            assert off_by(vector(models[0]), vector(models[1])) < 1e-12, options
+            if not options.get("overlap", True):
+                assert locals_[0].first_difference() is None
+        assert locals_[0].remarks == ("fused steps: yes",)
+        for local in locals_:
+            local.finish()
+        assert locals_[0].first_difference() is None
+        assert off_by(vector(models[0]), vector(models[1])) < 1e-12, options
+        for local in locals_:
+            local.detach()
+
+
+def test_rounds_are_those_of_ordinary_steps(sites):
+    sites(2).run(
+        rounds,
+        [
+            {"outer_lr": 0.7, "outer_momentum": 0.9},
+            {"overlap": False, "weighting": "uniform"},
+            {"rank": 2, "overlap": False},
+            {"rank": 2, "wire": "int8"},
+            {"warm_up": 4, "warm_up_mode": "dad"},
+        ],
+    )
+
+
+def one_site_fuses() -> None:
+    """Sites need not fuse alike: one of them may not be able to."""
+    site = dist.get_rank()
+    model = build(site, torch.float32)
+    local = LocalSGD(model, adam(model.parameters()), every=2, fused=site == 1, overlap=False, sync_batchnorm=True)
+    train(local, range(4), site)
+    assert local.first_difference() is None
+    local.detach()
+
+
+def test_one_site_may_fuse_alone(sites):
+    sites(2).run(one_site_fuses)
+
+
+def normalised() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 3)).double()
+
+
+def synchronises_statistics() -> None:
+    site = dist.get_rank()
+    models = [normalised(), normalised()]
+    for model, fused in zip(models, (True, False)):
+        local = LocalSGD(model, adam(model.parameters()), every=3, fused=fused, sync_batchnorm=True)
+        train(local, range(7), site)
+        local.finish()
+        local.detach()
+    assert off_by(vector(models[0]), vector(models[1])) < 1e-12
+
+
+def test_with_statistics_of_all_rows(sites):
+    sites(2).run(synchronises_statistics)
+
+
+class Pair:
+    """A model in training by fused local steps, and its twin in training by the optimizer alone."""
+
+    def __init__(self, model: nn.Module | None = None, make=adam, **options) -> None:
+        self.model = build() if model is None else model
+        self.twin = copy.deepcopy(self.model)
+        self.optimizer, self.other = make(self.model.parameters()), make(self.twin.parameters())
+        self.local = LocalSGD(self.model, self.optimizer, every=2, fused=True, **options)
+
+    def backward(self, step: int, rows: int = 8) -> None:
+        for model in (self.model, self.twin):
+            loss_of(model, *batch(step, 0, rows)).backward()
+
+    def zero_grad(self, **settings) -> None:
+        for each in (self.optimizer, self.other):
+            each.zero_grad(**settings)
+
+    def step(self) -> None:
+        self.local.step()
+        self.other.step()
+
+    def equal(self) -> bool:
+        """Whether parameters, gradients and states are equal."""
+        for own, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+            assert off_by(own.detach(), other.detach()) < 1e-11
+            assert (own.grad is None) == (other.grad is None)
+            if own.grad is not None:
+                assert off_by(own.grad.clone(), other.grad) < 1e-11
+        states = [each.state_dict()["state"] for each in (self.optimizer, self.other)]
+        assert states[0].keys() == states[1].keys()
+        for key, state in states[1].items():
+            assert all(off_by(torch.as_tensor(states[0][key][name]), value) < 1e-11 for name, value in state.items())
+        return True
+
+    @property
+    def formed(self) -> list[str]:
+        return [name for name, each in self.model.named_parameters() if type(each.grad) is torch.Tensor]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_those_of_the_optimizer(name):
+    pair = Pair(make=OPTIMIZERS[name])
+    for step in range(5):
+        pair.zero_grad()
+        pair.backward(step, 5 + step)
+        assert pair.formed == []
+        pair.step()
+        assert not set(LINEAR) & set(pair.formed)
+        assert pair.equal()
+    ordinary = OPTIMIZERS[name](pair.model.parameters())  # the states load where steps are ordinary, and back
+    ordinary.load_state_dict(pair.optimizer.state_dict())
+    pair.local.detach()
+    pair.zero_grad()
+    pair.backward(7)
+    ordinary.step()
+    pair.other.step()
+    pair.optimizer.load_state_dict(ordinary.state_dict())
+    pair.local = LocalSGD(pair.model, pair.optimizer, fused=True)
+    pair.zero_grad()
+    pair.backward(8)
+    pair.step()
+    assert pair.equal()
+    pair.local.detach()
+
+
+def test_gradients_accumulate_and_are_cleared_as_autograds():
+    pair = Pair()
+    for step in range(3):  # several passes before a step, and no clearing after it
+        pair.backward(2 * step)
+        with pair.local.no_sync():
+            pair.backward(2 * step + 1)
+        pair.step()
+        assert pair.equal()
+    pair.step()  # once more with the same gradients
+    assert pair.equal()
+    pair.zero_grad()
+    pair.backward(7)
+    pair.zero_grad()  # no step
+    pair.step()
+    pair.backward(8)
+    pair.step()
+    assert pair.equal()
+    assert not set(LINEAR) & set(pair.formed)
+    pair.zero_grad(set_to_none=False)
+    pair.backward(9)
+    for model in (pair.model, pair.twin):
+        model[0].weight.grad = None  # of one alone
+        model[2].weight.grad.mul_(0.5)
+        model[4].bias.grad = None
+    pair.step()
+    assert pair.equal()
+    pair.local.detach()
+
+
+def test_clipping_takes_norms_of_what_is_not_formed():
+    pair = Pair(make=OPTIMIZERS["sgd"])
+    for step in range(4):
+        pair.zero_grad()
+        pair.backward(step)
+        norms = [pair.local.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.1)]
+        assert off_by(*norms) < 1e-11
+        if step == 1:
+            pair.zero_grad()  # the program skips the step
+            pair.backward(9)
+        pair.step()
+        assert not set(LINEAR) & set(pair.formed)
+        assert pair.equal()
+    pair.zero_grad()
+    pair.backward(5)
+    for model in (pair.model, pair.twin):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # torch's function reads and changes them
+    pair.step()
+    assert pair.equal()
+    loss_of(pair.model, batch(0, 0)[0] * float("nan"), batch(0, 0)[1]).backward()
+    with pytest.raises(RuntimeError, match="nan"):
+        pair.local.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    pair.local.detach()
+
+
+def test_errors_between_forward_and_step_leave_no_trace():
+    pair = Pair()
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, inputs):
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise OSError("broken")
+
+    for model in (pair.model, pair.twin):
+        model(torch.randn(3, 6, dtype=torch.float64))  # no backward
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(3, 7, dtype=torch.float64))
+        with pytest.raises(OSError, match="broken"):
+            model[2:](Broken.apply(model[:2](batch(0, 0)[0]))).sum().backward()
+    pair.step()  # with the gradients of the layers that backward has reached
+    assert pair.equal()
+    pair.zero_grad()
+    pair.backward(1)
+    plain, pair.optimizer.step = pair.optimizer.step, lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        pair.local.step()
+    pair.optimizer.step = plain
+    pair.step()
+    assert pair.equal()
+    with pytest.raises(RuntimeError, match=r"call local.step\(\) instead"):
+        pair.optimizer.step()
+    pair.local.detach()
+
+
+def test_closures_and_steps_of_the_trainer():
+    pair = Pair()
+
+    def closure(model, optimizer):
+        def evaluate():
+            optimizer.zero_grad()
+            loss = loss_of(model, *batch(3, 0))
+            loss.backward()
+            return loss
+
+        return evaluate
+
+    for _ in range(3):
+        loss = pair.local.step(closure(pair.model, pair.optimizer))
+        assert off_by(loss.detach(), pair.other.step(closure(pair.twin, pair.other)).detach()) < 1e-12
+        assert not set(LINEAR) & set(pair.formed)
+        assert pair.equal()
+    with pair.local.stepping():  # an ordinary step, with gradients that are formed for it
+        pair.optimizer.step()
+    pair.other.step()
+    with pair.local.stepping():
+        pair.optimizer.step(closure(pair.model, pair.optimizer))
+    pair.other.step(closure(pair.twin, pair.other))
+    assert pair.equal()
+    pair.local.detach()
+
+
+def test_inputs_may_be_overwritten_after_backward():
+    pair = Pair()
+    inputs, targets = batch(0, 0)
+    for model in (pair.model, pair.twin):
+        loss_of(model, inputs, targets).backward()
+    inputs.zero_()
+    pair.step()
+    assert pair.equal()
+    pair.local.detach()
+
+
+def test_a_grad_scaler_takes_ordinary_steps():
+    pair = Pair(build(0, torch.float32))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, unscales in enumerate((True, False)):
+        pair.zero_grad()
+        scaler.scale(loss_of(pair.model, *batch(step, 0, dtype=torch.float32))).backward()
+        loss_of(pair.twin, *batch(step, 0, dtype=torch.float32)).backward()
+        if unscales:
+            scaler.unscale_(pair.optimizer)
+        pair.local.step(scaler=scaler)
+        scaler.update()
+        pair.other.step()
+        assert off_by(vector(pair.model), vector(pair.twin)) < 1e-6
+    assert pair.local.remarks == ("fused steps: no, a GradScaler scales the loss",)
+    pair.local.detach()
+    pair = Pair()
+    pair.backward(0)
+    pair.local.step(scaler=torch.amp.GradScaler("cpu", enabled=False))
+    pair.other.step()
+    assert pair.local.remarks == ("fused steps: yes",)
+    assert pair.equal()
+    pair.local.detach()
+
+
+def test_parameters_may_be_frozen_added_and_tied():
+    pair = Pair(make=lambda weights: torch.optim.SGD(weights, lr=0.1))
+
+    def both(change):
+        change(pair.model, pair.optimizer)
+        change(pair.twin, pair.other)
+        for step in range(2):
+            pair.zero_grad()
+            pair.backward(step)
+            pair.step()
+            assert pair.equal()
+
+    both(lambda model, _: model[2].requires_grad_(False))
+    both(lambda model, _: model[2].weight.requires_grad_(True))
+    both(lambda model, _: model[2].requires_grad_(True))
+
+    def append(model, optimizer):
+        torch.manual_seed(3)
+        model.append(nn.Linear(3, 3).double())
+        optimizer.add_param_group({"params": model[5].parameters(), "lr": 0.2})
+
+    both(append)
+    assert not {*LINEAR, "5.weight"} & set(pair.formed)
+    both(lambda model, _: model.register_parameter("tied", model[2].weight))
+    assert "tied" in pair.formed
+    assert "  tied: no, shared by layers that do not go together" in pair.local.remarks
+    both(lambda model, _: setattr(model[4], "weight", nn.Parameter(torch.ones_like(model[4].weight))))
+    pair.local.detach()
+
+
+def test_what_is_not_fused_has_a_reason():
+    pair = Pair(make=lambda weights: torch.optim.RMSprop(weights, lr=0.01))
+    pair.backward(0)
+    pair.step()
+    assert pair.equal()
+    assert pair.local.remarks == ("fused steps: no, RMSprop has no fused step",)
+    pair.local.detach()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv, self.first = nn.Conv1d(1, 4, 3), nn.Linear(16, 300)
+            self.second, self.third = nn.Linear(300, 300), nn.Linear(300, 3)
+            self.third.weight.requires_grad_(False)
+
+        def forward(self, inputs):
+            hidden = torch.relu(self.first(self.conv(inputs[:, None]).flatten(1)))
+            return self.third(torch.tanh(self.second(hidden))) + 1e-3 * self.first.weight.sum()
+
+    pair = Pair(Net().double())
+    for step in range(3):
+        pair.zero_grad()
+        pair.backward(step, 8 if step else 400)
+        pair.step()
+        assert pair.equal()
+        assert {"first.weight", "second.weight"} <= set(pair.formed)
+    assert "used outside its layer too" in pair.local.remarks[0]
+    assert "its 400 rows take more memory than its gradient" in pair.local.remarks[0]
+    pair.local.detach()
+
+    hooked = Pair()
+    hooked.local.detach()
+    hooked.optimizer.register_step_post_hook(lambda *_: None)
+    local = LocalSGD(hooked.model, hooked.optimizer, fused=True)
+    assert local.remarks == ("fused steps: no, hooks of the optimizer may read the gradient",)
+    local.detach()
+    with pytest.raises(ValueError, match="fused must be True or False"):
+        LocalSGD(hooked.model, hooked.optimizer, fused=1)
+
+
+def test_a_run_resumes_to_the_bit():
+    def make():
+        pair = Pair(build(0, torch.float32))
+        return pair.model, pair.optimizer, pair.local
+
+    straight, first, again = make(), make(), make()
+    train(straight[2], range(7), 0)
+    train(first[2], range(3), 0)
+    for each, state in zip(again, [copy.deepcopy(each.state_dict()) for each in first]):
+        each.load_state_dict(state)
+    train(again[2], range(3, 7), 0)
+    assert torch.equal(vector(straight[0]), vector(again[0]))
+    for each in (straight, first, again):
+        each[2].detach()
