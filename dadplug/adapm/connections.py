@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from ..errors import SiteError
 from ..exchange.addresses import own_addresses
+from ..exchange.socket_setup import large_socket
 from .messages import HEAD_SIZE, Head, Message
 
 _HELLO = struct.Struct("<32sI")  # token of the listening site, rank of the connecting one
-_BUFFER = 4 << 20  # size of the socket buffers in bytes: a batch of values
 _CHUNK = 1 << 16  # bytes read at a time, from which small messages are extracted
 _PREFIX = "dadplug-"  # of the names of Unix sockets
 _BATCH = 64  # messages read from a connection before the next one
@@ -240,7 +240,7 @@ def connect_sites(
 def _listen(address: str) -> socket.socket:
     """Return a listening socket, with an unused name or port."""
     local = address == "127.0.0.1" and sys.platform == "linux"
-    listener = _socket(socket.AF_UNIX if local else socket.AF_INET)
+    listener = large_socket(socket.AF_UNIX if local else socket.AF_INET)
     listener.bind("\0" + _PREFIX + secrets.token_hex(8) if local else (address, 0))
     listener.listen(64)
     return listener
@@ -253,14 +253,6 @@ def _place(listener: socket.socket) -> list[Any]:
     return list(listener.getsockname()[:2])
 
 
-def _socket(family: socket.AddressFamily) -> socket.socket:
-    made = socket.socket(family)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        with suppress(OSError):
-            made.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
-    return made
-
-
 def _left(deadline: float) -> float:
     return max(0.01, deadline - time.monotonic())
 
@@ -271,7 +263,7 @@ def _reach(
     """Connect to a site of lower rank, which listens already."""
     host, port, token = place
     local = not port and host.startswith(_PREFIX)
-    caller = _socket(socket.AF_UNIX if local else socket.AF_INET)
+    caller = large_socket(socket.AF_UNIX if local else socket.AF_INET)
     try:
         caller.settimeout(_left(deadline))
         caller.connect("\0" + host if local else (host, port))

@@ -86,7 +86,7 @@ def _listen() -> socket.socket | None:
     """Open a socket on the address at which other sites reach this one; return None if there is none."""
     for address in own_addresses():
         try:
-            listener = _large_socket(socket.AF_INET)
+            listener = large_socket(socket.AF_INET)
             listener.bind((address, 0))
             listener.listen(1024)
         except OSError:
@@ -99,7 +99,7 @@ def _listen_near() -> list[socket.socket]:
     """Open a Unix socket with an abstract name, which is gone with the socket; return none where there are none."""
     if sys.platform != "linux":
         return []
-    listener = _large_socket(socket.AF_UNIX)
+    listener = large_socket(socket.AF_UNIX)
     try:
         listener.bind(b"\0dadplug-" + secrets.token_hex(16).encode())
         listener.listen(1024)
@@ -109,13 +109,16 @@ def _listen_near() -> list[socket.socket]:
     return [listener]
 
 
-def _large_socket(family: socket.AddressFamily) -> socket.socket:
-    """Make a socket with large buffers of fixed size; where the system grants less, leave their size to it."""
+def large_socket(family: socket.AddressFamily) -> socket.socket:
+    """Make a socket with large buffers of fixed size; where TCP is granted less, leave their size to the system.
+
+    The system lets them grow with a long link's round trip, unless a program has set their size.
+    """
     sized = socket.socket(family)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         with suppress(OSError):
             sized.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-        if sized.getsockopt(socket.SOL_SOCKET, option) < KERNEL_BYTES:
+        if family == socket.AF_INET and sized.getsockopt(socket.SOL_SOCKET, option) < KERNEL_BYTES:
             sized.close()
             return socket.socket(family)
     return sized
@@ -153,13 +156,13 @@ def _connect_all(
 def _connect(address: _Address, is_near: bool, deadline: float) -> socket.socket:
     """Connect to a listening site, by TCP where its Unix socket cannot be reached: it may be in another container."""
     if is_near and address.name:
-        connected = _large_socket(socket.AF_UNIX)
+        connected = large_socket(socket.AF_UNIX)
         with suppress(OSError):
             connected.settimeout(max(0.1, deadline - time.monotonic()))
             connected.connect(address.name)
             return connected
         connected.close()
-    connected = _large_socket(socket.AF_INET)
+    connected = large_socket(socket.AF_INET)
     connected.settimeout(max(0.1, deadline - time.monotonic()))
     try:
         connected.connect((address.host, address.port))

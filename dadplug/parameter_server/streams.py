@@ -20,7 +20,7 @@ from .frames import Frame, FrameError, Kind
 _HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
 _CHUNK = 1 << 18  # bytes read at a time
 _WAKE = 1 << 15  # bytes of a body at which the thread wakes up; without it, at each packet
-_SEND_BUFFER = 1 << 17  # bytes that the kernel holds: more would hide that contributions do not get away
+_UNSENT = 1 << 17  # bytes that the kernel holds unsent: more would hide that contributions do not get away
 _BEATS = 6  # heartbeats within the time after which a silent site counts as lost
 _CLOSE_SECONDS = 5.0  # to send the last frames, and for the other end to close
 
@@ -35,10 +35,7 @@ class _Stream:
 
     def __init__(self, connected: socket.socket, limit: int) -> None:
         connected.setblocking(False)
-        with suppress(OSError):
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        if connected.family in (socket.AF_INET, socket.AF_INET6):
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _limit_unsent(connected)
         self.socket = connected
         self.heard = self.sent = time.monotonic()
         self._limit = limit
@@ -138,6 +135,18 @@ class _Stream:
         else:
             frames.append(self._frame)
             self._frame, self._missing = None, memoryview(self._head)
+
+
+def _limit_unsent(connected: socket.socket) -> None:
+    """Let the kernel hold few bytes that have not left; those that are on their way over a long link do not count."""
+    if connected.family in (socket.AF_INET, socket.AF_INET6):
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            with suppress(OSError):
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+                return
+    with suppress(OSError):
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT)
 
 
 class StreamThread:

@@ -1,14 +1,22 @@
-"""Frames over sockets: when the thread that receives them wakes up."""
+"""Frames over sockets: wake-ups of the thread that receives them, and what the kernel holds of those that are sent."""
 
 from __future__ import annotations
 
+import random
 import select
 import socket
+import struct
 import sys
 
 import pytest
 
-from dadplug.parameter_server.streams import _HEAD, _WAKE, Frame, Kind, _Stream
+from dadplug.adapm import connections
+from dadplug.exchange import socket_setup
+from dadplug.parameter_server.streams import _HEAD, _UNSENT, _WAKE, Frame, Kind, _Stream
+
+fcntl = pytest.importorskip("fcntl")
+
+_SIOCOUTQNSD = 0x894B  # Linux: bytes that have not been sent yet
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems may wake up earlier")
@@ -44,3 +52,41 @@ def test_a_body_wakes_the_receiver_in_large_parts_and_arrives_whole():
     finally:
         sender.close()
         receiver.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell what is unsent")
+def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        sender = socket.create_connection(server.getsockname())
+        receiver = server.accept()[0]
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    room = sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    stream, other = _Stream(sender, 1 << 23), _Stream(receiver, 1 << 23)
+    body = random.Random(0).randbytes(6 << 20)
+    frames = []
+    try:
+        assert sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == room  # as much as is on its way
+        stream.send(Frame(Kind.CONTRIBUTION, body=body))
+        assert stream.blocked
+        unsent = struct.unpack("i", fcntl.ioctl(sender, _SIOCOUTQNSD, bytes(4)))[0]
+        assert unsent <= 2 * _UNSENT  # the kernel takes whole packets, of 64 KiB here
+        while not frames:
+            assert select.select([receiver], [], [], 10)[0]
+            frames = other.read()
+            stream.flush()
+        assert not stream.blocked
+        assert frames == [Frame(Kind.CONTRIBUTION, body=bytearray(body))]
+    finally:
+        sender.close()
+        receiver.close()
+
+
+@pytest.mark.parametrize("grants_less", [True, False])
+def test_tcp_buffers_are_large_or_left_to_the_system(grants_less, monkeypatch):
+    if grants_less:
+        monkeypatch.setattr(socket_setup, "KERNEL_BYTES", 1 << 40)
+    with socket.socket() as usual, connections._listen("0.0.0.0") as sized:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            found, default = (each.getsockopt(socket.SOL_SOCKET, option) for each in (sized, usual))
+            assert found == default if grants_less else found >= default
