@@ -159,7 +159,8 @@ def open_log(
         address = _receive_returning(transport, service, options.timeout)
     place, token = transport.gather_objects(address)[0]
     place = f"{KIT}{transport.dialed_by}" if transport.dialed_by else place
-    log = Log(own, at_site(transport.sites, 0, options.timeout), transport.sites, limit, *times, traffic)
+    holder = at_site(transport.sites, 0, options.timeout)
+    log = Log(own, holder, transport.sites, limit, *times, traffic, delayed=service.is_blocked if service else None)
     return Opened(log, service, f"{place}/{token}" if token else "")
 
 

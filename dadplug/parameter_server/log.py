@@ -47,6 +47,7 @@ class Log:
         timeout: seconds that a wait may take.
         traffic: meter of sent bytes.
         returns: whether this site returns into a training.
+        delayed: returns whether the sequencer has not passed on what it has, where it is at this site.
 
     Attributes:
         left: by rank, the reason why a site has left, in the order in which they did.
@@ -69,6 +70,7 @@ class Log:
         timeout: float,
         traffic: Traffic,
         returns: bool = False,
+        delayed: Callable[[], bool] | None = None,
     ) -> None:
         self.left: dict[int, str] = {}
         self.losses: list[tuple[int, str]] = []
@@ -83,6 +85,7 @@ class Log:
         self._sites = sites
         self._timeout = timeout
         self._traffic = traffic
+        self._delayed = delayed
         self._count = 0  # contributions of this site
         self._awaited: list[int] = []  # by the sequencer
         self._bodies: dict[tuple[int, int], bytes | bytearray] = {}
@@ -100,7 +103,7 @@ class Log:
     @property
     def blocked(self) -> bool:
         """Whether this site's last contribution has not left yet."""
-        return self._thread.blocked(self._sequencer)
+        return self._thread.blocked(self._sequencer) or (self._delayed is not None and self._delayed())
 
     def contribute(self, base: int, reached: int, samples: int, used: int, body: bytes) -> None:
         """Send a contribution.

@@ -95,6 +95,10 @@ class SequencerService:
         """Take over the connection of a site that returns; called in any thread."""
         self._thread.adopt(site, connected)
 
+    def is_blocked(self) -> bool:
+        """Return whether to each other site, a frame has not left yet. May be called from any thread."""
+        return self._thread.all_blocked(besides=self._own)
+
     def close(self) -> None:
         """Close the connections after sending the last frames."""
         if self.listener is not None:

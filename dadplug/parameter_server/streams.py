@@ -250,6 +250,11 @@ class StreamThread:
         stream = self._streams.get(peer)
         return stream is not None and stream.blocked
 
+    def all_blocked(self, besides: int) -> bool:
+        """Return whether to each site, besides one, a frame has not left yet; False if there are no others."""
+        others = [stream.blocked for peer, stream in list(self._streams.items()) if peer != besides]
+        return bool(others) and all(others)
+
     def drop(self, peer: int) -> None:
         """Close the connection to a site; called in the thread."""
         stream = self._streams.pop(peer, None)

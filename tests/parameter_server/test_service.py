@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
+from dadplug import SiteError
 from dadplug.exchange import Traffic, codec
 from dadplug.parameter_server.dealer import OwnDealer
 from dadplug.parameter_server.donors import Donors
 from dadplug.parameter_server.frames import Frame, Kind
-from dadplug.parameter_server.holder import HUB
+from dadplug.parameter_server.holder import HUB, Holder
+from dadplug.parameter_server.log import Log
 from dadplug.parameter_server.rules import Rules
 from dadplug.parameter_server.sequencer import Sequencer
 from dadplug.parameter_server.service import SequencerService
@@ -90,12 +93,12 @@ def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it():
         service.close()
 
 
-def service_of(peers: list[Peer], **options) -> SequencerService:
-    """Start a service as at the hub, without a site of its own."""
+def service_of(peers: list[Peer], own: int = HUB, **options) -> SequencerService:
+    """Start a service, by default as at the hub, without a site of its own."""
     ranks = [each.rank for each in peers]
     sequencer, dealer = Sequencer(ranks, Rules(100, 1, "keep")), OwnDealer(ranks)
     sockets = {each.rank: each.theirs for each in peers}
-    return SequencerService(sockets, ranks, sequencer, dealer, 1 << 16, SECONDS, Traffic(), HUB, **options)
+    return SequencerService(sockets, ranks, sequencer, dealer, 1 << 16, SECONDS, Traffic(), own, **options)
 
 
 def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost():
@@ -158,4 +161,34 @@ def test_beyond_the_memory_the_site_that_does_not_read_is_dropped():
     finally:
         for each in (first, second):
             each.stream.socket.close()
+        service.close()
+
+
+def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_others():
+    first, _, third = peers = [Peer(rank) for rank in range(3)]
+    service = service_of(peers, own=0)
+    ours, theirs = socket.socketpair()
+    holder, own = Holder(0, "site 0", SiteError), SimpleNamespace(rank=0)
+    log = Log(ours, holder, own, 1 << 16, SECONDS, SECONDS, Traffic(), delayed=service.is_blocked)
+
+    def wait_for(blocked: bool, *readers: Peer) -> None:
+        deadline = time.monotonic() + SECONDS
+        while log.blocked != blocked:
+            assert time.monotonic() < deadline
+            first.stream.flush()
+            for reader in readers:
+                reader.kinds()
+            time.sleep(0.001)
+
+    try:
+        assert not log.blocked
+        for number in range(40):
+            first.send(Kind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
+        wait_for(True, first)
+        wait_for(False, first, third)  # it is of use to one of them
+    finally:
+        log.leave("")
+        for each in peers:
+            each.stream.socket.close()
+        theirs.close()
         service.close()
