@@ -32,6 +32,7 @@ from .service import SequencerService
 from .trainer_calls import TrainerCalls
 
 _DETACHED = "it has called detach()"
+_SLACK = 4  # part of `staleness` by which a site may be further than the sequencer knows
 
 
 class ParameterServer(TrainerCalls, ServerState):
@@ -159,7 +160,7 @@ class ParameterServer(TrainerCalls, ServerState):
         return self._earlier + self._replica.version
 
     def step(self) -> None:
-        """Send the gradients of the backward passes since the last call, and apply what has been committed.
+        """Send the gradients of the backward passes since the last call, then apply what has been committed.
 
         It clears the gradients. It does not wait, unless this site has more than `staleness` contributions that are not
         committed yet. A contribution that cannot leave, since the last one has not left yet, is held and sent together
@@ -176,15 +177,17 @@ class ParameterServer(TrainerCalls, ServerState):
         self._gradients.check_unchanged()
         self._collect()
         self._begin_training()
+        known = self._replica.version  # by the sequencer, as the one that this site goes on at
+        self._send_unless_blocked()  # first, so that it is on its way while commits are applied
         self._apply_arrived()
-        if self._held.samples and (not self._log.blocked or self._log.outstanding >= self._rules.staleness):
-            self._send()
-        before, waits = self._replica.version, self._log.outstanding > self._rules.staleness
+        self._send_unless_blocked()
+        waits = self._log.outstanding > self._rules.staleness
         while self._log.outstanding > self._rules.staleness:
             self._log.wait(lambda: self._log.outstanding <= self._rules.staleness)
             self._apply_arrived()
         self._apply_arrived()  # what has arrived meanwhile
-        if waits and self._rules.staleness and self._replica.version > before and not self._held.samples:
+        slack = 0 if waits else self._rules.staleness // _SLACK
+        if self._rules.staleness and self._replica.version > known + slack and not self._held.samples:
             self._log.reach(self._replica.version)
         self._warn_of_left()
         self.traffic.end_step()
@@ -195,6 +198,11 @@ class ParameterServer(TrainerCalls, ServerState):
         self._epoch_samples += self._collector.counted
         if taken and samples:
             self._held.add(taken, samples, self._replica.version)
+
+    def _send_unless_blocked(self) -> None:
+        """Send what is held, unless the last contribution has not left and this site may go on without it."""
+        if self._held.samples and (not self._log.blocked or self._log.outstanding >= self._rules.staleness):
+            self._send()
 
     def _send(self) -> None:
         """Send what is held."""
