@@ -53,13 +53,14 @@ class HeldGradients:
     Attributes:
         samples: number of samples.
         base: version at which the first of them was computed.
+        batches: number of batches.
     """
 
     def __init__(self) -> None:
         self.samples = 0
         self.base = 0
+        self.batches = 0
         self._sums: dict[str, UnitGradient] = {}  # times samples, unless it is a single batch
-        self._batches = 0
 
     def add(self, gradients: dict[str, UnitGradient], samples: int, base: int) -> None:
         """Add the gradients of a batch.
@@ -69,20 +70,20 @@ class HeldGradients:
             samples: the batch's samples.
             base: version at which they were computed.
         """
-        if not self._batches:
+        if not self.batches:
             self._sums, self.base = gradients, base
         else:
-            if self._batches == 1:
+            if self.batches == 1:
                 self._sums = {name: each.times(self.samples) for name, each in self._sums.items()}
             for name, each in gradients.items():
                 weighted = each.times(samples)
                 self._sums[name] = self._sums[name].plus(weighted) if name in self._sums else weighted
-        self._batches += 1
+        self.batches += 1
         self.samples += samples
 
     def mean(self) -> dict[str, UnitGradient]:
         """Return the mean over samples, by name of the unit."""
-        if self._batches == 1:
+        if self.batches == 1:
             return self._sums
         return {name: each.times(1 / self.samples) for name, each in self._sums.items()}
 

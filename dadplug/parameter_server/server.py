@@ -32,6 +32,7 @@ from .service import SequencerService
 from .trainer_calls import TrainerCalls
 
 _DETACHED = "it has called detach()"
+_MOST_HELD = 64  # batches: their rows take memory
 _SLACK = 4  # part of `staleness` by which a site may be further than the sequencer knows
 
 
@@ -201,7 +202,8 @@ class ParameterServer(TrainerCalls, ServerState):
 
     def _send_unless_blocked(self) -> None:
         """Send what is held, unless the last contribution has not left and this site may go on without it."""
-        if self._held.samples and (not self._log.blocked or self._log.outstanding >= self._rules.staleness):
+        full = self._log.outstanding >= self._rules.staleness or self._held.batches >= _MOST_HELD
+        if self._held.samples and (full or not self._log.blocked):
             self._send()
 
     def _send(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import support
 import torch
 from torch import nn
 
 import dadplug
+from dadplug.parameter_server import server as server_module
 
 
 def sends_before_it_applies(staleness: int) -> tuple[list[int], list[int], int]:
@@ -47,3 +49,23 @@ def test_a_contribution_leaves_before_commits_are_applied(sites, staleness):
             assert reported == [version] * bool(sent)
         else:
             assert not reported
+
+
+def holds_some_batches() -> tuple[int, int]:
+    """Return the contributions of seven steps on a link that is always busy, and the batches that are left."""
+    server_module._MOST_HELD = 3
+    model = nn.Linear(6, 4)
+    server = dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1), staleness=100)
+    server._log._delayed = lambda: True
+    for _ in range(7):
+        model(torch.randn(3, 6)).sum().backward()
+        server.step()
+    found = server._log._count, server._held.batches
+    server.finish()
+    server.detach()
+    return found
+
+
+def test_a_busy_link_holds_so_many_batches_at_most():
+    with support.Sites(2) as group:
+        assert group.run(holds_some_batches) == [(2, 1)] * 2
