@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps of a method before any is timed")
     parser.add_argument("--steps", type=int, default=60, help="most steps of a method at a rate")
     parser.add_argument("--seconds", type=float, default=20.0, help="time after which steps of a method are enough")
+    parser.add_argument("--onednn", choices=("true", "false"), default="true", help="whether torch may use oneDNN")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     arguments = parser.parse_args()
     arguments.shape = arguments.rates is not None
@@ -138,6 +139,7 @@ def main() -> None:
         parser.error("--rates needs a link: run it by `sudo python benchmarks/link.py none python …`")
     arguments.rates = arguments.rates.split(",") if arguments.shape else [arguments.label]
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = arguments.onednn == "true"
     dadplug.connect()
     peers: dict[str, float] = {}
     for name in arguments.methods.split(","):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .form import LINEAR, Form
 from .gradient_use import gradient_use
+from .products import linear, product
 from .registry import LayerFamily, Recorder, register_family
 
 _LARGE = 1 << 22  # multiplications for the gradient of an input; they take about a tenth of a millisecond
@@ -26,7 +26,7 @@ class _LinearWithFactors(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.record = record
         ctx.weight_gradients = weight_gradients
-        return F.linear(inputs, weight, bias)
+        return linear(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
@@ -34,7 +34,7 @@ class _LinearWithFactors(torch.autograd.Function):
         parameters = _parameter_gradients(ctx, inputs, weight, deltas)
         grad_inputs = None
         if ctx.needs_input_grad[0]:  # under autocast the deltas come in a narrower type than weight or input
-            grad_inputs = (deltas @ weight.to(deltas.dtype)).to(inputs.dtype)
+            grad_inputs = product(deltas, weight.to(deltas.dtype)).to(inputs.dtype)
         return grad_inputs, *parameters, None, None
 
 
@@ -52,7 +52,7 @@ class _LinearOfInput(torch.autograd.Function):
         ctx.save_for_backward(*inputs, weight)
         ctx.record = record
         ctx.weight_gradients = False
-        return F.linear(*inputs, weight, bias)
+        return linear(*inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,7 +70,7 @@ class _InputOfLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
-        return deltas @ ctx.saved_tensors[0], None
+        return product(deltas, ctx.saved_tensors[0]), None
 
 
 def _parameter_gradients(

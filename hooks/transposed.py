@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .form import Form
 from .gradient_use import gradient_use
 from .libraries import LibraryLinear
+from .products import linear, product
 from .registry import Recorder, register_family
 
 
@@ -50,9 +51,7 @@ class _TransposedLinearWithFactors(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.record = record
         ctx.weight_gradients = weight_gradients
-        rows = inputs.reshape(-1, weight.shape[0])
-        outputs = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-        return outputs.view(*inputs.shape[:-1], weight.shape[1])
+        return linear(inputs, weight.T, bias)
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
@@ -63,7 +62,7 @@ class _TransposedLinearWithFactors(torch.autograd.Function):
             ctx.record(rows_in.detach(), rows_out.detach(), TRANSPOSED)
         grad_inputs = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:  # under autocast the deltas come in a narrower type than weight or input
-            grad_inputs = (deltas @ weight.to(deltas.dtype).T).to(inputs.dtype)
+            grad_inputs = product(deltas, weight.to(deltas.dtype).T).to(inputs.dtype)
         if use.weight:
             grad_weight = rows_in.to(weight.dtype).T @ rows_out.to(weight.dtype)
         if use.bias:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..hooks.products import product
 from .dispatch import kernels_for
 from .scratch import scratch
 
@@ -90,17 +91,19 @@ class Operator:
         """Compute ``Q G`` for a block Q of shape (k, out)."""
         result = scratch.take("right", (rows.shape[0], self.shape[1]), rows)
         if self.formed is not None:
-            return torch.mm(rows, self.formed, out=result)
+            return product(rows, self.formed, result)
         inner = scratch.take("inner", (rows.shape[0], self.deltas.shape[0]), rows)
-        return torch.mm(torch.mm(rows, self.deltas.T, out=inner), self.activations, out=result)
+        return product(product(rows, self.deltas.T, inner), self.activations, result)
 
     def apply(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Compute ``Z G^T`` for a block Z of shape (k, in)."""
         result = scratch.take("left", (rows.shape[0], self.shape[0]), rows) if into is None else into
         if self.formed is not None:
-            return torch.mm(rows, self.formed.T, out=result)
-        inner = scratch.take("inner", (rows.shape[0], self.deltas.shape[0]), rows)
-        return torch.mm(torch.mm(rows, self.activations.T, out=inner), self.deltas, out=result)
+            made = product(rows, self.formed.T, result)
+        else:
+            inner = scratch.take("inner", (rows.shape[0], self.deltas.shape[0]), rows)
+            made = product(product(rows, self.activations.T, inner), self.deltas, result)
+        return made if into is None or made is into else into.copy_(made)
 
     def sketch(self, search: Search, into: Tensor) -> None:
         """Fill a block with random rows from the span of G's columns, or from a space that contains it."""

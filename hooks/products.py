@@ -1,0 +1,97 @@
+"""Matrix products by the faster of torch's two libraries.
+
+torch multiplies matrices of float32 by MKL. That has AVX-512 kernels for Intel's processors only; on others it uses
+those of AVX2, and copies both factors first. oneDNN, which is part of torch too, has AVX-512 kernels for all, which
+are faster on AMD's. Results of the two differ by rounding; each is the same in every run. Setting
+``torch.backends.mkldnn.enabled = False`` turns oneDNN off.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_LEAST = 1 << 18  # multiplications; below, calls take longer than the work
+_LEAST_WITH_ROOM = 1 << 22  # where MKL would write into memory that is there, and oneDNN makes a new tensor
+_LEAST_ROWS = 8  # of the left factor; below, MKL reads the right one in its place, as fast as memory gives it
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute `F.linear`, outside of autograd.
+
+    Args:
+        inputs: of shape (..., in).
+        weight: of shape (out, in).
+        bias: of shape (out,), or None.
+    """
+    if _suits(inputs, weight, weight.shape[0]) and (bias is None or bias.dtype == inputs.dtype):
+        return _multiply(inputs, weight, bias)
+    return F.linear(inputs, weight, bias)
+
+
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute ``left @ right``.
+
+    Args:
+        left: of shape (..., k).
+        right: of shape (k, width).
+        out: where the result may be written; it is returned somewhere else if that is faster.
+    """
+    width = right.shape[1]
+    large = out is None or left.numel() * width >= _LEAST_WITH_ROOM
+    if large and _suits(left, right, width):
+        return _multiply(left, right.T, None)
+    return left @ right if out is None else torch.mm(left, right, out=out)
+
+
+def _suits(left: Tensor, right: Tensor, width: int) -> bool:
+    """Return whether oneDNN multiplies two factors faster, and whatever watches torch's operations does not matter.
+
+    Args:
+        left: the left factor.
+        right: the right factor, or its transpose.
+        width: columns of the product.
+    """
+    if left.numel() * width < _LEAST or left.numel() < _LEAST_ROWS * left.shape[-1] or not _has_faster_kernels():
+        return False
+    plain = type(left) in _PLAIN and type(right) in _PLAIN and left.device.type == right.device.type == "cpu"
+    if not plain or not left.dtype == right.dtype == torch.float32 or not (_is_dense(left) and _is_dense(right)):
+        return False
+    watched = torch.is_autocast_enabled("cpu") or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state()
+    differentiated = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
+    return not watched and not differentiated and bool(torch.backends.mkldnn.enabled)
+
+
+def _is_dense(matrix: Tensor) -> bool:
+    return matrix.is_contiguous() or (matrix.dim() == 2 and matrix.T.is_contiguous())
+
+
+def _multiply(left: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor:
+    made: Tensor = _onednn()(left.detach(), transposed.detach(), bias, "none", [], "")
+    return made
+
+
+@functools.cache
+def _onednn() -> Any:
+    """Return oneDNN's product of a matrix with a transposed one, and perhaps a bias; None where torch has none."""
+    return getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+
+
+@functools.cache
+def _has_faster_kernels() -> bool:
+    """Return whether oneDNN has better kernels for this processor than MKL."""
+    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return both and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd() and _onednn() is not None
+
+
+def _is_amd() -> bool:
+    """Return whether the processor is one of AMD's."""
+    cpus = Path("/proc/cpuinfo")
+    return "AuthenticAMD" in (cpus.read_text() if cpus.exists() else platform.processor())
