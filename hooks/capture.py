@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import products
 from .chain import ChainTracer
 from .eager import eager
 from .factor import Factor, stack_by_form
@@ -48,11 +49,13 @@ class CapturedLayer:
         family: LayerFamily,
         weight_gradients: bool,
         tracer: ChainTracer | None = None,
+        fastest: bool = False,
     ) -> None:
         self.name = name
         self.module = module
         self.family = family
         self.weight_gradients = weight_gradients
+        self.fastest = fastest
         self.tracer = tracer if family.known_form(module) == LINEAR else None
         self.fed_by_data = False
         self.wrap_recorder: Callable[[CapturedLayer, Tensor, Recorder], Recorder] | None = None
@@ -178,7 +181,10 @@ class _CapturedForward(ForwardOverride):
             record = self._layer.wrap_recorder(self._layer, inputs, record)
         family = self._layer.family
         forward = family.forward if self._layer.tracer is not None else family.forward_untraced
-        return forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
+        if not self._layer.fastest:
+            return forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
+        with products.fastest():
+            return forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
 
 
 class LayerCapture:
@@ -190,6 +196,8 @@ class LayerCapture:
         weight_gradients: whether to compute ``.grad`` of captured weights and biases as well. If False, the matrix
             product that forms them does not run, and only the factors are available.
         trace_chains: whether factors of fully connected layers have a `dadplug.hooks.Trace` of the layer's output.
+        fastest: whether linear layers may compute by a faster library than autograd's, whose rounding differs, see
+            `dadplug.hooks.products`.
 
     Attributes:
         layers: the captured layers by name.
@@ -213,6 +221,7 @@ class LayerCapture:
         *,
         weight_gradients: bool = True,
         trace_chains: bool = False,
+        fastest: bool = False,
     ) -> None:
         capturable = capturable_layers(model)
         wanted = list(capturable) if names is None else list(names)
@@ -225,7 +234,7 @@ class LayerCapture:
             module = capturable[name]
             family = family_of(module)
             assert family is not None
-            self.layers[name] = CapturedLayer(name, module, family, weight_gradients, self.tracer)
+            self.layers[name] = CapturedLayer(name, module, family, weight_gradients, self.tracer, fastest)
 
     @property
     def factors(self) -> dict[str, Factor]:

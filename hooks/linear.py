@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .form import LINEAR, Form
 from .gradient_use import gradient_use
-from .products import linear, product
+from .products import linear, product, uses_fastest
 from .registry import LayerFamily, Recorder, register_family
 
 _LARGE = 1 << 22  # multiplications for the gradient of an input; they take about a tenth of a millisecond
@@ -26,6 +26,7 @@ class _LinearWithFactors(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.record = record
         ctx.weight_gradients = weight_gradients
+        ctx.fast = uses_fastest()
         return linear(inputs, weight, bias)
 
     @staticmethod
@@ -34,7 +35,7 @@ class _LinearWithFactors(torch.autograd.Function):
         parameters = _parameter_gradients(ctx, inputs, weight, deltas)
         grad_inputs = None
         if ctx.needs_input_grad[0]:  # under autocast the deltas come in a narrower type than weight or input
-            grad_inputs = product(deltas, weight.to(deltas.dtype)).to(inputs.dtype)
+            grad_inputs = product(deltas, weight.to(deltas.dtype), fast=ctx.fast).to(inputs.dtype)
         return grad_inputs, *parameters, None, None
 
 
@@ -66,11 +67,12 @@ class _InputOfLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: tuple[Tensor]) -> Tensor:
         ctx.save_for_backward(*weight)  # in a tuple, since the weight's gradient does not wait for this node
+        ctx.fast = uses_fastest()
         return inputs.new_zeros(()).expand(*inputs.shape[:-1], weight[0].shape[0])
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
-        return product(deltas, ctx.saved_tensors[0]), None
+        return product(deltas, ctx.saved_tensors[0], fast=ctx.fast), None
 
 
 def _parameter_gradients(

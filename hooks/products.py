@@ -2,7 +2,8 @@
 
 torch multiplies matrices of float32 by MKL. That has AVX-512 kernels for Intel's processors only; on others it uses
 those of AVX2, and copies both factors first. oneDNN, which is part of torch too, has AVX-512 kernels for all, which
-are faster on AMD's. Results of the two differ by rounding; each is the same in every run. Setting
+are faster on AMD's. Results of the two differ by rounding; each is the same in every run. So oneDNN is for methods that
+are not exact: within tens of steps, other rounding becomes a difference of percents. Setting
 ``torch.backends.mkldnn.enabled = False`` turns oneDNN off.
 """
 
@@ -10,6 +11,9 @@ from __future__ import annotations
 
 import functools
 import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +25,49 @@ _LEAST = 1 << 18  # multiplications; below, calls take longer than the work
 _LEAST_WITH_ROOM = 1 << 22  # where MKL would write into memory that is there, and oneDNN makes a new tensor
 _LEAST_ROWS = 8  # of the left factor; below, MKL reads the right one in its place, as fast as memory gives it
 _PLAIN = (Tensor, nn.Parameter)
+_thread = threading.local()
+
+
+@contextmanager
+def fastest() -> Iterator[None]:
+    """Let layers that compute their output within the block use the faster library."""
+    _thread.fastest = True
+    try:
+        yield
+    finally:
+        _thread.fastest = False
+
+
+def uses_fastest() -> bool:
+    """Return whether the thread is within such a block."""
+    return getattr(_thread, "fastest", False)
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `F.linear`, outside of autograd.
+    """Compute `F.linear`, outside of autograd, by the faster library within a block of `fastest`.
 
     Args:
         inputs: of shape (..., in).
         weight: of shape (out, in).
         bias: of shape (out,), or None.
     """
-    if _suits(inputs, weight, weight.shape[0]) and (bias is None or bias.dtype == inputs.dtype):
+    if uses_fastest() and _suits(inputs, weight, weight.shape[0]) and (bias is None or bias.dtype == inputs.dtype):
         return _multiply(inputs, weight, bias)
     return F.linear(inputs, weight, bias)
 
 
-def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+def product(left: Tensor, right: Tensor, out: Tensor | None = None, fast: bool = True) -> Tensor:
     """Compute ``left @ right``.
 
     Args:
         left: of shape (..., k).
         right: of shape (k, width).
         out: where the result may be written; it is returned somewhere else if that is faster.
+        fast: whether the faster library is used; else torch's own product.
     """
     width = right.shape[1]
     large = out is None or left.numel() * width >= _LEAST_WITH_ROOM
-    if large and _suits(left, right, width):
+    if fast and large and _suits(left, right, width):
         return _multiply(left, right.T, None)
     return left @ right if out is None else torch.mm(left, right, out=out)
 

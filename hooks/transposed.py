@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .form import Form
 from .gradient_use import gradient_use
 from .libraries import LibraryLinear
-from .products import linear, product
+from .products import linear, product, uses_fastest
 from .registry import Recorder, register_family
 
 
@@ -51,6 +51,7 @@ class _TransposedLinearWithFactors(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.record = record
         ctx.weight_gradients = weight_gradients
+        ctx.fast = uses_fastest()
         return linear(inputs, weight.T, bias)
 
     @staticmethod
@@ -62,7 +63,7 @@ class _TransposedLinearWithFactors(torch.autograd.Function):
             ctx.record(rows_in.detach(), rows_out.detach(), TRANSPOSED)
         grad_inputs = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:  # under autocast the deltas come in a narrower type than weight or input
-            grad_inputs = product(deltas, weight.to(deltas.dtype).T).to(inputs.dtype)
+            grad_inputs = product(deltas, weight.to(deltas.dtype).T, fast=ctx.fast).to(inputs.dtype)
         if use.weight:
             grad_weight = rows_in.to(weight.dtype).T @ rows_out.to(weight.dtype)
         if use.bias:

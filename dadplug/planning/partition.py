@@ -86,7 +86,8 @@ def partition_parameters(
             if not method.traits.takes_factors:
                 reasons[group.name] = "sparse=True: its gradient is sent as the rows that it has"
     captured = [name for group in factored.values() for name in group.layers]
-    capture = LayerCapture(model, captured, weight_gradients=False, trace_chains=method.traits.recomputes_deltas)
+    recomputes, lossy = method.traits.recomputes_deltas, not method.traits.exact
+    capture = LayerCapture(model, captured, weight_gradients=False, trace_chains=recomputes, fastest=lossy)
     units: list[Unit] = []
     for name, parameter in parameters.items():
         if name in factored:

@@ -7,6 +7,10 @@ from dadplug.hooks import LayerCapture, products
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dadplug.methods import make_method
+from dadplug.options import Options
+from dadplug.planning.partition import partition_parameters
+
 pytestmark = pytest.mark.skipif(
     products._onednn() is None or not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
 )
@@ -36,8 +40,10 @@ def test_products_are_precise(calls, shape):
     generator = torch.Generator().manual_seed(0)
     left, weight, bias = (torch.randn(*size, generator=generator) for size in ((*shape, 300), (200, 300), (200,)))
     doubles = left.double(), weight.double(), bias.double()
-    assert error(products.linear(left, weight, bias), F.linear(*doubles)) < 1e-6
-    assert error(products.linear(left, weight, None), F.linear(*doubles[:2])) < 1e-6
+    assert torch.equal(products.linear(left, weight, bias), F.linear(left, weight, bias))
+    with products.fastest():
+        assert error(products.linear(left, weight, bias), F.linear(*doubles)) < 1e-6
+        assert error(products.linear(left, weight, None), F.linear(*doubles[:2])) < 1e-6
     assert error(products.product(left, weight.T), doubles[0] @ doubles[1].T) < 1e-6
     assert error(products.product(left, weight.T.contiguous()), doubles[0] @ doubles[1].T) < 1e-6
     assert calls == [(*shape, 300, 200)] * 4
@@ -73,7 +79,7 @@ def make_model():
 def test_captured_layers_multiply_by_it(calls, weight_gradients):
     model, inputs = make_model(), torch.randn(2, 64, 256)
     reference = make_model().double()
-    with LayerCapture(model, weight_gradients=weight_gradients) as capture:
+    with LayerCapture(model, weight_gradients=weight_gradients, fastest=True) as capture:
         outputs = model(inputs)
         outputs.square().sum().backward()
         factors = capture.factors
@@ -87,7 +93,7 @@ def test_captured_layers_multiply_by_it(calls, weight_gradients):
 
 def test_second_derivatives_are_torchs_own(calls):
     model, inputs = make_model(), torch.randn(64, 256, requires_grad=True)
-    with LayerCapture(model):
+    with LayerCapture(model, fastest=True):
         (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
         gradient.square().sum().backward()
     plain = make_model()
@@ -99,3 +105,15 @@ def test_second_derivatives_are_torchs_own(calls):
             torch.testing.assert_close(parameter.grad, expected.grad)
     # Those of the forward pass, and that of the zeros that ReLU's second derivative sends back.
     assert calls == [(64, 256, 192), (64, 192, 128), (64, 192, 256)]
+
+
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+def test_exact_methods_keep_the_rounding_of_torch(calls, mode):
+    model, inputs = make_model(), torch.randn(64, 256)
+    partition = partition_parameters(model, make_method(Options(mode=mode)), frozenset(), False)
+    outputs = model(inputs)
+    outputs.square().sum().backward()
+    partition.capture.detach()
+    assert bool(calls) == (mode == "rankdad")
+    if mode == "dad":
+        assert torch.equal(outputs, make_model()(inputs))
