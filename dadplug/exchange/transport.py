@@ -122,12 +122,15 @@ class Transport(ABC):
             not count, and gathers return zeros for them. Always empty unless `elastic`.
         joins: whether this site joins others in mid-training, and `receive_state` returns a state.
         listens: whether this site joins in this step, so that nothing that it sends counts.
+        more_follows: whether another gather is launched soon, with which a small payload that is launched now may
+            leave; set by the exchange.
     """
 
     nodes: Nodes | None = None
     is_direct: bool = True
     has_all_to_all: bool = False
     elastic = joins = listens = False
+    more_follows = False
     absent: frozenset[int] = frozenset()
     donate: Callable[[], Any] | None = None
     """Returns what a site that joins in mid-training needs; called while this site waits for the end of a round that

@@ -31,6 +31,7 @@ _DIAL_SECONDS = 5.0  # for each part of the start of a connection
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to dial
 _PING_SECONDS, _SHORTEST_SILENCE = 1.0, 2.0  # the hub pings every second, too
 KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer
+_HELD_BYTES = 1 << 16  # that wait for the next message, at most: a line that is idle meanwhile loses more with more
 _BATCH_SECONDS = 0.001  # between two reads of the thread, so that it does not wake up for each packet
 _LOST = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
@@ -198,7 +199,7 @@ class HubConnection(ABC):
         Args:
             head: head of the frames, without offset and length.
             content: the message, of bytes; if empty, it is sent as one frame of a kind without a body.
-            soon: whether it may wait for the next message or ping, with which it is sent.
+            soon: whether it may wait for the next message or ping, with which it is sent; what waits stays small.
 
         Raises:
             SiteError: if the connection has been given up.
@@ -206,7 +207,7 @@ class HubConnection(ABC):
         with self.lock:
             self.check()
             self._frames.append_message(head, content)
-            if not soon:
+            if not soon or self._frames.unsent_bytes > _HELD_BYTES:
                 self._flush_or_disconnect()
             behind = self._frames.blocked
         if behind and not self._waiting:

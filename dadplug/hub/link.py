@@ -36,8 +36,6 @@ class HubLink(ContinuedLink):
     """Link of one site. Made by `open`.
 
     Attributes:
-        step: number of the open step.
-        gone: reasons of the sites that are lost, by slot, in the order in which they were lost.
         sealing: encryption of messages for the other sites, so that the hub cannot read them.
     """
 
@@ -93,20 +91,18 @@ class HubLink(ContinuedLink):
 
     def _wait_for_start(self, deadline: float, timeout: float) -> None:
         notice = time.monotonic() + _NOTICE_SECONDS
-        unknown = f"{self.hub} has not said for whom it waits"
         while True:
             with self.lock:
                 self.transfer()
             self.check()
             if self._started:
                 return
+            state = self.hub_state or self._pause or f"{self.hub} has not said for whom it waits"
             if time.monotonic() > deadline:
-                raise SiteError(
-                    f"training has not started within {timeout:g} s: {self.hub_state or self._pause or unknown}"
-                )
+                raise SiteError(f"training has not started within {timeout:g} s: {state}")
             if time.monotonic() > notice:
                 notice += _NOTICE_SECONDS
-                print(f"dadplug: {self.hub_state or self._pause or unknown}", file=sys.stderr, flush=True)
+                print(f"dadplug: {state}", file=sys.stderr, flush=True)
             self.attend(_POLL_SECONDS)
 
     def _swap(self, timeout: float, exchange: int, own: bytes, nbytes: int) -> dict[int, bytes]:
@@ -192,7 +188,13 @@ class HubLink(ContinuedLink):
         return first
 
     def send(
-        self, exchange: int, content: memoryview, kind: Kind = Kind.PAYLOAD, tag: int = 0, slot: int | None = None
+        self,
+        exchange: int,
+        content: memoryview,
+        kind: Kind = Kind.PAYLOAD,
+        tag: int = 0,
+        slot: int | None = None,
+        soon: bool = False,
     ) -> None:
         """Send a message; return at once. The content is copied, and an empty one is not sent.
 
@@ -202,12 +204,13 @@ class HubLink(ContinuedLink):
             kind: kind of its frames.
             tag: their tag, see `dadplug.hub.frames.Head`.
             slot: slot of the receiver, for the kinds that name it.
+            soon: whether it may wait for the next message, see `post`.
 
         Raises:
             SiteError: if the link has failed.
         """
         if len(content) and not (kind is Kind.PAYLOAD and self.rounds.behind):
-            self.post(Head(kind, self.rank if slot is None else slot, self.step, exchange, tag=tag), content)
+            self.post(Head(kind, self.rank if slot is None else slot, self.step, exchange, tag=tag), content, soon)
 
     def expect(self, slot: int, exchange: int, buffer: memoryview, kind: Kind = Kind.PAYLOAD) -> Incoming:
         """Expect a message.
@@ -301,9 +304,8 @@ class HubLink(ContinuedLink):
         self.check()
         if self.rounds.dropped:
             raise DroppedError(self.rounds.dropped)
-        if self.gone and any(message.key[0] is Kind.SUM or message.key[1] in self.gone for message in missing):
-            found = self.first_lost()
-            assert found is not None
+        found = self.first_lost()
+        if found and any(message.key[0] is Kind.SUM or message.key[1] in self.gone for message in missing):
             raise found
 
     def await_loss(self, seconds: float) -> SiteError | None:

@@ -185,7 +185,7 @@ class Relay(SessionTable):
                     self.membership.heard(session.slot, now)
             elif not training and now >= session.heard + self.run.rules.site_timeout:
                 self.drop(session, f"silent for {self.run.rules.site_timeout:g} s", now)
-            session.ping_if_due(now)
+            session.tick(now)
         for slot, reason in self.run.given_up(self.membership):
             self.drop(self.sessions["training", slot], reason, now)
         if self._recovery.active:
@@ -340,7 +340,8 @@ class Relay(SessionTable):
                 continue
             if isinstance(action, Drop):
                 self._end_training(action)
-            self._announce(action)
+            # Where all sites have to stay, none waits for the end of a step.
+            self._announce(action, soon=isinstance(action, Close) and not self.run.elastic)
             if isinstance(action, Start):
                 self.journal.write(f"training starts after step {action.position.step}")
             elif isinstance(action, Pause):

@@ -65,6 +65,7 @@ class Session:
         received: number of frames of the site.
         stream: the connection; None while it is lost.
         blocked: whether the connection has no room for what is to be sent.
+        due: whether something in the queue is to be sent now; the rest may wait for it.
         full: whether so much is waiting to be sent that those who send to this site are no longer read.
         created: time at which the site has dialled.
         heard: time at which bytes arrived.
@@ -85,7 +86,7 @@ class Session:
         self.queue = SendQueue()
         self.received = 0
         self.stream: Stream | None = None
-        self.blocked = False
+        self.blocked = self.due = False
         self.full = False
         self.created = self.heard = self.progressed = now
         self.progress = 0, 0
@@ -122,8 +123,14 @@ class Session:
         self.lost = now, reason
         return stream
 
-    def send(self, frame: PackedFrame) -> None:
-        """Append a frame to the queue."""
+    def send(self, frame: PackedFrame, soon: bool = False) -> None:
+        """Append a frame to the queue.
+
+        Args:
+            frame: the frame.
+            soon: whether it may wait for the next frame, ping or tick, unless another frame waits so.
+        """
+        self.due |= not soon or self.queue.unsent_bytes > 0
         self.queue.append(frame)
 
     def receive(self, now: float) -> tuple[list[Received], bool]:
@@ -154,6 +161,7 @@ class Session:
                 more = False
             elif head.kind is Kind.PING:
                 self.queue.acknowledge(head.step)
+                self.due |= self.queue.unsent_bytes > 0
             else:
                 self.received += 1
                 frames.append(
@@ -201,21 +209,23 @@ class Session:
         before = self.queue.unsent_bytes
         try:
             self.blocked = not self.stream.flush(self.queue)
+            self.due = self.blocked
         finally:
             self.bytes_out += before - self.queue.unsent_bytes
 
     @property
     def waiting(self) -> bool:
         """Whether there is something to be sent."""
-        return self.blocked or self.queue.unsent_bytes > 0 or bool(self.stream and self.stream.notes)
+        return self.due or bool(self.stream and self.stream.notes)
 
     def update_full(self) -> None:
         """Compute `full`; it stays until half of the bytes are sent."""
         share = 2 if self.full else 1
         self.full = self.queue.unsent_bytes * share > FULL_BYTES or self.queue.nbytes * share > KEPT_BYTES
 
-    def ping_if_due(self, now: float) -> None:
-        """Send a ping, which is an acknowledgement as well, if the last one was a while ago."""
+    def tick(self, now: float) -> None:
+        """Send what has waited, and a ping, which is an acknowledgement as well, if the last one was a while ago."""
+        self.due |= self.queue.unsent_bytes > 0
         if self.stream is not None and now >= self._pinged + PING_SECONDS and not self.stream.notes:
             self._ping(now)
 

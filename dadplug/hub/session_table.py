@@ -82,10 +82,11 @@ class SessionTable:
             f"{others[0].release}: all sites need the same version"
         )
 
-    def _announce(self, message: Any) -> None:
+    def _announce(self, message: Any, soon: bool = False) -> None:
+        """Send a message to the sites of this run; see `Session.send`."""
         frame = pack_control(message, 0)
         for session in self._training():
-            session.send(frame)
+            session.send(frame, soon)
 
     def _refuse_second(self, session: Session, instance: int, timeout: float, now: float) -> Refuse:
         """Return the refusal of a second process of a site; for good once the first one has shown that it is alive.

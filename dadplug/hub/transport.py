@@ -173,7 +173,7 @@ class HubGather(Gather):
     def launch(self) -> None:
         self.post()
         self._transport.traffic.add(len(self._own))
-        self._transport.link.send(self.exchange, self._own)
+        self._transport.link.send(self.exchange, self._own, soon=self._transport.more_follows)
 
     def wait(self) -> list[Tensor]:
         if self._incoming:

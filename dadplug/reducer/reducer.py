@@ -94,8 +94,10 @@ class Reducer:
     def arrive(self, unit: Unit) -> None:
         """Put a unit whose gradient is complete into its bucket, and launch the buckets that can leave."""
         self._fill(unit)
-        while self._launched < len(self._handlers) and self._handlers[self._launched].ready:
-            self._launch_next()
+        ready = self._launched
+        while ready < len(self._handlers) and self._handlers[ready].ready:
+            ready += 1
+        self._launch(ready)
 
     def _fill(self, unit: Unit) -> None:
         handler = self._handler_of[unit.name]
@@ -105,13 +107,16 @@ class Reducer:
         if not handler.missing:
             handler.on_filled()
 
-    def _launch_next(self) -> None:
-        if self._launched == 0:  # a receiver that is ready spares the sender a round trip
+    def _launch(self, count: int) -> None:
+        """Launch the buckets up to a number of them; the last ones may leave with the header, which follows."""
+        if self._launched == 0 and count:  # a receiver that is ready spares the sender a round trip
             for handler in self._handlers:
                 handler.post()
             self._headers.post()
-        self._handlers[self._launched].launch()
-        self._launched += 1
+        for number in range(self._launched, count):
+            self._context.transport.more_follows = count == len(self._handlers) or number + 1 < count
+            self._handlers[number].launch()
+            self._launched = number + 1
 
     def finish(self, request: StepRequest) -> list[StepHeader]:
         """Send what is left, wait for the other sites, and write ``.grad``.
@@ -130,7 +135,9 @@ class Reducer:
         self._send_rest()
         header = self._header(request.step, request.stop or self._asks_to_stop, request.attached)
         header.noise_every = request.noise_every
+        context.transport.more_follows = context.transport.elastic  # the end of the round
         self._headers.send(header)
+        context.transport.more_follows = False
         context.transport.close_round(request.admits, idle=not header.samples)
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
@@ -172,8 +179,7 @@ class Reducer:
             for unit in handler.units:
                 if not unit.sent:
                     self._fill(unit)
-        while self._launched < len(self._handlers):
-            self._launch_next()
+        self._launch(len(self._handlers))
         for handler in self._handlers:
             handler.add_late()
         for unit in self._units:

@@ -38,14 +38,14 @@ def die_at(point: str, count: int) -> None:
                     each.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def announcing(relay: Relay, message: Any) -> None:
+    def announcing(relay: Relay, message: Any, soon: bool = False) -> None:
         if isinstance(message, Close) and step():
             first = relay._training()[count % len(relay._training())]
             first.send(pack_control(message, 0))
             while first.waiting:
                 first.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        announce(relay, message)
+        announce(relay, message, soon)
 
     if point == "frame":
         Relay._take_training = taking  # type: ignore[method-assign]
