@@ -29,14 +29,27 @@ def batches(data: DataPair, split: str, seed: int) -> Iterator[tuple[Tensor, Ten
                 yield inputs[rows], labels[rows]
 
 
-def dealt_batches(server: Any, data: DataPair, seed: int) -> Iterator[Iterable[tuple[Tensor, Tensor]]]:
-    """Yield, again and again, this site's part of some batches that a parameter server deals, from memory."""
-    everything = TensorDataset(*next(iter(DataLoader(data.train, len(data.train)))))
+def dealt_batches(
+    server: Any, data: DataPair, seed: int, own: str | None = None
+) -> Iterator[Iterable[tuple[Tensor, Tensor]]]:
+    """Yield, again and again, this site's part of some batches that a parameter server deals, from memory.
+
+    Args:
+        server: the parameter server.
+        data: the data.
+        seed: seed of the order of the rows.
+        own: split by which each site has rows of its own; None where both have all.
+    """
+    train, count = data.train, DEALT
+    if own is not None:
+        train = train.subset(site_indices(train.labels, dist.get_rank(), 2, own, seed))
+        count = DEALT // 2
+    everything = TensorDataset(*next(iter(DataLoader(train, len(train)))))
     generator, rows = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.int64)
     while True:
-        while len(rows) < DEALT * BATCH:
+        while len(rows) < count * BATCH:
             rows = torch.cat([rows, torch.randperm(len(everything), generator=generator)])
-        part, rows = rows[: DEALT * BATCH], rows[DEALT * BATCH :]
+        part, rows = rows[: count * BATCH], rows[count * BATCH :]
         yield server.loader(DataLoader(Subset(everything, part.tolist()), BATCH))
 
 

@@ -11,8 +11,9 @@ of its steps. The clock runs through training alone, and is that of the site tha
 training, of two seconds each or of 20 synchronous steps, site 0's model is evaluated; the target is reached when the
 mean of two evaluations in succession is. Ways, with options after a colon:
 
-server:rank=16+wire=bf16+staleness=8      dadplug.ParameterServer with mode rankdad, or mode=..., and deal=shared,
-                                          where both sites have all data, and get batches on demand
+server:rank=16+wire=bf16+staleness=8      dadplug.ParameterServer with mode rankdad, or mode=..., with deal=shared,
+                                          where both sites have all data, and get batches on demand, or
+                                          deal=own, by its loader but with data of their own
 rankdad:rank=16+sync_batchnorm=true       synchronous steps; any mode of dadplug.GradientReduction
 localsgd:every=32+wire=bf16               dadplug.LocalSGD; diloco:... with DiLoCo's outer optimizer
 ddp, postlocal:every=16                   DistributedDataParallel, alone and with torch's PostLocalSGD
@@ -73,13 +74,16 @@ class Way:
         optimizer: adam or sgd.
 
     Attributes:
+        plain_model: the model without DDP, whose forward pass involves the other site.
         waits: whether each step waits for the other site, so that laps have as many steps at both.
-        deals: whether batches are dealt to the sites.
+        deals: whether the server has a part in which batches a site gets.
+        private: whether these are of the site's own data.
     """
 
     def __init__(self, model: nn.Module, name: str, optimizer: str) -> None:
         kind, options = parse(name)
-        self.model, self.waits, self.deals = model, True, False
+        self.model, self.plain_model = model, model
+        self.waits, self.deals, self.private = True, False, False
         parameters = model.parameters()
         self.optimizer: Any = (
             torch.optim.Adam(parameters, lr=1e-3) if optimizer == "adam" else torch.optim.SGD(parameters, lr=0.05)
@@ -91,7 +95,8 @@ class Way:
             self.trainer = rpc_server.RpcTrainer(model, type(self.optimizer), **settings)
         elif kind == "server":
             self.exchange: Any = dadplug.ParameterServer(model, self.optimizer, **options)
-            self.step, self.waits, self.deals = self.exchange.step, False, options.get("deal") == "shared"
+            self.step, self.waits = self.exchange.step, False
+            self.deals, self.private = "deal" in options, options.get("deal") == "own"
         elif kind in ("localsgd", "diloco"):
             outer = {"outer_lr": 0.7, "outer_momentum": 0.9} if kind == "diloco" else {}
             self.exchange = dadplug.LocalSGD(model, self.optimizer, **outer | options)
@@ -195,7 +200,8 @@ def train(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, se
     slowness = Slowness(case, seed)
     own: Any = itertools.repeat(batches(data, arguments.split, seed))
     seconds, steps, curve = 0.0, 0, []
-    for source in dealt_batches(way.exchange, data, seed) if way.deals else own:
+    split = arguments.split if way.private else None
+    for source in dealt_batches(way.exchange, data, seed, split) if way.deals else own:
         dist.barrier()
         lap = torch.tensor(train_lap(way, source, slowness, seconds))
         laps = [torch.zeros(2) for _ in range(2)]
@@ -203,7 +209,7 @@ def train(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, se
         seconds += float(max(each[0] for each in laps))
         steps += int(sum(each[1] for each in laps))
         way.prepare_evaluation()
-        curve.append((seconds, accuracy(way.model, data)))
+        curve.append((seconds, accuracy(way.plain_model, data)))
         reached = len(curve) > 1 and statistics.fmean(value for _, value in curve[-2:]) >= arguments.target
         if reached or seconds > arguments.limit:
             means = [statistics.fmean(value for _, value in curve[end - 2 : end]) for end in range(2, len(curve) + 1)]

@@ -187,13 +187,17 @@ class Engine(Access, TableEngine):
                 self.timing.observe(entry.begin, self.clock)
 
     def begin_flush(self) -> Flush:
-        """Begin a flush: all pushes of this site reach the owners, and its replicas are refreshed."""
+        """Begin a flush: keys of intents that have begun come, pushes reach the owners, and replicas are refreshed."""
         with self._lock:
-            return Flush(self.round + 1)
+            return Flush(self._intent_order, self.round + 1)
 
     def flushed(self, flush: Flush) -> bool:
         """Return whether a flush is complete; the caller has to run rounds meanwhile."""
         with self._lock:
+            if flush.intents is not None:
+                if any(start <= self.clock and order <= flush.intents for start, order, *_ in self._intents):
+                    return False
+                flush.intents, flush.since = None, self.round + 1
             if flush.last is None:
                 if any(synchronisation.count_pending(store.rows, flush.since) for store in self.stores):
                     return False

@@ -179,6 +179,8 @@ class ParameterManager:
     def wait_sync(self, *, everywhere: bool = False) -> None:
         """Wait until all pushes of this site have reached the owners, and its replicas have been refreshed.
 
+        Keys of intents that have begun are at this site then.
+
         Args:
             everywhere: whether to also wait for the other sites to do so, and to refresh the replicas after that, so
                 that each site reads all earlier pushes of all sites. All sites must call it.

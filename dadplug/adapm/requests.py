@@ -95,12 +95,14 @@ class SetRequest(Request):
 
 
 class Flush:
-    """State of a flush: it waits for a later round, and then for the pushes sent until then.
+    """State of a flush: it waits until intents are acted on, for a later round, and for the pushes sent until then.
 
     Args:
+        intents: number of intents that have been recorded; those that have begun are waited for.
         since: number of the first round that counts.
     """
 
-    def __init__(self, since: int) -> None:
+    def __init__(self, intents: int, since: int) -> None:
+        self.intents: int | None = intents
         self.since = since
         self.last: int | None = None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
 from dadplug.adapm import Normal, ParameterManager
+from dadplug.adapm.states import KeyState
 
 ROWS = 60
 
@@ -159,3 +162,26 @@ def test_rows_with_intent_or_replicas_are_not_dropped(sites):
     for counts in sites(2).run(drops_only_what_nobody_needs):
         assert counts["evicted"] > 1000
         assert counts["rows"] <= 64
+
+
+def waits_for_keys_of_intents():
+    with ParameterManager(timeout=200) as manager:
+        table, engine = manager.table("late", 2), manager._backend.engine
+        act = engine.act
+
+        def act_late():
+            time.sleep(0.1)
+            act()
+
+        engine.act = act_late  # as on a busy machine, where the background thread waits for a core
+        theirs = torch.arange(8) * 2 + 1 - manager.rank
+        table.intent(theirs, 0, 1000)
+        manager.wait_sync()
+        assert (table.states(theirs) == KeyState.OWNED).all()
+        later = theirs + 100
+        table.intent(later, 10, 1000)
+        manager.wait_sync()  # does not wait for intents that have not begun
+
+
+def test_wait_sync_waits_for_keys_of_intents_that_have_begun(sites):
+    sites(2).run(waits_for_keys_of_intents)
