@@ -10,19 +10,15 @@ the slow site `moves`, drawn anew every two seconds. A site is slowed down by sl
 of its steps. The clock runs through training alone, and is that of the site that takes longer. Between laps of
 training, of two seconds each or of 20 synchronous steps, site 0's model is evaluated; the target is reached when the
 mean of two evaluations in succession is. Ways, with options after a colon:
-
 server:rank=16+wire=bf16+staleness=8      dadplug.ParameterServer with mode rankdad, or mode=..., with deal=shared,
-                                          where both sites have all data, and get batches on demand, or
-                                          deal=own, by its loader but with data of their own
+                                          batches of all data on demand, or deal=own, of a site's own
 rankdad:rank=16+sync_batchnorm=true       synchronous steps; any mode of dadplug.GradientReduction
 localsgd:every=32+wire=bf16               dadplug.LocalSGD; diloco:... with DiLoCo's outer optimizer
 ddp, postlocal:every=16                   DistributedDataParallel, alone and with torch's PostLocalSGD
 rpc                                       a server by torch.distributed.rpc and distributed autograd, beside site 0
-
-With --keep and --stop-after a long table is measured in pieces: the same command until it exits with 0.
-
-With --batches each site makes so many batches, and the table has milliseconds a batch of the site that takes longer.
---round-trip is that of the link, in milliseconds.
+With --keep and --stop-after a long table is measured in pieces: the same command until it exits with 0. With --batches
+each site makes so many batches, and the table has milliseconds a batch of the site that takes longer. --round-trip is
+that of the link, in milliseconds.
 """
 
 from __future__ import annotations
@@ -74,7 +70,7 @@ class Way:
         optimizer: adam or sgd.
 
     Attributes:
-        plain_model: the model without DDP, whose forward pass involves the other site.
+        plain_model: the model without DDP.
         waits: whether each step waits for the other site, so that laps have as many steps at both.
         deals: whether the server has a part in which batches a site gets.
         private: whether these are of the site's own data.
@@ -82,8 +78,7 @@ class Way:
 
     def __init__(self, model: nn.Module, name: str, optimizer: str) -> None:
         kind, options = parse(name)
-        self.model, self.plain_model = model, model
-        self.waits, self.deals, self.private = True, False, False
+        self.model, self.plain_model, self.waits, self.deals, self.private = model, model, True, False, False
         parameters = model.parameters()
         self.optimizer: Any = (
             torch.optim.Adam(parameters, lr=1e-3) if optimizer == "adam" else torch.optim.SGD(parameters, lr=0.05)
@@ -198,10 +193,11 @@ def train_lap(
 def train(arguments: argparse.Namespace, way: Way, data: DataPair, case: str, seed: int) -> dict[str, Any]:
     """Train until the target, or the limit of seconds."""
     slowness = Slowness(case, seed)
-    own: Any = itertools.repeat(batches(data, arguments.split, seed))
+    sources: Any = itertools.repeat(batches(data, arguments.split, seed))
+    if way.deals:
+        sources = dealt_batches(way.exchange, data, seed, arguments.split if way.private else None)
     seconds, steps, curve = 0.0, 0, []
-    split = arguments.split if way.private else None
-    for source in dealt_batches(way.exchange, data, seed, split) if way.deals else own:
+    for source in sources:
         dist.barrier()
         lap = torch.tensor(train_lap(way, source, slowness, seconds))
         laps = [torch.zeros(2) for _ in range(2)]
