@@ -25,7 +25,7 @@ class HeldGradients(ABC):
 
     model: nn.Module
     remarks: tuple[str, ...] = ()
-    """Lines that say whether optimizer steps are fused, and why not; a plan ends with them."""
+    """Whether optimizer steps are fused, with the reasons where they are not; printed at the end of a plan."""
     _held: Deferral | None = None  # between hold and apply_held, or between clip_grad_norm_ and apply
 
     @abstractmethod

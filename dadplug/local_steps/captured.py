@@ -35,7 +35,7 @@ class CapturedGradients:
         owned: addresses of memory that the program may overwrite after backward, such as that of inputs.
 
     Attributes:
-        remarks: lines that say whether steps are fused, and for which weights they are not, and why.
+        remarks: whether steps are fused, and the weights whose steps are not, with the reasons; one line each.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, owned: Container[int]) -> None:

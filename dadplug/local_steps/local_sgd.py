@@ -55,8 +55,8 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
         world_size: number of sites.
         steps: number of steps so far, the synchronous ones included.
         calls_optimizer: whether the optimizer is being called by `step`.
-        remarks: lines that say whether steps are fused, for which weights they are not, and why; empty without
-            ``fused``, and in the warm-up.
+        remarks: whether steps are fused, and the weights whose steps are not, with the reasons; one line each. Empty
+            without ``fused``, and in the warm-up.
 
     Raises:
         ValueError: on all sites, if an option or its value is not valid at one of them, or if the optimizer has

@@ -54,7 +54,7 @@ def test_a_body_wakes_the_receiver_in_large_parts_and_arrives_whole():
         receiver.close()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell what is unsent")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the number of unsent bytes is known on Linux only")
 def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
