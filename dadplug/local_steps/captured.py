@@ -84,7 +84,8 @@ class CapturedGradients:
         return {name for name, weight in self._model.named_parameters() if id(weight) in others}
 
     def _remark(self, reasons: Mapping[str, str]) -> None:
-        formed = {name: reason for name, reason in reasons.items() if name in self._weights_of_layers()}
+        weights = self._weights_of_layers()
+        formed = {name: reason for name, reason in reasons.items() if name in weights}
         if self._units:
             self.remarks = ("fused steps: yes", *(f"  {name}: no, {reason}" for name, reason in formed.items()))
         else:
