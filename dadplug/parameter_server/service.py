@@ -96,7 +96,7 @@ class SequencerService:
         self._thread.adopt(site, connected)
 
     def is_blocked(self) -> bool:
-        """Return whether to each other site, a frame has not left yet. May be called from any thread."""
+        """Return whether a frame for each of the other sites still waits to be sent. May be called from any thread."""
         return self._thread.all_blocked(besides=self._own)
 
     def close(self) -> None:

@@ -251,7 +251,7 @@ class StreamThread:
         return stream is not None and stream.blocked
 
     def all_blocked(self, besides: int) -> bool:
-        """Return whether to each site, besides one, a frame has not left yet; False if there are no others."""
+        """Return whether a frame for each site but one still waits to be sent; False if there are no others."""
         others = [stream.blocked for peer, stream in list(self._streams.items()) if peer != besides]
         return bool(others) and all(others)
 
