@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_module
 
 from ..hooks import OwnHook
 from ..registry import Registry
 from .product import GradientProduct
 
 Group = Mapping[str, Any]
+_HOOKS_OF_ALL = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
 
 
 class Update(ABC):
@@ -119,7 +121,7 @@ class Adam(Update):
     def __init__(self, weight: Tensor, group: Group, state: dict[str, Any]) -> None:
         super().__init__(weight, group, state)
         if "exp_avg" not in state:
-            state["step"] = state.get("step", torch.tensor(0.0))
+            state["step"] = state.get("step", self._no_steps(weight, group))
             state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         self.states = [state["exp_avg"], state["exp_avg_sq"]]
@@ -132,6 +134,14 @@ class Adam(Update):
         self._shrink = 1.0
         if group.get("decoupled_weight_decay", self.decoupled):
             self._shrink, self.decay = 1.0 - self.rate * self.decay, 0.0
+
+    @staticmethod
+    def _no_steps(weight: Tensor, group: Group) -> Tensor:
+        """Return a count of zero steps where torch has it: in single precision at least, or steps would be lost."""
+        if group.get("fused"):  # torch's own kernel reads it on the weight's device
+            return torch.zeros((), dtype=torch.float32, device=weight.device)
+        wide = torch.get_default_dtype() == torch.float64
+        return torch.zeros((), dtype=torch.float64 if wide else torch.float32)
 
     @property
     def compiled(self) -> tuple[str, Sequence[float]]:
@@ -198,8 +208,9 @@ def reason_against(optimizer: torch.optim.Optimizer, group: Group, weight: nn.Pa
 
 
 def _has_user_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether steps of an optimizer have hooks that are not of this package."""
-    hooks = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
+    """Return whether steps of an optimizer, or of all optimizers, have hooks that are not of this package."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    hooks = [hook for each in (*own, *_HOOKS_OF_ALL) for hook in each.values()]
     return any(not isinstance(hook, OwnHook) for hook in hooks)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ..hooks import overridden
+from ..hooks import OwnHook, overridden
 from .structure import is_managed
 
 
@@ -52,7 +51,7 @@ def check_elastic(model: nn.Module) -> None:
             raise ValueError(f"min_sites: the rows of {name!r} are spread over the sites, and all of them must stay")
 
 
-def refuse_unsynchronised(reduction: Synchronized) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+def refuse_unsynchronised(reduction: Synchronized) -> OwnHook:
     """Return a pre-hook for optimizers that raises an error where `synchronize` has been forgotten before ``step``.
 
     Args:
@@ -70,4 +69,4 @@ def refuse_unsynchronised(reduction: Synchronized) -> Callable[[torch.optim.Opti
                 "optimizer.step() before the gradients are agreed: call reduction.synchronize() after backward()"
             )
 
-    return check
+    return OwnHook(check)

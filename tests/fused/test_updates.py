@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dadplug.exchange.payload import FactorPayload
 from dadplug.fused import GradientProduct, updates
@@ -110,6 +111,35 @@ def test_a_transposed_product():
     product = GradientProduct(payloads, [0.5, 0.25, 0.25], transposed=True)
     torch.testing.assert_close(product.formed(), _gradient(payloads, [0.5, 0.25, 0.25]).T)
     assert product.shape == (20, 30)
+
+
+@pytest.mark.parametrize(("default", "fused"), [(torch.bfloat16, False), (torch.float64, False), (torch.float64, True)])
+def test_steps_are_counted_in_the_type_of_torch(default, fused, monkeypatch):
+    ours, theirs = (nn.Parameter(torch.ones(4, 5)) for _ in range(2))
+    optimizers = [torch.optim.Adam([weight], fused=fused) for weight in (ours, theirs)]
+    theirs.grad = torch.ones(4, 5)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        payload = FactorPayload(torch.ones(1, 4, dtype=torch.float32), torch.ones(1, 5, dtype=torch.float32))
+        apply_products(optimizers[0], {ours: GradientProduct([payload], [1.0])})
+        optimizers[1].step()
+    finally:
+        torch.set_default_dtype(before)
+    found, expected = (each.state[weight]["step"] for each, weight in zip(optimizers, (ours, theirs), strict=True))
+    assert found.dtype == expected.dtype  # bfloat16 would not count beyond 256
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_hooks_of_all_optimizers_see_gradients():
+    weight = nn.Parameter(torch.zeros(4, 3))
+    optimizer = torch.optim.SGD([weight])
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(lambda *_: None)
+        try:
+            assert "hooks" in reason_against(optimizer, optimizer.param_groups[0], weight)
+        finally:
+            handle.remove()
 
 
 def test_what_has_no_fused_step():
