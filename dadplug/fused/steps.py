@@ -146,7 +146,8 @@ class FusedSteps(HeldGradients):
             The norm before, the same on all sites.
 
         Raises:
-            RuntimeError: if the gradients are agreed already, or the norm is not finite and that is an error.
+            RuntimeError: if the gradients are agreed already, or the norm is not finite and that is an error; then all
+                gradients are in ``.grad``, and `apply` does not follow.
             NonFiniteError: as in `synchronize`, like its other errors.
 
         Example:
@@ -159,5 +160,10 @@ class FusedSteps(HeldGradients):
             raise RuntimeError("the gradients are agreed already: use torch.nn.utils.clip_grad_norm_, or zero_grad()")
         deferral = Deferral(set(weights))
         self._exchange(deferral=deferral)
+        try:
+            norm = clip_norm(weights, deferral.products, max_norm, norm_type, error_if_nonfinite)
+        except RuntimeError:
+            deferral.form(deferral.products)
+            raise
         self._held = deferral
-        return clip_norm(weights, deferral.products, max_norm, norm_type, error_if_nonfinite)
+        return norm

@@ -174,6 +174,38 @@ def test_wrong_calls(sites):
         assert "agreed" in errors[2]
 
 
+def clips_what_is_not_finite() -> None:
+    """After the error, gradients are those of `synchronize`, and training goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    twin = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
+    reduction = GradientReduction(model, mode="dad", check_finite=False)
+    plain = GradientReduction(twin, mode="dad", check_finite=False)
+    for step in range(3):
+        inputs = torch.randn(4, 8)
+        for net in (model, twin):
+            net.zero_grad()
+            (net(inputs) * (float("inf") if step == 1 else 1.0)).square().sum().backward()
+        plain.synchronize()
+        if step == 1:
+            with pytest.raises(RuntimeError, match="cannot be clipped"):
+                reduction.clip_grad_norm_(0.1, error_if_nonfinite=True)
+            for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, two.grad, equal_nan=True)
+            continue
+        reduction.clip_grad_norm_(0.1, error_if_nonfinite=True)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        reduction.apply(optimizer)
+        other.step()
+    assert reduction.first_difference() is None
+    assert 0 <= _distance(model, twin) < 1e-6
+
+
+def test_clipping_that_fails_leaves_gradients_for_the_program(sites):
+    sites(2).run(clips_what_is_not_finite)
+
+
 def two_optimizers() -> float:
     """Train by two optimizers, one call for both, and one weight that none of them has."""
     torch.manual_seed(0)
