@@ -31,11 +31,12 @@ _thread = threading.local()
 @contextmanager
 def fastest() -> Iterator[None]:
     """Let layers that compute their output within the block use the faster library."""
+    before = uses_fastest()
     _thread.fastest = True
     try:
         yield
     finally:
-        _thread.fastest = False
+        _thread.fastest = before
 
 
 def uses_fastest() -> bool:
