@@ -153,7 +153,8 @@ class SharedDealer(Dealer):
         self._had: set[int] = set()  # sites that have had a batch in the epoch
         self._number = -1  # of the epoch in the phase
         self._batches = self._unused = 0
-        self._left: deque[int] = deque()  # batches that nobody has
+        self._next = 0  # first of the batches that have not been dealt; a list of all would be as long as a site says
+        self._returned: deque[int] = deque()  # batches that have been dealt, and that nobody has any more
         self._dealt: dict[int, deque[int]] = {}
         self._waiting: list[int] = []
         self._epoch_of: dict[int, int] = {}  # that a site is at
@@ -197,8 +198,8 @@ class SharedDealer(Dealer):
 
     def end_phase(self, sites: Iterable[int]) -> None:
         super().end_phase(sites)
-        self._number, self._unused = -1, 0
-        self._left.clear()
+        self._number, self._unused, self._next = -1, 0, self._batches
+        self._returned.clear()
         self._epoch_of.clear()
 
     def makes_wait(self, site: int) -> bool:
@@ -217,13 +218,21 @@ class SharedDealer(Dealer):
 
     def _has_for(self, site: int) -> bool:
         kept = len(self._sites - self._had - {site}) if self._reserves and site in self._had | {-1} else 0
-        return len(self._left) > kept
+        return self._left > kept
+
+    @property
+    def _left(self) -> int:
+        """Number of batches that nobody has."""
+        return len(self._returned) + self._batches - self._next
 
     def _give_back(self, site: int) -> None:
-        self._left.extendleft(reversed(self._dealt.pop(site, ())))
+        self._returned.extendleft(reversed(self._dealt.pop(site, ())))
 
     def _deal(self, site: int, resumes: bool = False) -> Answer:
-        batch = self._left.popleft()
+        if self._returned:
+            batch = self._returned.popleft()
+        else:
+            batch, self._next = self._next, self._next + 1
         self._had.add(site)
         self._dealt.setdefault(site, deque()).append(batch)
         return Answer(site, Deal.BATCH, batch, resumes)
@@ -247,7 +256,8 @@ class SharedDealer(Dealer):
             self._number, self._batches = min(self._beginning[site] for site in ahead)
             self.epochs += 1
             self._unused = self._batches
-            self._left = deque(range(self._batches))
+            self._next = 0
+            self._returned.clear()
             self._had.clear()
         answers = []
         for site, (number, _) in list(self._beginning.items()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -127,6 +129,20 @@ def test_every_batch_is_used_once_an_epoch(count, batches, reserves, history):
         assert len(set(used)) == len(used)
         if number not in world.cut:
             assert sorted(used) == list(range(batches))
+
+
+def test_a_number_of_batches_from_a_site_takes_no_memory():
+    tracemalloc.start()
+    try:
+        dealer = SharedDealer(range(2))
+        for site in (0, 1):
+            assert dealer.begin(site, 0, 1 << 20) == [Answer(site, Deal.EPOCH, 0, True)]
+        assert [dealer.draw(site, True)[0].number for site in (0, 1, 0)] == [0, 1, 2]
+        dealer.leave(0)
+        assert [dealer.draw(1, True)[0].number for _ in range(3)] == [0, 2, 3]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 16
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_batch_is_kept_for_each_site_that_has_had_none():
