@@ -229,6 +229,8 @@ class Log:
             self._changed.notify_all()
 
     def _handle(self, frame: Frame) -> None:
+        if frame.site >= len(self._sites):
+            raise ValueError(f"there is no site {frame.site}")
         if frame.kind is Kind.CONTRIBUTION:
             self._bodies[frame.site, frame.number] = frame.body
         elif frame.kind is Kind.FINISH:

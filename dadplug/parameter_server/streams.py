@@ -18,6 +18,7 @@ from ..exchange import Traffic
 from .frames import Frame, FrameError, Kind
 
 _HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
+_LARGEST = 1 << 62  # number in a head, so that the next one can be sent
 _CHUNK = 1 << 18  # bytes read at a time
 _WAKE = 1 << 15  # bytes of a body at which the thread wakes up; without it, at each packet
 _UNSENT = 1 << 17  # bytes that the kernel holds unsent: more would hide that contributions do not get away
@@ -127,6 +128,8 @@ class _Stream:
             kind, site, number, base, reached, samples, used, size = _HEAD.unpack(self._head)
             if kind not in Kind._value2member_map_ or size > self._limit:
                 raise FrameError(f"a frame of kind {kind} with {size} bytes: at most {self._limit} are possible")
+            if max(number, base, reached, samples, used) > _LARGEST:
+                raise FrameError(f"a frame of kind {kind} with a number above {_LARGEST}")
             self._frame = Frame(Kind(kind), site, number, base, reached, samples, used, bytearray(size))
         else:
             size = 0

@@ -7,13 +7,16 @@ import threading
 import time
 from types import SimpleNamespace
 
-from dadplug import SiteError
+import pytest
+
+from dadplug import MismatchError, SiteError
 from dadplug.exchange import Traffic, codec
 from dadplug.parameter_server.dealer import OwnDealer
 from dadplug.parameter_server.donors import Donors
 from dadplug.parameter_server.frames import Frame, Kind
 from dadplug.parameter_server.holder import HUB, Holder
 from dadplug.parameter_server.log import Log
+from dadplug.parameter_server.returning import Returned
 from dadplug.parameter_server.rules import Rules
 from dadplug.parameter_server.sequencer import Sequencer
 from dadplug.parameter_server.service import SequencerService
@@ -162,6 +165,18 @@ def test_beyond_the_memory_the_site_that_does_not_read_is_dropped():
         for each in (first, second):
             each.stream.socket.close()
         service.close()
+
+
+def test_a_site_that_there_is_not_is_refused():
+    ours, theirs = socket.socketpair()
+    sites = Returned(1, ["a", "b"])
+    log = Log(ours, Holder(0, "site 0", SiteError), sites, 1 << 16, SECONDS, SECONDS, Traffic())
+    with theirs:
+        _Stream(theirs, 1 << 16).send(Frame(Kind.LEFT, 2))
+        with pytest.raises(MismatchError, match="has sent a LEFT that does not fit: there is no site 2"):
+            log.wait()
+        assert not log.left
+        log.leave("")
 
 
 def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_others():

@@ -12,6 +12,7 @@ import pytest
 
 from dadplug.adapm import connections
 from dadplug.exchange import socket_setup
+from dadplug.parameter_server.frames import FrameError
 from dadplug.parameter_server.streams import _HEAD, _UNSENT, _WAKE, Frame, Kind, _Stream
 
 fcntl = pytest.importorskip("fcntl")
@@ -48,6 +49,24 @@ def test_a_body_wakes_the_receiver_in_large_parts_and_arrives_whole():
         sender.close()  # so does the end of the connection
         assert select.select([receiver], [], [], 10)[0]
         with pytest.raises(ConnectionError):
+            stream.read()
+    finally:
+        sender.close()
+        receiver.close()
+
+
+@pytest.mark.parametrize("place", range(2, 7))
+def test_a_number_that_cannot_be_counted_on_is_refused(place):
+    sender, receiver = socket.socketpair()
+    stream = _Stream(receiver, 1 << 20)
+    try:
+        for number in (1 << 62, (1 << 64) - 1):
+            fields = [Kind.EPOCHS, *(0,) * 7]
+            fields[place] = number
+            sender.sendall(_HEAD.pack(*fields))
+            if number == 1 << 62:
+                assert stream.read()[0][place] == number
+        with pytest.raises(FrameError, match="a frame of kind 18 with a number above"):
             stream.read()
     finally:
         sender.close()
