@@ -6,6 +6,7 @@ have so many streams, and each of them holds the window of either direction at m
 
 from __future__ import annotations
 
+import itertools
 import selectors
 import socket
 from collections.abc import Iterator, Mapping
@@ -82,6 +83,7 @@ class HubStreams:
         self._selector = selector
         self._streams: dict[tuple[int, int], HubStream] = {}  # by slot and channel
         self._reached: set[HubStream] = set()  # by messages that have just arrived
+        self._freed = itertools.count(-1, -1)  # numbers of streams whose session has ended
 
     def take(self, session: Session, head: Head, body: memoryview) -> None:
         """Take a message of a site; those of a stream that is closed here are of no use.
@@ -122,7 +124,7 @@ class HubStreams:
                 stream.peer.end()
                 self._reached.add(stream)
                 # The site's next session may choose the same number.
-                self._streams[slot, -1 - channel] = self._streams.pop((slot, channel))
+                self._streams[slot, next(self._freed)] = self._streams.pop((slot, channel))
 
     def serve(self, ready: Mapping[HubStream, int]) -> None:
         """Serve the streams whose sockets are ready, or that messages have arrived for."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import select
+import selectors
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 from running_hub import TestSite, running_hub, together, until
 
 from dadplug.hub.actions import Drop
-from dadplug.hub.frames import Kind
+from dadplug.hub.frames import Head, Kind
+from dadplug.hub.hub_streams import HubStreams
 from dadplug.hub.peer_stream import HUB_SLOT, Tag
 from dadplug.hub.tunnel import Tunnel
 from dadplug.hub.tunnels import stream_to_hub
@@ -112,6 +115,39 @@ def test_damaged_messages_and_too_many_streams_are_refused(tmp_path):
         write(second, b"x", 1 << 31)
         write(second, b"x", 1 << 31, tag=9)
         assert "unknown message 9 of a stream" in [second.action(Drop) for _ in range(2)][-1].reason
+
+
+class Deaf:
+    """Service that neither reads nor closes its streams before it is closed."""
+
+    def __init__(self) -> None:
+        self.streams: list[socket.socket] = []
+
+    def accept(self, slot: int, connected: socket.socket) -> None:
+        self.streams.append(connected)
+
+    def events(self) -> Iterator[str]:
+        yield from ()
+
+    def close(self) -> None:
+        for each in self.streams:
+            each.close()
+
+
+def test_streams_of_lost_sessions_are_closed_though_they_had_one_number():
+    service = Deaf()
+    with selectors.DefaultSelector() as selector:
+        streams = HubStreams(selector, service)
+        for session in (SimpleNamespace(slot=0, queue=SimpleNamespace(unsent_bytes=0, nbytes=0)) for _ in range(3)):
+            streams.take(session, Head(Kind.MESSAGE, HUB_SLOT, 0, 1 << 31, 0, 5, Tag.DATA), memoryview(b"hello"))
+            streams.update()
+            streams.end(session)
+            streams.serve({})
+        assert len(selector.get_map()) == 3
+        service.close()
+        streams.serve({key.data: events for key, events in selector.select(SECONDS)})
+        assert not selector.get_map()
+        streams.close()
 
 
 def test_a_hub_without_a_service_ends_each_stream(tmp_path):
