@@ -47,7 +47,7 @@ class UnitGradient(NamedTuple):
         return UnitGradient(stack_by_form(factors)[0] if factors else None, dense)
 
 
-class HeldGradients:
+class UnsentGradients:
     """Mean over the samples of some batches of their gradients.
 
     Attributes:

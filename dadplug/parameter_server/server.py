@@ -21,7 +21,7 @@ from .connect import check_role, gather_workers, largest_message, open_log, rais
 from .contribution import ContributionCodec
 from .dealing import LogLink, SiteLoader, make_loader
 from .frames import Kind
-from .gradients import HeldGradients
+from .gradients import UnsentGradients
 from .log import Commit
 from .optimizer import LoggedOptimizer
 from .options import ServerOptions
@@ -114,7 +114,7 @@ class ParameterServer(TrainerCalls, ServerState):
         self._gradients = self._collector.gradients
         self._codec = ContributionCodec(self._gradients, self._method, self.options)
         self._replica = Replica(self._gradients, self._codec, self._method, self._optimizer, self._transport.sites)
-        self._held = HeldGradients()
+        self._held = UnsentGradients()
         self._detached = False
         self._loader: SiteLoader | None = None  # the last one
         add_announcer(self._announce)
@@ -208,7 +208,7 @@ class ParameterServer(TrainerCalls, ServerState):
 
     def _send(self) -> None:
         """Send what is held."""
-        held, self._held = self._held, HeldGradients()
+        held, self._held = self._held, UnsentGradients()
         body = self._codec.encode(held.mean(), held.samples, self._optimizer.settings())
         self._log.contribute(held.base, self._replica.version, held.samples, self._take_used(), body)
 

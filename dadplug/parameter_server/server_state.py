@@ -11,7 +11,7 @@ from ..model_sync.join_state import JoinState
 from ..model_sync.replicated_model import ReplicatedModel
 from .collector import GradientCollector
 from .frames import Kind
-from .gradients import HeldGradients
+from .gradients import UnsentGradients
 from .log import Commit, Log
 from .replica import Replica
 
@@ -23,7 +23,7 @@ class ServerState(ReplicatedModel):
     _log: Log
     _replica: Replica
     _collector: GradientCollector
-    _held: HeldGradients
+    _held: UnsentGradients
     _earlier: int
     _described: dict[str, str]
 
