@@ -212,6 +212,10 @@ class ParameterServerStrategyBase(SiteStrategy):
         with self._stepping():
             return super().training_step(*args, **kwargs)
 
+    @property
+    def _waits_in_backward(self) -> bool:
+        return False  # it takes the statistics that others have committed
+
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; the gradient of an update is the mean over the batches that this site has in it."""
         return super().backward(closure_loss * self._batches_per_own(), optimizer, *args, **kwargs)

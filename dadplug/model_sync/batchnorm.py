@@ -6,7 +6,7 @@ torch.nn.SyncBatchNorm does this on GPUs only, and with every site weighing the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..exchange import Gather, Transport
 from ..hooks import ForwardOverride
 from .samples import SampleCounter
+
+
+class RowSums(Protocol):
+    """Sums over rows of a layer's inputs and deltas, at the sites that a batch is normalised with.
+
+    Attributes:
+        own_row: row of this site in what both methods return.
+    """
+
+    own_row: int
+
+    def of_forward(self, values: Tensor) -> Tensor:
+        """Return this vector of mean, sums of squares, number of rows and weight, and those of other sites, as rows."""
+
+    def of_backward(self, values: Tensor) -> Tensor:
+        """Return this vector of sums of deltas, and those of the same sites as in the forward pass, as rows."""
 
 
 class SyncedBatchNorms:
@@ -30,19 +46,22 @@ class SyncedBatchNorms:
     """
 
     def __init__(self, model: nn.Module, transport: Transport, samples: SampleCounter | None) -> None:
-        self.rank = transport.rank
+        self.own_row = transport.rank
         self._transport = transport
         self._samples = samples
         self._kinds: list[tuple[int, torch.dtype]] = []  # sizes and types of the exchanges since the last step
         self._last: list[tuple[int, torch.dtype]] = []  # those of the last step: a site without data takes part in them
         self._gathers: dict[tuple[int, torch.dtype], Gather] = {}
-        self._forwards = [_SyncedForward(layer, self) for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        self._forwards = [SyncedForward(layer, lambda: self, samples) for layer in layers]
 
-    def weight(self, inputs: Tensor) -> float:
-        """Return this site's weight in the mean over sites, for the forward pass that is running."""
-        return 1.0 if self._samples is None else float(self._samples.current or inputs.shape[0])
+    def of_forward(self, values: Tensor) -> Tensor:
+        return self._gather(values)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def of_backward(self, values: Tensor) -> Tensor:
+        return self._gather(values)
+
+    def _gather(self, values: Tensor) -> Tensor:
         """Gather a vector of shape (n,) from each site; return a matrix of shape (sites, n)."""
         kind = (values.numel(), values.dtype)
         self._kinds.append(kind)
@@ -62,7 +81,7 @@ class SyncedBatchNorms:
         if not self._last and self._forwards:
             raise RuntimeError("with sync_batchnorm a site cannot be idle in the first step: give it a batch there")
         for size, dtype in self._last:
-            self.gather(torch.zeros(size, dtype=dtype))
+            self._gather(torch.zeros(size, dtype=dtype))
 
     @property
     def has_exchanged(self) -> bool:
@@ -84,30 +103,38 @@ class SyncedBatchNorms:
             forward.restore()
 
 
-class _SyncedForward(ForwardOverride):
-    """The forward of a synchronised layer."""
+class SyncedForward(ForwardOverride):
+    """The forward of a synchronised layer.
+
+    Args:
+        layer: the layer.
+        sums: called for each batch; returns the sums over rows that it is normalised with.
+        samples: counter of the samples of a forward pass; None where all sites have the same weight.
+    """
 
     module: _BatchNorm
 
-    def __init__(self, layer: _BatchNorm, norms: SyncedBatchNorms) -> None:
+    def __init__(self, layer: _BatchNorm, sums: Callable[[], RowSums], samples: SampleCounter | None) -> None:
         super().__init__(layer)
-        self._norms = norms
+        self._sums = sums
+        self._samples = samples
 
     def __call__(self, inputs: Tensor) -> Tensor:
         layer = self.module
         if not layer.training:
             return self.plain(inputs)
         layer._check_input_dim(inputs)
-        mean, var, count, weights = self._statistics(inputs.detach())
+        sums = self._sums()
+        mean, var, count, weights = self._statistics(inputs.detach(), sums)
         self._follow(mean, var, count)
-        normalised = _normalise(inputs, mean, torch.rsqrt(var + layer.eps), count, weights, self._norms)
+        normalised = _normalise(inputs, mean, torch.rsqrt(var + layer.eps), count, weights, sums)
         if layer.weight is None:
             return normalised
         shape = [1, -1] + [1] * (inputs.dim() - 2)
         return torch.addcmul(layer.bias.view(shape), normalised, layer.weight.view(shape)).to(inputs.dtype)
 
     @torch.no_grad()
-    def _statistics(self, inputs: Tensor) -> tuple[Tensor, Tensor, float, Tensor]:
+    def _statistics(self, inputs: Tensor, sums: RowSums) -> tuple[Tensor, Tensor, float, Tensor]:
         """Return mean, biased variance and number of rows over all sites, and the weight of each site."""
         wide = inputs if inputs.dtype == torch.float64 else inputs.float()
         rows = inputs.numel() // inputs.shape[1]
@@ -115,8 +142,8 @@ class _SyncedForward(ForwardOverride):
             var, mean = torch.var_mean(wide, _all_but_channels(inputs), correction=0)
         else:
             var, mean = wide.new_zeros(2, inputs.shape[1])
-        own = torch.cat([mean, var * rows, mean.new_tensor([rows, self._norms.weight(inputs)])])
-        every = self._norms.gather(own)
+        weight = 1.0 if self._samples is None else float(self._samples.current or inputs.shape[0])
+        every = sums.of_forward(torch.cat([mean, var * rows, mean.new_tensor([rows, weight])]))
         width = mean.numel()
         means, squares, counts, weights = every[:, :width], every[:, width : 2 * width], every[:, -2], every[:, -1]
         count = float(counts.sum())
@@ -151,26 +178,26 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, mean: Tensor, invstd: Tensor, count: float, weights: Tensor, norms: SyncedBatchNorms
+        ctx: Any, inputs: Tensor, mean: Tensor, invstd: Tensor, count: float, weights: Tensor, sums: RowSums
     ) -> Tensor:
         shape = [1, -1] + [1] * (inputs.dim() - 2)
         normalised = ((inputs - mean.view(shape)) * invstd.view(shape)).to(inputs.dtype)
         ctx.save_for_backward(normalised, invstd, weights)
         ctx.count = count
-        ctx.norms = norms
+        ctx.sums = sums
         return normalised
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         normalised, invstd, weights = ctx.saved_tensors
-        norms: SyncedBatchNorms = ctx.norms
+        sums: RowSums = ctx.sums
         dims = _all_but_channels(deltas)
         shape = [1, -1] + [1] * (deltas.dim() - 2)
         wide = deltas.to(invstd.dtype)
         own = torch.cat([wide.sum(dims), (wide * normalised).sum(dims)])
-        weight = weights[norms.rank]
-        sums = (norms.gather(own) * weights[:, None]).sum(0) / (weight * ctx.count)
-        mean_deltas, mean_products = sums.view(2, -1)
+        weight = weights[sums.own_row]
+        means = (sums.of_backward(own) * weights[:, None]).sum(0) / (weight * ctx.count)
+        mean_deltas, mean_products = means.view(2, -1)
         gradient = (wide - mean_deltas.view(shape) - normalised * mean_products.view(shape)) * invstd.view(shape)
         return gradient.to(deltas.dtype), None, None, None, None, None
 

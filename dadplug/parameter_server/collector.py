@@ -11,6 +11,7 @@ from ..options import Options
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .gradients import ModelGradients, UnitGradient
+from .statistics import CommittedBatchNorms
 
 
 class GradientCollector:
@@ -26,24 +27,32 @@ class GradientCollector:
         gradients: the gradients by unit.
         pending: whether gradients have arrived that have not been collected.
         counted: samples of the passes of the last collection.
+        norms: batch normalisations with the statistics of all sites; None without such.
     """
 
     def __init__(self, model: nn.Module, method: Method, options: Options) -> None:
         self._method = method
         self._options = options
-        self.counter = SampleCounter(model, self._before_forward, self._drop_cleared)
+        self.counter = SampleCounter(model, self._before_forward, self._before_backward)
         self.gradients = ModelGradients(model, method, options, self._arrived)
         self.pending = self._scaled = False
         self.counted = 0
+        self.norms: CommittedBatchNorms | None = None
         loss_scale.watch()
 
     def _before_forward(self) -> None:
         self.gradients.check_unchanged()
 
-    def _drop_cleared(self) -> None:
+    def _before_backward(self) -> None:
+        self._drop_cleared(begins=True)
+
+    def _drop_cleared(self, *, begins: bool = False) -> None:
+        """Forget passes whose gradients have been cleared, besides one whose backward begins."""
         if self.gradients.drop_cleared():
             self.counter.discard()
             self.pending = False
+            if self.norms is not None:
+                self.norms.drop(but_last=begins)
 
     def _arrived(self, unit: Unit) -> None:
         unit.arrivals += 1
@@ -80,6 +89,10 @@ class GradientCollector:
             self.gradients.complete(transport, samples)
         taken = self.gradients.take()
         self._end()
+        if self.norms is not None and taken and samples:
+            self.norms.keep()
+        elif self.norms is not None:
+            self.norms.drop()
         return taken, samples
 
     def _end(self) -> None:
@@ -92,4 +105,6 @@ class GradientCollector:
         """Remove all hooks from the model; gradients that have arrived are dropped."""
         self.gradients.release()
         self.counter.detach()
+        if self.norms is not None:
+            self.norms.detach()
         loss_scale.unwatch()

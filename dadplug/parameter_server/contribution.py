@@ -22,11 +22,26 @@ from ..options import Options
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .gradients import ModelGradients, UnitGradient
+from .statistics import CommittedBatchNorms, Packed
 
 _ROW = 512  # elements of a quantised gradient that share a scale
 
 Content = dict[str, Any]
 """Decoded contribution: by name of a unit, its rows and its formed gradients, see `ContributionCodec.encode`."""
+
+
+class Contribution(NamedTuple):
+    """Decoded contribution.
+
+    Attributes:
+        settings: settings of the optimizer's groups at its site.
+        content: its gradients.
+        statistics: its statistics of batch normalisation; None where these are not exchanged.
+    """
+
+    settings: Any
+    content: Content
+    statistics: Packed | None
 
 
 class MergedGradients(NamedTuple):
@@ -48,10 +63,14 @@ class ContributionCodec:
         gradients: the model's gradients.
         method: the method.
         options: the options.
+        norms: batch normalisations with the statistics of all sites; None where these are not exchanged.
     """
 
-    def __init__(self, gradients: ModelGradients, method: Method, options: Options) -> None:
+    def __init__(
+        self, gradients: ModelGradients, method: Method, options: Options, norms: CommittedBatchNorms | None
+    ) -> None:
         self._gradients = gradients
+        self._norms = norms
         self._method = method
         self._wire_name = options.wire
         self._lost: dict[str, Tensor] = {}  # what rounding to int8 takes from formed gradients
@@ -85,6 +104,7 @@ class ContributionCodec:
         Raises:
             NonFiniteError: if a gradient holds NaN or Inf; nothing has changed then.
         """
+        statistics = None if self._norms is None else self._norms.pack()
         content: Content = {}
         lost: dict[str, Tensor] = {}
         weight = samples / self._gradients.reference
@@ -102,7 +122,7 @@ class ContributionCodec:
         for unit in self._gradients.units:
             self._method.commit(unit.name)
         self._lost |= lost
-        return codec.encode((settings, content))
+        return codec.encode((settings, content, statistics))
 
     def _encode_rows(self, unit: Unit, gradient: UnitGradient) -> tuple[Tensor | None, ...] | None:
         factor = gradient.factor
@@ -141,8 +161,8 @@ class ContributionCodec:
 
     # Decoding
 
-    def unpack(self, body: bytes | bytearray, site: str) -> tuple[Any, Content]:
-        """Return the settings and the content of a contribution, checked.
+    def unpack(self, body: bytes | bytearray, site: str) -> Contribution:
+        """Return a decoded contribution, checked.
 
         Args:
             body: what `encode` has returned at its site.
@@ -153,12 +173,16 @@ class ContributionCodec:
         """
         units = {unit.name: unit for unit in self._gradients.units}
         try:
-            settings, content = codec.decode(body)
+            settings, content, statistics = codec.decode(body)
+            if (statistics is None) != (self._norms is None):
+                raise ValueError("one of both sites sends no statistics of batch normalisation")
+            if self._norms is not None:
+                self._norms.check(statistics)
             for name, (rows, formed) in content.items():
                 self._check(units[name], rows, formed)
         except (codec.DamagedError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise MismatchError(f"the contribution of {site} does not fit this site's model: {error}") from error
-        return settings, content
+        return Contribution(settings, content, statistics)
 
     def _check(self, unit: Unit, rows: Any, formed: Any) -> None:
         """Raise ValueError if shapes or types of a unit's parts are not possible."""

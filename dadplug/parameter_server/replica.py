@@ -18,6 +18,7 @@ from .contribution import ContributionCodec
 from .gradients import ModelGradients
 from .log import Commit
 from .optimizer import LoggedOptimizer
+from .statistics import CommittedBatchNorms
 
 ANY_STATE = {"state of the optimizer": "that of the training"}
 """Description of an optimizer's state where it need not be the same, since it is taken over."""
@@ -32,6 +33,7 @@ class Replica:
         method: the method.
         optimizer: the optimizer.
         sites: the sites by name.
+        norms: batch normalisations with the statistics of all sites; None where these are not exchanged.
 
     Attributes:
         version: number of commits of the sequencer's log that have been applied.
@@ -45,6 +47,7 @@ class Replica:
         method: Method,
         optimizer: LoggedOptimizer,
         sites: Sites,
+        norms: CommittedBatchNorms | None,
     ) -> None:
         self.version = self.dropped = 0
         self._gradients = gradients
@@ -52,6 +55,7 @@ class Replica:
         self._method = method
         self._optimizer = optimizer
         self._sites = sites
+        self._norms = norms
 
     def apply(self, commit: Commit) -> None:
         """Make the optimizer's step of one commit.
@@ -70,17 +74,33 @@ class Replica:
         samples = [float(entry.samples) for entry in decision.entries]
         scales = [entry.scale for entry in decision.entries]
         with torch.no_grad():
-            contents = [content for _, content in unpacked]
+            contents = [each.content for each in unpacked]
             merged = self._codec.merge(contents, samples, scales, self._optimizer.fused)
             self._gradients.write(merged.gradients)
         scale = sum(count * each for count, each in zip(samples, scales, strict=True)) / sum(samples)
-        self._optimizer.step(unpacked[0][0], scale, merged.products)
+        self._optimizer.step(unpacked[0].settings, scale, merged.products)
         self._gradients.clear()
-        self.version = decision.version
+        self._move_to(decision.version)
+        if self._norms is not None:
+            for entry, each in zip(decision.entries, unpacked, strict=True):
+                self._norms.follow(entry.site, each.statistics or {}, self.version)
+
+    def _move_to(self, version: int) -> None:
+        self.version = version
+        if self._norms is not None:
+            self._norms.version = version
+
+    def _statistics(self) -> Any:
+        return {} if self._norms is None else self._norms.state_dict()
+
+    def _load_statistics(self, state: Any) -> None:
+        if self._norms is not None:
+            self._norms.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this site has beside its model and its optimizer."""
         state = {"dropped": self.dropped, "reference": self._gradients.reference}
+        state["statistics"] = self._statistics()
         return state | {"method": self._method.state_dict(), "codec": self._codec.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,6 +113,7 @@ class Replica:
         self._gradients.expected_reference = state["reference"]
         self._method.load_state_dict(state["method"])
         self._codec.load_state_dict(state["codec"])
+        self._load_statistics(state.get("statistics", {}))
 
     def snapshot(self, model: nn.Module, description: dict[str, str], further: dict[str, Any]) -> JoinState:
         """Return the state that a site needs which takes over this version.
@@ -103,7 +124,7 @@ class Replica:
             further: further state.
         """
         further = further | {"optimizer": self._optimizer.state_dict(), "reference": self._gradients.reference}
-        further["fused"] = self._optimizer.kind
+        further |= {"fused": self._optimizer.kind, "statistics": self._statistics()}
         return JoinState(description, tensors_of(model), self.version, list(self._gradients.reports), further)
 
     def take_over(self, state: JoinState) -> None:
@@ -122,7 +143,8 @@ class Replica:
         self._gradients.merge(state.plan)
         self._gradients.reference = state.further["reference"]
         self._optimizer.load_state_dict(state.further["optimizer"])
-        self.version = state.step
+        self._move_to(state.step)
+        self._load_statistics(state.further["statistics"])
 
 
 def check_site_model(model: nn.Module) -> None:

@@ -29,10 +29,12 @@ from .replica import ANY_STATE, Replica, check_site_model
 from .returning import ReturnedTransport
 from .server_state import ServerState
 from .service import SequencerService
+from .statistics import CommittedBatchNorms
 from .trainer_calls import TrainerCalls
 
 _DETACHED = "it has called detach()"
 _MOST_HELD = 64  # batches: their rows take memory
+_LIFETIME = 2  # times `staleness` + 1: a site that takes part has committed another batch by then
 _SLACK = 4  # part of `staleness` by which a site may be further than the sequencer knows
 
 
@@ -112,8 +114,10 @@ class ParameterServer(TrainerCalls, ServerState):
         self._method = make_method(self.options)
         self._collector = GradientCollector(model, self._method, self.options)
         self._gradients = self._collector.gradients
-        self._codec = ContributionCodec(self._gradients, self._method, self.options)
-        self._replica = Replica(self._gradients, self._codec, self._method, self._optimizer, self._transport.sites)
+        norms = self._collector.norms = self._make_norms()
+        self._codec = ContributionCodec(self._gradients, self._method, self.options, norms)
+        sites = self._transport.sites
+        self._replica = Replica(self._gradients, self._codec, self._method, self._optimizer, sites, norms)
         self._held = UnsentGradients()
         self._detached = False
         self._loader: SiteLoader | None = None  # the last one
@@ -138,6 +142,14 @@ class ParameterServer(TrainerCalls, ServerState):
         transport = super()._open_transport(process_group)
         self._workers = gather_workers(transport, self._role, self._rules.quorum, self._problem)
         return transport
+
+    def _make_norms(self) -> CommittedBatchNorms | None:
+        """Let layers of batch normalisation use the statistics of all sites, if the options say so."""
+        if not self.options.sync_batchnorm:
+            return None
+        by_samples, lifetime = self.options.weighting == "samples", _LIFETIME * (self._rules.staleness + 1)
+        sites = self.site_rank, self.world_size
+        return CommittedBatchNorms(self.model, *sites, self._collector.counter, by_samples, lifetime)
 
     def _announce(self, reason: str, _: bool) -> None:
         self._log.leave(reason)

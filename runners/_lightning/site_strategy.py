@@ -233,12 +233,17 @@ class SiteStrategy(SiteCollectives):
         self._skipped = output is None and automatic and self._transport is not None
         if not self._skipped:
             return output
-        if getattr(self.options, "sync_batchnorm", False):
+        if self._waits_in_backward:
             raise RuntimeError(
                 "training_step returned None: with sync_batchnorm each site needs a loss in every step, since the "
                 "other sites wait for its statistics in backward"
             )
         return torch.zeros((), device=self.root_device, requires_grad=True)  # Lightning refuses None between processes
+
+    @property
+    def _waits_in_backward(self) -> bool:
+        """Whether each site waits for the statistics of all others in backward."""
+        return getattr(self.options, "sync_batchnorm", False)
 
     def _samples_of(self, batch: Any) -> AbstractContextManager[Any]:
         self._weightless = not self._has_batch

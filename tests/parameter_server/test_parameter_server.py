@@ -240,8 +240,8 @@ def refuses_what_it_cannot_do() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with pytest.raises(ValueError, match=f"quorum=9 needs as many sites, and there are {world_size}"):
         made(quorum=9)
-    with pytest.raises(ValueError, match="has no option 'sync_batchnorm'"):
-        made(sync_batchnorm=True)
+    with pytest.raises(ValueError, match="has no option 'merge'"):
+        made(merge="owner")
     with pytest.raises(dadplug.MismatchError, match=r"option staleness is 2 at site 0 .* and 3 at site 1"):
         made(staleness=2 + rank)
     model = network()

@@ -106,6 +106,33 @@ class Gathers(zoo.Plain):
         self.all_gather(batch[0])
 
 
+class Normalised(zoo.Plain):
+    """Has batch normalisation, and skips a batch at one site."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(self.net[0].out_features))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 and self.global_rank == 1 else loss
+
+
+def normalises_over_sites() -> None:
+    zoo.ZOO["Normalised"] = Normalised
+    strategy = ParameterServerStrategy("dad", staleness=2)
+    _, current = fit("Normalised", strategy, sync_batchnorm=True)
+    server = current.strategy.server
+    assert server.server_options.sync_batchnorm
+    assert server.first_difference() is None
+    committed = server._replica._norms.state_dict()
+    assert [list(packed) for _, packed in committed.values()] == [["net.1"]] * 2
+
+
+def test_the_trainers_option_normalises_over_sites(sites):
+    sites(2).run(normalises_over_sites)
+
+
 def uneven(folder: str) -> None:
     """Different numbers of batches: no site waits for ever, whatever ends an epoch or begins an evaluation."""
     rank = int(os.environ["RANK"])
@@ -273,7 +300,6 @@ def names_and_errors() -> None:
             ParameterServerStrategy(**wrong)
     for name, strategy, settings, message in (
         ("TwoOptimizers", ParameterServerStrategy(), {}, "automatic optimization"),
-        ("Plain", ParameterServerStrategy(), {"sync_batchnorm": True}, "cannot normalise over sites"),
         ("Plain", ParameterServerStrategy(quorum=3), {}, "quorum=3 needs as many sites, and there are 2"),
     ):
         with pytest.raises(ValueError, match=message):
