@@ -66,6 +66,8 @@ def connect(
     def start() -> None:
         with gloo_interface():
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=num_nodes, timeout=limit)
+            if backend == "gloo":
+                dist.barrier()  # else site 0 may end, with the store, while others still read from it
 
     try:
         within(timeout, start)
