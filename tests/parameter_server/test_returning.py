@@ -79,6 +79,10 @@ def summary(model: nn.Module, server: dadplug.ParameterServer) -> tuple:
     state += [
         value.numpy().tobytes() for each in server._optimizer.state_dict()["state"].values() for value in each.values()
     ]
+    if (norms := server._replica._norms) is not None:
+        committed = norms.state_dict()
+        assert sorted(committed) == [0, 1, 2]
+        state += [str(age).encode() + packed["1"].numpy().tobytes() for _, (age, packed) in sorted(committed.items())]
     return hashlib.sha256(b"".join(state)).hexdigest(), server.version, server.phases
 
 
@@ -126,7 +130,7 @@ def returns(folder: str, options: dict, lost: int) -> tuple:
 
 
 def test_a_killed_site_returns_and_has_the_bits_of_the_others(tmp_path):
-    check_return(tmp_path)
+    check_return(tmp_path, sync_batchnorm=True)
 
 
 def check_return(tmp_path: Path, kits: Sequence[Path] = (), lost: int = 2, **options) -> None:
