@@ -30,6 +30,7 @@ class OptimizerSteps(HeldGradients):
     _counter: SampleCounter
     _warm_up: GradientReduction | None = None
     _captured: CapturedGradients | None = None  # in local steps, if some of them are fused
+    _may_fuse = True  # until `stop_fusing`, which may be called in the warm-up
     _has_synchronized = False  # in this synchronous step, for `clip_grad_norm_`
     _accumulates = False
 
@@ -48,7 +49,7 @@ class OptimizerSteps(HeldGradients):
         return not self._accumulates if self._warm_up is None else self._warm_up.syncing
 
     def _begin_capture(self) -> None:
-        if self.local_options.fused:
+        if self.local_options.fused and self._may_fuse:
             self._captured = CapturedGradients(self.model, self.optimizer, self._counter.owned)
             self.remarks = self._captured.remarks
 
@@ -62,6 +63,7 @@ class OptimizerSteps(HeldGradients):
         Args:
             reason: why, for `remarks`.
         """
+        self._may_fuse = False
         if self.local_options.fused:
             self.remarks = (f"fused steps: no, {reason}",)
         if self._captured is not None:
@@ -119,7 +121,7 @@ class OptimizerSteps(HeldGradients):
         """
         self._exchange()
 
-    def _exchange(self, stop: bool = False, deferral: Deferral | None = None) -> None:
+    def _exchange(self, *, deferral: Deferral | None = None) -> None:
         if self._warm_up is not None:
             self._warm_up.synchronize()
         elif self._captured is not None:

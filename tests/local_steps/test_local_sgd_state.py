@@ -54,6 +54,17 @@ def test_replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire(sites)
     sites(2).run(agrees_to_the_bit, ["float32", "float64", "bfloat16"])
 
 
+def test_steps_that_are_not_to_be_fused_are_ordinary_after_the_warm_up():
+    model = build()
+    local = LocalSGD(model, adam(model.parameters()), every=2, warm_up=2, warm_up_mode="dad", fused=True)
+    local.stop_fusing("a callback reads the gradients")
+    for step in range(4):
+        train(local, [step], 0)
+        assert local.remarks == ("fused steps: no, a callback reads the gradients",)
+        assert {type(each.grad) for each in model.parameters()} == {torch.Tensor}
+    local.detach()
+
+
 def run_some(local: LocalSGD, scheduler, steps, site: int) -> None:
     for step in steps:
         train(local, [step], site, 8 - 3 * site)
