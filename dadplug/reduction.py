@@ -163,7 +163,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         """
         self._exchange(stop)
 
-    def _exchange(self, stop: bool = False, deferral: Deferral | None = None) -> None:
+    def _exchange(self, stop: bool = False, *, deferral: Deferral | None = None) -> None:
         if self._held is not None:
             raise RuntimeError("after clip_grad_norm_() of gradients that are not formed, call apply(optimizer)")
         while True:

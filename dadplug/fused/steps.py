@@ -29,7 +29,7 @@ class HeldGradients(ABC):
     _held: Deferral | None = None  # between hold and apply_held, or between clip_grad_norm_ and apply
 
     @abstractmethod
-    def _exchange(self, stop: bool = False, deferral: Deferral | None = None) -> None:
+    def _exchange(self, *, deferral: Deferral | None = None) -> None:
         """Complete the gradients of a step; write them to ``.grad``, but for those that may stay products."""
 
     def remark_on(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
