@@ -1,7 +1,7 @@
 """Data sets of the experiments by name: ``load_dataset("digits")``."""
 
 from . import clicks, criteo, digits, dogsvscats  # noqa: F401  (each registers itself)
-from .base import DATASETS, DataError, DataPair, Images, Samples, load_dataset
+from .base import DATASETS, DataError, DataPair, Images, Samples, load_dataset, register_dataset
 from .clicks import Clicks, generated, renumbered
 from .criteo import read_criteo
 from .mnist import MNIST
@@ -21,6 +21,7 @@ __all__ = [
     "generated",
     "load_dataset",
     "read_criteo",
+    "register_dataset",
     "renumbered",
     "site_indices",
 ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -134,7 +133,44 @@ class DataPair:
         return DataPair(self.train.resized(size), self.test.resized(size), self.classes)
 
 
-DATASETS: Registry[str, Callable[..., DataPair]] = Registry("dataset")  # functions of a path, or of nothing
+@dataclass(frozen=True)
+class DataSource:
+    """Registered data set.
+
+    Attributes:
+        load: function that loads it, of a path where it has files, else of nothing.
+        has_files: whether it is read from a folder or file.
+    """
+
+    load: Callable[..., DataPair]
+    has_files: bool
+
+
+DATASETS: Registry[str, DataSource] = Registry("dataset")
+
+Load = TypeVar("Load", bound=Callable[..., DataPair])
+
+
+def register_dataset(name: str, *, has_files: bool) -> Callable[[Load], Load]:
+    """Register the function that loads a data set; a decorator.
+
+    Args:
+        name: name of the data set.
+        has_files: whether the function takes the path of a folder or file; otherwise it takes nothing.
+
+    Example:
+        >>> from dadplug.data import DataPair, generated, register_dataset
+        >>> @register_dataset("more clicks", has_files=False)
+        ... def more_clicks(samples=50_000):
+        ...     clicks = generated(samples=samples)
+        ...     return DataPair(clicks.subset(slice(0, 40_000)), clicks.subset(slice(40_000, None)), classes=2)
+    """
+
+    def decorate(load: Load) -> Load:
+        DATASETS.register(name)(DataSource(load, has_files))
+        return load
+
+    return decorate
 
 
 def load_dataset(name: str, data_dir: str | Path | None = None) -> DataPair:
@@ -154,11 +190,11 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> DataPair:
         >>> len(load_dataset("clicks").train)
         8000
     """
-    load = DATASETS[name]
-    if inspect.signature(load).parameters:
-        return load(Path("data" if data_dir is None else data_dir))
+    source = DATASETS[name]
+    if source.has_files:
+        return source.load(Path("data" if data_dir is None else data_dir))
     if data_dir is not None:
         raise ValueError(
             f"the data set {name!r} has no files: choose the data set of the files in {data_dir}, or leave data_dir out"
         )
-    return load()
+    return source.load()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .base import DATASETS, DataError, DataPair
+from .base import DataError, DataPair, register_dataset
 
 DENSE, FIELDS = 13, 26  # counts and categories in a row, as Criteo's logs have them
 _HELD_OUT = 5  # the last fifth of the rows
@@ -139,7 +139,7 @@ def generated(samples: int = 10_000, seed: int = 0, exponent: float = 1.1) -> Cl
     return Clicks(dense, ids, labels, int(sizes.sum()))
 
 
-@DATASETS.register("clicks")
+@register_dataset("clicks", has_files=False)
 def clicks() -> DataPair:
     """Generate 10,000 clicks in memory."""
     return split_by_time(generated())

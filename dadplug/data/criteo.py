@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .base import DATASETS, DataError, DataPair
+from .base import DataError, DataPair, register_dataset
 from .clicks import DENSE, FIELDS, Clicks, split_by_time
 
 ROWS = 1 << 20  # size of the key space that categories of the text file are hashed into
@@ -29,7 +29,7 @@ _LINES = 1 << 15  # lines parsed at a time
 _STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-@DATASETS.register("criteo")
+@register_dataset("criteo", has_files=True)
 def criteo(data_dir: Path) -> DataPair:
     """Load Criteo's clicks; the last fifth of the rows is held out.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .base import DATASETS, DataError, DataPair, Images
+from .base import DataError, DataPair, Images, register_dataset
 
 _HELD_OUT = 5  # every fifth digit
 
 
-@DATASETS.register("digits")
+@register_dataset("digits", has_files=False)
 def digits() -> DataPair:
     """Load the digits, which are part of scikit-learn; nothing is downloaded.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .base import DATASETS, DataError, DataPair
+from .base import DataError, DataPair, register_dataset
 from .photos import Archive, Photos, find_damaged
 
 _NAME = re.compile(r"(?:^|/)(cat|dog)\.\d+\.jpe?g$", re.IGNORECASE)
@@ -16,7 +16,7 @@ _HELD_OUT = 5  # every fifth photo of a class
 _SHOWN = 5
 
 
-@DATASETS.register("dogsvscats")
+@register_dataset("dogsvscats", has_files=True)
 def dogsvscats(data_dir: Path) -> DataPair:
     """Load the labelled photos of the challenge; by the names of the files, cats are class 0 and dogs class 1.
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .base import DATASETS, DataError, DataPair, Images
+from .base import DataError, DataPair, Images, register_dataset
 from .download import download
 from .idx import read_idx
 
@@ -63,7 +63,7 @@ class MNIST(Dataset[tuple[Any, int]]):
         return image if self.transform is None else self.transform(image), int(self.targets[index])
 
 
-@DATASETS.register("mnist")
+@register_dataset("mnist", has_files=True)
 def mnist(data_dir: Path) -> DataPair:
     """Load MNIST from a folder with its four IDX files, plain or compressed; missing files are downloaded.
 

@@ -13,9 +13,22 @@ import pytest
 import torch
 from data_files import idx, write_mnist
 
-from dadplug.data import MNIST, DataError, DataPair, Images, download, fold_indices, load_dataset, mnist, site_indices
+from dadplug.data import (
+    MNIST,
+    DataError,
+    DataPair,
+    Images,
+    base,
+    download,
+    fold_indices,
+    load_dataset,
+    mnist,
+    register_dataset,
+    site_indices,
+)
 from dadplug.data.idx import read_idx
 from dadplug.data.transforms import Compose, Normalize, ToTensor
+from dadplug.registry import Registry
 
 
 def test_digits_have_mnists_shape_and_all_classes():
@@ -209,3 +222,22 @@ def test_folds_divide_the_samples():
 def test_folds_out_of_range_are_told(folds, fold, message):
     with pytest.raises(ValueError, match=message):
         fold_indices(10, folds, fold)
+
+
+def test_a_registration_says_whether_a_data_set_has_files(monkeypatch, tmp_path):
+    """Not the function's arguments, which may have defaults."""
+    monkeypatch.setattr(base, "DATASETS", Registry("dataset"))
+
+    @register_dataset("drawn", has_files=False)
+    def draw(classes=10):
+        return classes
+
+    @register_dataset("filed", has_files=True)
+    def read(*place):
+        return place
+
+    assert load_dataset("Drawn") == 10
+    with pytest.raises(ValueError, match="'drawn' has no files"):
+        load_dataset("drawn", tmp_path)
+    assert load_dataset("filed") == (Path("data"),)
+    assert load_dataset("filed", tmp_path) == (tmp_path,)
