@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
+from .exchange.deadline import check_seconds
 from .exchange.requirements import Requirements
 from .exchange.topology import check_hierarchy
 from .exchange.wire import FORMATS
@@ -66,7 +67,8 @@ def _whole_number(least: int) -> Check:
 
 def _number(description: str, is_valid: Callable[[float], bool], optional: bool = False) -> Check:
     def check(name: str, value: Any) -> None:
-        if not (optional and value is None) and not (isinstance(value, (int, float)) and is_valid(value)):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (optional and value is None) and not (is_number and is_valid(value)):
             raise ValueError(f"{name} must be {description}, got {value!r}")
 
     return check
@@ -142,7 +144,7 @@ class Options:
     site_timeout: float = _option(
         10.0,
         "with min_sites: seconds of silence after which a site counts as lost",
-        _number("a positive number of seconds", lambda value: value > 0),
+        check_seconds,
     )
     late: str = _option(
         "wait", "with min_sites: wait for late sites, or skip their part of a step", choices=("wait", "skip")
@@ -155,7 +157,7 @@ class Options:
     timeout: float = _option(
         DEFAULT_TIMEOUT,
         "seconds after which a silent site counts as lost",
-        _number("a positive number of seconds", lambda value: value > 0),
+        check_seconds,
     )
 
     def __post_init__(self) -> None:

@@ -349,3 +349,16 @@ def test_the_old_name_of_the_site_rank_warns():
     reduction = dadplug.GradientReduction(torch.nn.Linear(2, 2), mode="rankdad", rank=3)
     with pytest.warns(DeprecationWarning, match=r"use reduction\.site_rank"):
         assert reduction.rank == reduction.site_rank == 0
+
+
+def refuses_other_arguments() -> None:
+    for other in (None, "model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)):
+        with pytest.raises(TypeError, match=f"the model must be a torch.nn.Module, got {type(other).__name__}"):
+            GradientReduction(other, mode="dad")
+    for group in ("gloo", 3, dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(TypeError, match="process_group must be a"):
+            GradientReduction(nn.Linear(2, 2), mode="dad", process_group=group)
+
+
+def test_arguments_of_other_types_are_refused(sites):
+    sites(2).run(refuses_other_arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,17 @@ _CHECK_SECONDS = 2.0  # between two checks of a call that takes long
 
 Result = TypeVar("Result")
 _given_up: list[threading.Thread] = []
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise ValueError if a value is no number of seconds to wait.
+
+    Args:
+        name: name of the option.
+        value: its value.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
 
 
 def within(seconds: float, call: Callable[[], Result], check: Callable[[], None] = lambda: None) -> Result:

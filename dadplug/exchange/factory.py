@@ -63,6 +63,7 @@ def open_transport(
 
     Raises:
         SiteError: if a site ends or does not answer.
+        TypeError: if the group is none, or one without this process.
         ValueError: if the hierarchy does not fit the number of processes, or the group has requirements and no hub.
         RuntimeError: if the environment announces several processes and no process group exists.
     """
@@ -70,7 +71,8 @@ def open_transport(
         _check_not_alone()
         return SingleSite(traffic, device, timeout)
     parent = group if group is not None else dist.group.WORLD
-    assert parent is not None
+    if not isinstance(parent, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a torch.distributed process group with this process, got {parent!r}")
     ranks = dist.get_process_group_ranks(parent)
     if len(ranks) == 1:
         return SingleSite(traffic, device, timeout)
@@ -81,11 +83,11 @@ def open_transport(
         raise ValueError("min_sites needs a hub, which knows who is there: dadplug.connect(kit=...)")
     sites = introduce(parent, timeout)
     local = group is not None
+    try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice
+        ids = gather_objects(node_id(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
+    except RuntimeError as error:
+        raise sites.lost(error, timeout) from error
     if hierarchy is not None:
-        try:
-            ids = gather_objects(node_id(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
-        except RuntimeError as error:
-            raise sites.lost(error, timeout) from error
         nodes = Nodes.of(members_of(hierarchy, ids), dist.get_rank(parent))
         if 1 < nodes.count < len(ranks):
             # Messages between pairs are gloo's; from a GPU they go by way of the CPU.

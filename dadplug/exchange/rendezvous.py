@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import SiteError
 from .addresses import choose_interface, gloo_interface
-from .deadline import within
+from .deadline import check_seconds, within
 from .membership import ProcessSites, introduce_default, own_member
 from .roll_call import RollCall, plural
 from .status import Member
@@ -54,6 +54,7 @@ def connect(
     if num_nodes is None and rank is None and dist_url is None and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return
     rank, num_nodes, host, port = _meeting_point(rank, num_nodes, dist_url)
+    check_seconds("timeout", timeout)
     backend = _backend(backend)
     choose_interface(host, port)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and dist_url is None
@@ -119,6 +120,9 @@ def _meeting_point(rank: int | None, num_nodes: int | None, dist_url: str | None
         raise ValueError("rank, num_nodes and dist_url go together: give all three, or none to use torchrun's")
     else:
         host, port = _parse(dist_url)
+    for name, value in (("rank", rank), ("num_nodes", num_nodes)):
+        if not isinstance(value, int):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
     if num_nodes < 1:
         raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
     if not 0 <= rank < num_nodes:

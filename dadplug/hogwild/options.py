@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..exchange import DEFAULT_TIMEOUT
+from ..exchange.deadline import check_seconds
 from .training import STATES, check_choice, check_number
 
 
@@ -29,8 +30,7 @@ class HogwildOptions:
     def __post_init__(self) -> None:
         check_choice("state", self.state, STATES)
         check_number("threads", self.threads)
-        if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
+        check_seconds("timeout", self.timeout)
 
     @classmethod
     def create(cls, **values: Any) -> HogwildOptions:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..errors import KitError
 from ..exchange import DEFAULT_TIMEOUT, rendezvous
+from ..exchange.deadline import check_seconds
 from .kits import Kit
 from .local_site import LocalPlace
 from .site_connection import Connection, current_connection
@@ -52,6 +53,7 @@ def connect(
     if kit is None:
         rendezvous.connect(rank, num_nodes, dist_url, backend=backend, timeout=timeout)
         return
+    check_seconds("timeout", timeout)
     loaded = load_site_kit(kit, rank=rank, num_nodes=num_nodes, dist_url=dist_url, backend=backend)
     if dist.is_initialized():
         if _is_connected(loaded):

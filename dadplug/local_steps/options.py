@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..exchange import DEFAULT_TIMEOUT
+from ..exchange.deadline import check_seconds
 from ..methods import method_names
 from ..options import WEIGHTINGS, WIRES, Options
 
@@ -52,7 +53,7 @@ class LocalOptions:
         _number(
             "outer_momentum", self.outer_momentum, "a number from 0 up to, but not, 1", lambda value: 0 <= value < 1
         )
-        _number("timeout", self.timeout, "a positive number of seconds", lambda value: value > 0)
+        check_seconds("timeout", self.timeout)
         _choice("wire", self.wire, WIRES)
         _choice("weighting", self.weighting, WEIGHTINGS)
         _choice("warm_up_mode", self.warm_up_mode, method_names())

@@ -30,8 +30,11 @@ def check_model(model: nn.Module) -> None:
     """Check that a model can be captured.
 
     Raises:
+        TypeError: if it is no module.
         ValueError: if a parameter has no shape yet, or if a layer is captured already.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")

@@ -67,6 +67,21 @@ def test_a_site_that_raises_tells_the_others_why(tmp_path):
     assert "is gone: OSError: the disk is full" in finished[0].errors
 
 
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_site_that_fails_before_the_next_reduction_is_named(tmp_path, failed):
+    code = f"""
+import time
+if rank == {failed}:
+    raise ValueError("its file is missing")
+time.sleep(0.5)  # it has failed when the others begin
+dadplug.GradientReduction(nn.Linear(6, 5), mode="dad", timeout=30)
+"""
+    other = run(code, tmp_path)[1 - failed]
+    assert other.status == 1
+    assert f"SiteError: site {failed} (" in other.errors
+    assert other.errors.endswith("is gone: ValueError: its file is missing\n")
+
+
 def test_a_site_that_ends_early_is_named(tmp_path):
     finished = run("if rank == 0: step(torch.randn(8, 6))", tmp_path, destructors=True)
     assert finished[1].status == 0
@@ -229,6 +244,8 @@ def test_two_sites_of_one_rank_are_told(tmp_path):
     [
         ((2, 2, "tcp://127.0.0.1:1"), "rank must lie in 0 to 1 for 2 sites, got 2"),
         ((-1, 2, "tcp://127.0.0.1:1"), "rank must lie in 0 to 1"),
+        (("0", 2, "tcp://127.0.0.1:1"), "rank must be a whole number, got '0'"),
+        ((0, "2", "tcp://127.0.0.1:1"), "num_nodes must be a whole number, got '2'"),
         ((0, 0, "tcp://127.0.0.1:1"), "num_nodes must be at least 1"),
         ((0, 2, "http://127.0.0.1:1"), "should read tcp://HOST:PORT"),
         ((0, 2, "tcp://127.0.0.1"), "should read tcp://HOST:PORT"),
@@ -241,6 +258,15 @@ def test_wrong_places_are_told(arguments, message):
 
     with pytest.raises(ValueError, match=message):
         connect(*arguments)
+
+
+@pytest.mark.parametrize("timeout", [0, float("inf"), "300"])
+def test_a_timeout_that_is_no_number_of_seconds_is_told(timeout, tmp_path):
+    from dadplug import connect
+
+    for place in ({"rank": 0, "num_nodes": 2, "dist_url": "tcp://127.0.0.1:1"}, {"kit": tmp_path}):
+        with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got"):
+            connect(**place, timeout=timeout)
 
 
 def test_an_unknown_backend_is_told(monkeypatch):

@@ -220,7 +220,7 @@ WRONG = [
     ({"warm_up_mode": "localsgd"}, "unknown warm_up_mode"),
     ({"weighting": "rows"}, "unknown weighting"),
     ({"overlap": 1}, "overlap must be True or False"),
-    ({"timeout": 0}, "timeout must be"),
+    ({"timeout": float("inf")}, "timeout must be a positive number of seconds, got inf"),
     ({"outer_momentu": 0.9}, "did you mean 'outer_momentum'"),
 ]
 

@@ -120,6 +120,9 @@ def test_a_new_method_is_a_class_and_a_registration():
         ({"wire": "fp8"}, "unknown wire 'fp8'"),
         ({"sync_batchnorm": 1}, "sync_batchnorm must be True or False"),
         ({"timeout": 0}, "timeout must be a positive number"),
+        ({"timeout": float("inf")}, "timeout must be a positive number of seconds, got inf"),
+        ({"timeout": True}, "timeout must be a positive number"),
+        ({"tolerance": False}, "tolerance must be"),
         ({"bucket_mb": -1}, "bucket_mb must be a positive number"),
     ],
 )
