@@ -20,8 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="rows of a step (default: %(default)d)")
     parser.add_argument("--seconds", type=float, default=60.0, help="time limit, about (default: %(default)g)")
     parser.add_argument(
-        "--threads", type=int, help="threads, as training or serving will have (default: as torch starts with)"
+        "--threads", type=_count, help="threads, as training or serving will have (default: as torch starts with)"
     )
+
+
+def _count(text: str) -> int:
+    """Return the number of threads that a command line names."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -66,8 +66,7 @@ def tune(
     Example:
         >>> print(dadplug.tune(seconds=30).table())
     """
-    if seconds <= 0:
-        raise ValueError(f"seconds has to be positive, not {seconds}")
+    _check(seconds, rows, has_model=model is not None, for_models=bool(builder or input_shape))
     machine = Machine.this()
     if store and path_of(machine) is None:
         raise ValueError("DADPLUG_TUNING switches tuned constants off: unset it, or pass store=False")
@@ -83,6 +82,15 @@ def tune(
         record = replace(record, served={**load(machine).served, **record.served})
     path = save(record, machine, [row.values() for row in tuner.rows]) if store else None
     return Tuning(tuner.rows, replace(record, tuned=True), path, tuner.points, tuner.notes)
+
+
+def _check(seconds: float, rows: int, *, has_model: bool, for_models: bool) -> None:
+    if seconds <= 0:
+        raise ValueError(f"seconds has to be positive, not {seconds}")
+    if rows < 1:
+        raise ValueError(f"rows has to be at least 1, not {rows}")
+    if for_models and not has_model:
+        raise ValueError("a builder or a shape of inputs is for a model: give the model, too")
 
 
 def _run_tasks(

@@ -152,6 +152,9 @@ def test_the_command_line(folder, capsys, monkeypatch):
     [
         (["--model", "no-such.ckpt"], "no-such.ckpt"),
         (["--seconds", "0"], "seconds has to be positive"),
+        (["--batch-size", "0"], "rows has to be at least 1, not 0"),
+        (["--builder", "task.py:net"], "give the model, too"),
+        (["--input-shape", "784"], "give the model, too"),
     ],
 )
 def test_errors_on_the_command_line_are_one_line(folder, capsys, arguments, message):
@@ -159,3 +162,10 @@ def test_errors_on_the_command_line_are_one_line(folder, capsys, arguments, mess
         main(["tune", *arguments])
     (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
     assert message in line
+
+
+@pytest.mark.parametrize("threads", ["0", "-2", "two"])
+def test_threads_are_a_number_of_at_least_one(folder, capsys, threads):
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", f"--threads={threads}"])
+    assert f"argument --threads: '{threads}' is no number of at least 1" in capsys.readouterr().err
