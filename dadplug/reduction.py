@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .adaptive.gradient_sources import register_source, remove_source
 from .adaptive.noise import GradientNoise
 from .errors import DroppedError
-from .exchange.wire import wire_format
 from .fused import Deferral, FusedSteps
 from .methods import loss_scale
 from .model_sync import replicas
@@ -99,7 +98,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         self._planner = self._make_planner()
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = False  # the loss scales of gradients
-        if self._method.errors.enabled or wire_format(self.options.wire).quantised:
+        if self._method.keeps_errors:
             self._watch_loss_scales()
         self._further = dict(state or {})
         if self._joined is not None:

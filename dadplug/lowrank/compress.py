@@ -77,13 +77,14 @@ class Compressed:
         """
         return self.residual_of(squared_norm(deltas, activations))
 
-    def residual_of(self, whole: float) -> float:
+    def residual_of(self, whole: float, rank: int | None = None) -> float:
         """Compute the relative error from the known squared Frobenius norm of G.
 
         Args:
             whole: ``|G|^2``.
+            rank: number of the first columns that count, if not all.
         """
-        kept = float((self.singular_values[: self.effective_rank] ** 2).sum())
+        kept = float((self.singular_values[: self.effective_rank if rank is None else rank] ** 2).sum())
         return math.sqrt(max(0.0, 1.0 - kept / whole)) if whole > 0 else 0.0
 
 

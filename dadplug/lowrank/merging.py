@@ -54,3 +54,14 @@ def _roots(gram: Tensor) -> tuple[Tensor, Tensor]:
     root = torch.where(kept, values, 0.0)[:, None] * vectors.T * norms
     inverse = shrink[:, None] * vectors * torch.where(kept, 1 / values, 0.0)
     return root, inverse
+
+
+def part_size(width: int, sites: int) -> int:
+    """Return the number of columns in a part of a divided matrix; the last part is padded."""
+    return -(-width // sites)
+
+
+def divide_columns(matrix: Tensor, sites: int) -> list[Tensor]:
+    """Return the columns of a matrix in parts of equal width, the last ones padded with zeros."""
+    size = part_size(matrix.shape[1], sites)
+    return list(torch.nn.functional.pad(matrix, (0, size * sites - matrix.shape[1])).split(size, 1))

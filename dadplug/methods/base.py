@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..exchange.payload import FactorPayload
+from ..exchange.wire import wire_format
 from ..hooks import LINEAR, Factor, Form
 from ..hub import restrictions
 from ..lowrank import sum_of_products, sum_one_by_one
@@ -116,6 +117,11 @@ class Method(ABC):
         self.options = options
         self.errors = ErrorFeedback(False)
         self.loss_scales = LossScales()
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether what a step has not sent is kept for later ones, without the loss scale, which has to be known."""
+        return self.errors.enabled or wire_format(self.options.wire).quantised
 
     @abstractmethod
     def path(self, out: int, width: int) -> str:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..exchange.payload import FactorPayload
-from ..exchange.wire import wire_format
+from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor
-from ..lowrank import Carry, compress, compress_matrix, squared_norm
+from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
 from .base import Method, MethodOptions, Quality, Traits, register_method
 from .feedback import ErrorFeedback
 from .loss_scale import LossScales
+from .merge_memory import MergeMemory
 
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 
@@ -29,7 +30,8 @@ class _State(NamedTuple):
 
     Attributes:
         carry: directions to start from.
-        lost: rows whose product is the rounding error of int8, without the loss scale.
+        lost: rows whose product is what was not sent, as far as it is kept, without the loss scale: further singular
+            vectors, and the rounding error of int8.
         calls: number of compressions.
         quality: quality of the last one.
     """
@@ -38,6 +40,10 @@ class _State(NamedTuple):
     lost: FactorPayload | None = None
     calls: int = 0
     quality: Quality | None = None
+
+    def scaled(self, factor: float) -> _State:
+        """Return the state with the lost rows times a factor."""
+        return self if self.lost is None else self._replace(lost=self.lost._replace(left=self.lost.left * factor))
 
 
 @register_method("rankdad")
@@ -54,9 +60,14 @@ class RankDAD(Method):
         self.max_rank: int = options.rank
         self.merger = self._make_merger(options)
         self._iterations = options.iterations
+        self._kept_rows = options.rank if keeps_rows(options) and not options.error_feedback else 0
         self.errors = ErrorFeedback(bool(options.error_feedback))
         self._states: dict[str, _State] = {}
         self._staged: dict[str, _State] = {}
+
+    @property
+    def keeps_errors(self) -> bool:
+        return super().keeps_errors or keeps_rows(self.options)
 
     def _make_merger(self, options: MethodOptions) -> Merger | None:
         return None if options.merge == "all" else Merger(options, self.loss_scales)
@@ -87,23 +98,20 @@ class RankDAD(Method):
             if state.lost is not None:  # as further rows
                 deltas = torch.cat([deltas, state.lost.left])
                 activations = torch.cat([activations, state.lost.right * loss_scale])
-            compressed = compress(deltas, activations, self.max_rank, **how)
+            compressed = compress(deltas, activations, self.max_rank + self._kept_rows, **how)
             size = squared_norm(deltas, activations) if measure else 0.0
-        kept, carry, lost = compressed.effective_rank, state.carry, None
-        if kept and self.options.warm_start:
+        sent, carry, lost = min(compressed.effective_rank, self.max_rank), state.carry, None
+        if sent and self.options.warm_start:
             carry = compressed.carry
-        residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size)
-        left, right = compressed.left.T[:kept], compressed.right.T[:kept]
+        residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
+        left, right = compressed.left.T[:sent], compressed.right.T[:sent]
         wire = wire_format(self.options.wire, left.dtype)
         if self.errors.enabled:
             right = right * loss_scale if loss_scale != 1.0 else right
             whole.addmm_(wire.round_trip(left).T, wire.round_trip(right), alpha=-1 / loss_scale)
-        elif wire.quantised:
-            lost = FactorPayload(
-                torch.cat([left, -wire.round_trip(left)]),
-                torch.cat([right, wire.round_trip(right)]).div_(loss_scale),
-            )
-        self._staged[name] = _State(carry, lost, state.calls + 1, Quality(kept, residual))
+        else:
+            lost = _not_sent(compressed, sent, wire, loss_scale)
+        self._staged[name] = _State(carry, lost, state.calls + 1, Quality(sent, residual))
         return FactorPayload(left, right, factor.bias_gradient() if with_bias else None)
 
     def _with_errors(self, name: str, factor: Factor, loss_scale: float) -> Tensor:
@@ -160,6 +168,33 @@ class RankDAD(Method):
                 self.merger.add_state(state.get("merger", {}))
 
 
+def keeps_rows(options: MethodOptions) -> bool:
+    """Return whether as many further rows as are sent are kept of what sites and merges do not send.
+
+    Without merges only `error_feedback` keeps anything, as a whole gradient. Merges of divided layers keep rows with it
+    as well, since no site has the whole sum.
+    """
+    return options.merge != "all" and options.error_feedback is not False
+
+
+def _not_sent(compressed: Compressed, sent: int, wire: WireFormat, loss_scale: float) -> FactorPayload | None:
+    """Return rows whose product is what the next step adds, without the loss scale; None for none.
+
+    Args:
+        compressed: the compressed gradient.
+        sent: number of its first components that are sent.
+        wire: the format in which they are sent.
+        loss_scale: the loss scale of the gradient.
+    """
+    kept = compressed.effective_rank
+    left, right = compressed.left.T[sent:kept], compressed.right.T[sent:kept]
+    if wire.quantised:
+        first, second = compressed.left.T[:sent], compressed.right.T[:sent]
+        left = torch.cat([left, first, -wire.round_trip(first)])
+        right = torch.cat([right, second, wire.round_trip(second)])
+    return FactorPayload(left.clone(), right / loss_scale) if len(left) else None
+
+
 _MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them
 
 
@@ -169,15 +204,48 @@ class Merger(RankDAD):
     Args:
         options: the options of the reduction.
         loss_scales: those of the site's own gradients.
+
+    Attributes:
+        memory: what the merges of divided layers have dropped.
     """
 
     def __init__(self, options: MethodOptions, loss_scales: LossScales) -> None:
         super().__init__(options)
         self.loss_scales = loss_scales
+        self.memory = MergeMemory()
         self._iterations = max(_MERGE_ITERATIONS, options.iterations)
+        self._reference = 0
 
     def _make_merger(self, options: MethodOptions) -> None:
         return None
+
+    def refer(self, reference: int) -> None:
+        """Set the number of samples whose mean gradient the memory is in units of, and rescale the memory to it."""
+        if self._reference not in (0, reference):
+            scale = self._reference / reference
+            self.memory.scale(scale)
+            self._states = {name: state.scaled(scale) for name, state in self._states.items()}
+        self._reference = reference
+        self.errors.refer(reference)
+
+    def commit(self, name: str) -> None:
+        super().commit(name)
+        self.memory.commit(name)
+
+    def rollback(self, name: str) -> None:
+        super().rollback(name)
+        self.memory.rollback(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"reference": self._reference, "divided": self.memory.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        current = self._reference
+        super().load_state_dict(state)
+        self.memory.load_state_dict(state.get("divided", {}))
+        self._reference = state.get("reference", state["errors"]["reference"])
+        if current:
+            self.refer(current)
 
     def add_state(self, state: dict[str, Any]) -> None:
         """Add what another site has returned by `state_dict`: by a new plan, its layers may be this site's.
@@ -185,19 +253,28 @@ class Merger(RankDAD):
         Args:
             state: the state; empty for none.
         """
+        if not state:
+            return
         own = self.state_dict()
-        for part in ("carried", "lost", "calls"):
-            own[part] = {**state.get(part, {}), **own[part]}
-        if state and state["errors"]["errors"]:
-            other, reference = state["errors"], own["errors"]["reference"] or state["errors"]["reference"]
-            scale = other["reference"] / reference if reference else 1.0
-            errors = {name: error * scale for name, error in other["errors"].items()}
-            own["errors"] = {"reference": reference, "errors": errors | own["errors"]["errors"]}
+        theirs = state.get("reference", state["errors"]["reference"])
+        own["reference"] = own["errors"]["reference"] = own["reference"] or theirs
+        scale = theirs / own["reference"] if own["reference"] else 1.0
+        lost = {name: (left * scale, right) for name, (left, right) in state["lost"].items()}
+        errors = {name: error * scale for name, error in state["errors"]["errors"].items()}
+        for part, other in (("carried", state["carried"]), ("lost", lost), ("calls", state["calls"])):
+            own[part] = {**other, **own[part]}
+        own["errors"]["errors"] = errors | own["errors"]["errors"]
         self.load_state_dict(own)
+        self.memory.add(state.get("divided", {}), scale)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Drop the state of layers that this site does not own."""
+    def forget_whole(self, names: Iterable[str]) -> None:
+        """Drop the state of whole layers that this site does not own."""
         for name in names:
-            self.rollback(name)
+            super().rollback(name)
             self._states.pop(name, None)
             self.errors.forget(name)
+
+    def forget_divided(self, names: Iterable[str]) -> None:
+        """Drop the memory of layers that are not divided any more."""
+        for name in names:
+            self.memory.forget(name)

@@ -8,8 +8,9 @@ from ..exchange import Transport
 from ..exchange.wire import wire_format
 from ..methods import Method
 from ..methods.paths import GradientPath
+from ..methods.rankdad import keeps_rows
 from ..options import Options
-from ..reducer.owners import OwnedLayer, Owners, assign_owners, busiest_numbers
+from ..reducer.owners import OwnedLayer, Owners, assign_owners, busiest_numbers, stacked_rows
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .link_model import LinkCosts
@@ -63,8 +64,7 @@ class Merging:
         if self._options.merge == "all" or sites == 1 or not self._transport.has_all_to_all:
             return {}
         layers = self._layers(units)
-        # Error memory is of whole gradients, and that of rounding to int8 of whole rows.
-        divide = not self._options.error_feedback and not wire_format(self._options.wire).quantised
+        divide = not wire_format(self._options.wire).quantised  # the memory of rounding to int8 is of whole rows
         owners = assign_owners(layers, sites, divide)
         if self._options.merge == "owner":
             return owners
@@ -83,7 +83,7 @@ class Merging:
                 sends_bias = unit.bias is not None and self._method.traits.sends_bias
                 bias = unit.parameters[unit.bias].numel() if sends_bias and unit.bias is not None else 0
                 rank = min(self._options.rank, *unit.widths)
-                found.append(OwnedLayer(unit.name, *unit.widths, bias, rank))
+                found.append(OwnedLayer(unit.name, *unit.widths, bias, rank, rank if keeps_rows(self._options) else 0))
         return found
 
 
@@ -108,9 +108,8 @@ def predict_seconds(
     exchanges = busiest_numbers(layers, owners, sites)
     merged = [0] * sites
     for layer in layers:
-        owner, rows = owners[layer.name], layer.rank * sites
-        merged[owner.rank] += (
-            _DECOMPOSITIONS * rows**3 if owner.divided else rows * layer.rank * _PASSES * (layer.out + layer.width)
-        )
+        owner, rows = owners[layer.name], stacked_rows(layer.rank, sites, layer.kept)
+        products = rows * (layer.rank + layer.kept) * _PASSES
+        merged[owner.rank] += _DECOMPOSITIONS * rows**3 if owner.divided else products * (layer.out + layer.width)
     travel = len(exchanges) * link.latency + link.gather / (sites - 1) * itemsize * sum(exchanges)
     return to_all, travel + link.multiply * (formed + max(merged))

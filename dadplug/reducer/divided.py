@@ -3,6 +3,9 @@
 The sum of all sites' factors is ``L R^T`` with ``L = [w_1 L_1, w_2 L_2, ...]`` and ``R = [R_1, R_2, ...]``. A site gets
 some rows of L and of R from all sites. The Gram matrices ``L^T L`` and ``R^T R`` are sums over such parts, and give the
 coefficients X and Y of the best approximation of rank r, ``(L X) (R Y)^T``, whose parts the sites compute and send.
+
+X and Y have q further columns, for the next q singular vectors of the sum. Their parts stay where they are, and belong
+to L and R in the next step, as if from one more site: what the merge has dropped is sent later.
 """
 
 from __future__ import annotations
@@ -15,14 +18,15 @@ from torch import Tensor
 from ..exchange.buckets import Slot
 from ..exchange.owner_buckets import ContributionBucket, OwnedSlot
 from ..exchange.payload import FactorPayload
-from ..lowrank.merging import merge_coefficients
+from ..lowrank.merging import divide_columns, merge_coefficients, part_size
+from ..methods.merge_memory import PartPlace
 from ..methods.paths import GradientPath
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .context import HandlerContext
 from .handler import register_handler
 from .merged import MergedHandler
-from .owners import coefficients, gram_numbers, part_size
+from .owners import coefficients, gram_numbers, stacked_rows
 
 
 @register_handler(GradientPath.LOWRANK, variant="divided")
@@ -42,7 +46,7 @@ class DividedHandler(MergedHandler):
         transport = context.transport
         self._sites = transport.world_size
         super().__init__(units, context, range(self._sites))
-        self._merger.forget(unit.name for unit in self.units)
+        self._merger.forget_whole(unit.name for unit in self.units)
         wire = context.wire(self.dtype)
         slots = []
         for unit in self.units:
@@ -56,6 +60,7 @@ class DividedHandler(MergedHandler):
         self._grams = transport.all_to_all(self._sizes(gram_numbers), self._precision)
         self._merging = transport.gather(self._sizes(coefficients), self._precision)
         self._parts: list[tuple[Tensor, Tensor, Tensor | None]] = []  # by slot: left, right and bias of the own part
+        self._contributed: list[bool] = []  # by slot: whether some site has sent a gradient
 
     def _part_sizes(self, unit: FactorUnit) -> tuple[int, int, int]:
         """Return the columns of a unit's parts: of left, of right, and of the bias gradient."""
@@ -66,11 +71,14 @@ class DividedHandler(MergedHandler):
         room = [self._rank(unit)] * len(self.senders)
         return OwnedSlot(*self._part_sizes(unit), room, self.context.wire(self.dtype))
 
-    def _sizes(self, numbers: Callable[[int, int], int]) -> list[int]:
+    def _place(self, unit: FactorUnit) -> PartPlace:
+        return PartPlace(self.context.transport.rank, self._sites, *unit.widths)
+
+    def _sizes(self, numbers: Callable[[int, int, int], int]) -> list[int]:
         """Return by rank the numbers of all units that a site owns, of which each has some by its rank."""
         sizes = [0] * self._sites
         for unit, owner in zip(self.units, self._owners, strict=True):
-            sizes[owner.rank] += numbers(self._rank(unit), self._sites)
+            sizes[owner.rank] += numbers(self._rank(unit), self._sites, owner.kept)
         return sizes
 
     def _contribute(self, slot: int, payload: FactorPayload | None) -> None:
@@ -79,8 +87,8 @@ class DividedHandler(MergedHandler):
             for site in range(self._sites):
                 self._contributions.clear(first + site)
             return
-        parts = (_divided(part, self._sites) for part in (payload.left, payload.right))
-        bias = None if payload.bias is None else _divided(payload.bias[None], self._sites)
+        parts = (divide_columns(part, self._sites) for part in (payload.left, payload.right))
+        bias = None if payload.bias is None else divide_columns(payload.bias[None], self._sites)
         for site, (left, right) in enumerate(zip(*parts, strict=True)):
             part = FactorPayload(left, right, None if bias is None else bias[site][0])
             self._contributions.fill(first + site, part)
@@ -91,37 +99,56 @@ class DividedHandler(MergedHandler):
             samples, contributions = self._contributions.wait()
         weights = [count / self.context.reference for count in samples]
         self._weighted_by_all = sum(samples)
-        self._parts = []
+        self._parts, self._contributed = [], []
         starts = [0] * self._sites
         with self.timing("encode"):
             for slot, (unit, owner) in enumerate(zip(self.units, self._owners, strict=True)):
-                own = self._stacked(unit, contributions[slot * self._sites + self.context.transport.rank], weights)
+                payloads = contributions[slot * self._sites + self.context.transport.rank]
+                contributed = any(payload is not None for payload in payloads)
+                memory = self._memory(unit, owner.kept) if contributed else None
+                own = self._stacked(unit, payloads, weights, memory, owner.kept)
                 self._parts.append(own)
+                self._contributed.append(contributed)
                 packed = torch.cat([_triangle(each @ each.T) for each in own[:2]])
                 start, starts[owner.rank] = starts[owner.rank], starts[owner.rank] + len(packed)
                 self._grams.payloads[owner.rank][start : start + len(packed)] = packed
         self._grams.launch()
 
+    def _memory(self, unit: FactorUnit, kept: int) -> FactorPayload | None:
+        """Return this site's part of the rows kept of earlier steps, with the loss scale; None for none."""
+        memory = self._merger.memory.find(unit.name, self._place(unit)) if kept else None
+        if memory is None:
+            return None
+        return FactorPayload(memory.left[:kept] * self._merger.loss_scales.of(unit.name), memory.right[:kept])
+
     def _stacked(
-        self, unit: FactorUnit, payloads: Sequence[FactorPayload | None], weights: Sequence[float]
+        self,
+        unit: FactorUnit,
+        payloads: Sequence[FactorPayload | None],
+        weights: Sequence[float],
+        memory: FactorPayload | None,
+        kept: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return all sites' rows of this site's part, with zeros for rows that a site has not, in double precision.
+        """Return all rows of this site's part, the memory's last, with zeros for those that are not there, in double.
 
         Args:
             unit: the unit.
             payloads: what each site has sent; None for those without a gradient.
             weights: factor of each site.
+            memory: rows kept of earlier steps; None for none.
+            kept: room for these.
         """
         rank, (out, width, bias) = self._rank(unit), self._part_sizes(unit)
-        left, right = (torch.zeros(self._sites, rank, size, dtype=torch.float64) for size in (out, width))
+        rows = stacked_rows(rank, self._sites, kept)
+        left, right = (torch.zeros(rows, size, dtype=torch.float64) for size in (out, width))
         total = torch.zeros(bias, dtype=torch.float64)
-        for site, (payload, weight) in enumerate(zip(payloads, weights, strict=True)):
+        for start, payload, weight in zip(range(0, rows, rank), [*payloads, memory], [*weights, 1.0], strict=False):
             if payload is not None:
-                left[site, : payload.rows] = payload.left.double() * weight
-                right[site, : payload.rows] = payload.right
+                place = slice(start, start + payload.rows)
+                left[place], right[place] = payload.left.double() * weight, payload.right
                 if payload.bias is not None:
                     total += payload.bias * weight
-        return left.flatten(0, 1), right.flatten(0, 1), total if bias else None
+        return left, right, total if bias else None
 
     def proceed(self, number: int) -> None:
         if number == 0:
@@ -142,14 +169,13 @@ class DividedHandler(MergedHandler):
                 whole += payload
             start, found = 0, []
             for slot in self._owned:
-                rank = self._rank(self.units[slot])
-                size = gram_numbers(rank, self._sites) // 2
+                rank, kept = self._rank(self.units[slot]), self._owners[slot].kept
+                rows, size = stacked_rows(rank, self._sites, kept), gram_numbers(rank, self._sites, kept) // 2
                 grams = [
-                    _symmetric(part, rank * self._sites).to(self._precision)
-                    for part in whole[start : start + 2 * size].split(size)
+                    _symmetric(part, rows).to(self._precision) for part in whole[start : start + 2 * size].split(size)
                 ]
                 start += 2 * size
-                found += [part.reshape(-1) for part in merge_coefficients(grams[0], grams[1], rank)]
+                found += [part.reshape(-1) for part in merge_coefficients(grams[0], grams[1], rank + kept)]
             self._merging.payload.copy_(torch.cat(found))
         self._merging.launch()
 
@@ -161,13 +187,20 @@ class DividedHandler(MergedHandler):
         with self.timing("encode"):
             for slot, (unit, owner) in enumerate(zip(self.units, self._owners, strict=True)):
                 left, right, bias = self._parts[slot]
-                rank = self._rank(unit)
-                start, size = starts[owner.rank], coefficients(rank, self._sites)
+                rank, kept = self._rank(unit), owner.kept
+                start, size = starts[owner.rank], coefficients(rank, self._sites, kept)
                 starts[owner.rank] += size
-                x, y = received[owner.rank][start : start + size].double().view(2, -1, rank)
+                x, y = received[owner.rank][start : start + size].double().view(2, -1, rank + kept)
                 merged = FactorPayload(x.T @ left, y.T @ right, bias)
-                self.bucket.fill(slot, merged.to(self.context.transport.device, self.dtype))
+                if kept and self._contributed[slot]:
+                    self._keep(unit, merged.part(rank, with_bias=False))
+                self.bucket.fill(slot, merged.part(0, rank).to(self.context.transport.device, self.dtype))
         self.bucket.launch(self._weighted_by_all)
+
+    def _keep(self, unit: FactorUnit, rows: FactorPayload) -> None:
+        """Keep this site's part of the rows that follow those that are sent, without the loss scale."""
+        rows = FactorPayload(rows.left / self._merger.loss_scales.of(unit.name), rows.right.clone())
+        self._merger.memory.prepare(unit.name, self._place(unit), rows)
 
     def _result(self, slot: int, payloads: Sequence[FactorPayload]) -> FactorPayload:
         out, width = self.units[slot].widths
@@ -176,12 +209,6 @@ class DividedHandler(MergedHandler):
         right = torch.cat([payload.right for payload in payloads], 1)
         bias = torch.cat([payload.bias for payload in payloads if payload.bias is not None])[:size] if size else None
         return FactorPayload(left[:, :out], right[:, :width], bias)
-
-
-def _divided(matrix: Tensor, sites: int) -> list[Tensor]:
-    """Return the columns of a matrix in parts of equal width, the last ones padded with zeros."""
-    size = part_size(matrix.shape[1], sites)
-    return list(torch.nn.functional.pad(matrix, (0, size * sites - matrix.shape[1])).split(size, 1))
 
 
 def _triangle(matrix: Tensor) -> Tensor:

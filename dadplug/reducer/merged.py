@@ -36,6 +36,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         assert isinstance(context.method, RankDAD)
         assert context.method.merger is not None
         self._merger = context.method.merger
+        self._merger.refer(context.reference)
         self._owners = [context.owners[unit.name] for unit in units]
         super().__init__(units, context, senders)
 
@@ -101,12 +102,15 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         samples, void, wanted = self._samples_of(headers), self._void(headers), self._wanted(headers)
         method = self.context.method
         for slot, unit in enumerate(self.units):
+            merged = None
             if write and wanted[slot]:
                 with self.timing("decode", unit):
-                    self._decode_unit(unit, [self._result(slot, payloads[slot])], samples)
+                    merged = self._result(slot, payloads[slot])
+                    self._decode_unit(unit, [merged], samples)
                 self._write(unit)
-            (method.commit if keep else method.rollback)(unit.name)
-            (self._merger.commit if keep and not any(void[slot]) else self._merger.rollback)(unit.name)
+            counts = keep and (merged is None or merged.finite())  # sums of finite payloads may overflow
+            (method.commit if counts else method.rollback)(unit.name)
+            (self._merger.commit if counts and not any(void[slot]) else self._merger.rollback)(unit.name)
         self._present.clear()
         self._gradients.clear()
         self._deferred.clear()

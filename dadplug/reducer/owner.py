@@ -32,14 +32,14 @@ class OwnerHandler(MergedHandler):
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         ranks = [context.owners[unit.name].rank for unit in units]
         super().__init__(units, context, sorted(set(ranks)))
-        self._merger.errors.refer(context.reference)
         wire = context.wire(self.dtype)
         slots = [Slot(*unit.widths, self._bias_size(unit), 1, wire) for unit in self.units]
         for slot, unit in zip(slots, self.units, strict=True):
             slot.capacity = [self._rank(unit)]
         self._contributions = ContributionBucket(slots, ranks, context.transport, self.dtype, wire)
         owned = {self.units[index].name for index in self._contributions.owned}
-        self._merger.forget(unit.name for unit in self.units if unit.name not in owned)
+        self._merger.forget_whole(unit.name for unit in self.units if unit.name not in owned)
+        self._merger.forget_divided(unit.name for unit in self.units)
 
     def _slot(self, unit: FactorUnit) -> Slot:
         owner = self._owners[self._slots[unit.name]].rank

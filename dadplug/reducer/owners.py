@@ -6,7 +6,8 @@ it owns: 2 (S-1)/S r (m + n) on average, less than twice the layer's factors for
 
 Where a few large layers cannot balance the sites, they are divided: each site merges a part of the rows of both
 factors, which takes 2 (S-1)/S r (m + n) numbers at each site. The owner then only computes the coefficients by which
-all parts are merged, from sums over sites of S r (S r + 1) numbers, the Gram matrices.
+all parts are merged, from sums over sites of k (k + 1) numbers, the Gram matrices, with k = S r + q rows: q are kept of
+what earlier steps have dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+
+from ..lowrank.merging import part_size
 
 _GRAM_SHARE = 0.1  # of the layers' other numbers: more would make the bytes grow with the number of sites
 _LEAST_GAIN = 10_000  # numbers that division has to save at the busiest site, since it takes two further latencies
@@ -28,10 +31,13 @@ class Ownership:
     Attributes:
         rank: rank of the owner; if the layer is divided, of the site that computes the coefficients.
         divided: whether each site merges a part of the layer.
+        kept: rows that are kept of what the merge drops, and merged with those of the next step; each site keeps its
+            part of them.
     """
 
     rank: int
     divided: bool = False
+    kept: int = 0
 
     def numbers_of_rows(self, rows: int, widths: Sequence[int], site: int, sites: int) -> int:
         """Return how many numbers a site sends of a layer's factors, and of what merging them needs.
@@ -45,7 +51,9 @@ class Ownership:
         if not self.divided:
             return rows * sum(widths) * self._copies(site, sites)
         parts = 2 * (sites - 1) * rows * sum(part_size(width, sites) for width in widths)
-        return parts + (coefficients(rows, sites) * (sites - 1) if site == self.rank else gram_numbers(rows, sites))
+        if site == self.rank:
+            return parts + coefficients(rows, sites, self.kept) * (sites - 1)
+        return parts + gram_numbers(rows, sites, self.kept)
 
     def numbers_of_bias(self, bias: int, site: int, sites: int) -> int:
         """Return how many numbers a site sends of a bias gradient of some elements."""
@@ -66,6 +74,7 @@ class OwnedLayer:
         width: its width.
         bias: number of elements of the bias gradient that is sent beside the factors.
         rank: largest number of rows that a site sends, and that the owner's result has.
+        kept: rows that are kept of what the merge drops.
     """
 
     name: str
@@ -73,6 +82,7 @@ class OwnedLayer:
     width: int
     bias: int
     rank: int
+    kept: int = 0
 
     @property
     def size(self) -> int:
@@ -84,19 +94,23 @@ Owners = Mapping[str, Ownership]
 """Ownership of each layer, by name of the weight."""
 
 
-def part_size(width: int, sites: int) -> int:
-    """Return the number of columns in a part of a divided matrix; the last part is padded."""
-    return -(-width // sites)
+def stacked_rows(rank: int, sites: int, kept: int) -> int:
+    """Return how many rows are merged: those of each site, and those kept of what earlier steps have dropped."""
+    return sites * rank + kept
 
 
-def gram_numbers(rank: int, sites: int) -> int:
-    """Return the numbers of two symmetric matrices with a row for each row of each site."""
-    return sites * rank * (sites * rank + 1)
+def gram_numbers(rank: int, sites: int, kept: int = 0) -> int:
+    """Return the numbers of two symmetric matrices with a row for each row that is merged."""
+    rows = stacked_rows(rank, sites, kept)
+    return rows * (rows + 1)
 
 
-def coefficients(rank: int, sites: int) -> int:
-    """Return the numbers of two matrices with a row for each row of each site, and a column for each of the result."""
-    return 2 * sites * rank * rank
+def coefficients(rank: int, sites: int, kept: int = 0) -> int:
+    """Return the numbers of two matrices with a row for each row that is merged, and a column for each result.
+
+    The results are the rows that are sent, and those that are kept.
+    """
+    return 2 * stacked_rows(rank, sites, kept) * (rank + kept)
 
 
 def assign_owners(layers: Sequence[OwnedLayer], sites: int, divide: bool = True) -> dict[str, Ownership]:
@@ -113,7 +127,7 @@ def assign_owners(layers: Sequence[OwnedLayer], sites: int, divide: bool = True)
     best = whole = _assign(ordered, sites, set())
     before = least = sum(busiest_numbers(layers, whole, sites))
     room = _GRAM_SHARE * 2 * sum(layer.size for layer in layers)
-    grams = itertools.accumulate(gram_numbers(layer.rank, sites) for layer in ordered)
+    grams = itertools.accumulate(gram_numbers(layer.rank, sites, layer.kept) for layer in ordered)
     most = sum(gram <= room for gram in grams) if divide else 0
     for count in _counts_up_to(most):
         tried = _assign(ordered, sites, {layer.name for layer in ordered[:count]})
@@ -135,8 +149,9 @@ def _assign(ordered: Iterable[OwnedLayer], sites: int, divided: Set[str]) -> dic
     for layer in ordered:
         load, rank = loads[0]
         own = layer.name in divided
-        owners[layer.name] = Ownership(rank, own)
-        heapq.heapreplace(loads, (load + (gram_numbers(layer.rank, sites) if own else layer.size), rank))
+        owners[layer.name] = Ownership(rank, own, layer.kept)
+        size = gram_numbers(layer.rank, sites, layer.kept) if own else layer.size
+        heapq.heapreplace(loads, (load + size, rank))
     return owners
 
 
@@ -161,10 +176,11 @@ def busiest_numbers(layers: Iterable[OwnedLayer], owners: Owners, sites: int) ->
             continue
         sides = layer.rank * (part_size(layer.out, sites) + part_size(layer.width, sites))
         parts += (sites - 1) * (sides + part_size(layer.bias, sites))
-        gram += gram_numbers(layer.rank, sites)
-        gram_of[owner.rank] += gram_numbers(layer.rank, sites)
-        merging += coefficients(layer.rank, sites)
-        merging_of[owner.rank] += coefficients(layer.rank, sites)
+        numbers = layer.rank, sites, layer.kept
+        gram += gram_numbers(*numbers)
+        gram_of[owner.rank] += gram_numbers(*numbers)
+        merging += coefficients(*numbers)
+        merging_of[owner.rank] += coefficients(*numbers)
     each = max(max((sites - 1) * own, whole - own) for own in owned) + parts
     if not gram:
         return [each, each]

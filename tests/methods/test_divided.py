@@ -9,54 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparison import off_by
-from torch import nn
+from divided_network import backward, divided_layers, mean_of_sites, network, reduce
 
-import dadplug
 from dadplug.errors import NonFiniteError
 from dadplug.lowrank.merging import merge_coefficients
 from dadplug.planning.link_model import LinkCosts
 from dadplug.planning.merging import predict_seconds
 from dadplug.reducer import divided
-from dadplug.reducer.divided import DividedHandler
 from dadplug.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
 
 MNISTNET = [(2048, 784), (1024, 2048), (512, 1024), (256, 512), (10, 256)]
-
-
-def network(dtype=torch.float64):
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(401, 430), nn.Tanh(), nn.LayerNorm(430), nn.Linear(430, 600, bias=False), nn.Linear(600, 20)
-    ).to(dtype)
-
-
-def backward(model, rank, step, rows=None):
-    """Run backward on a site's batch of a step; return its rows and gradients."""
-    model.zero_grad()
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    rows = 1 + rank % 2 + step % 2 if rows is None else rows
-    inputs = torch.randn(rows, 401, generator=generator, dtype=torch.float64).to(next(model.parameters()).dtype)
-    model(inputs).square().mean().backward()
-    return rows, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def mean_of(parts):
-    rows = sum(count for count, _ in parts)
-    return {name: sum(count / rows * own[name] for count, own in parts) for name in parts[0][1]}
-
-
-def mean_of_sites(model, step, world_size, active=None):
-    """The gradients that one process with all rows has, by name."""
-    return mean_of([backward(model, rank, step) for rank in range(world_size) if active is None or rank in active])
-
-
-def reduce(model, **options):
-    return dadplug.GradientReduction(model, mode="rankdad", **{"tolerance": 0.0, "merge": "owner"} | options)
-
-
-def divided_layers(reduction) -> list[str]:
-    handlers = reduction._planner._reducer._handlers
-    return [unit.name for each in handlers if isinstance(each, DividedHandler) for unit in each.units]
 
 
 def is_exact(options: dict, limit: float) -> None:
@@ -153,10 +115,10 @@ def test_coefficients_are_those_of_the_best_approximation(kind, dtype):
     assert not (x @ y.T).any()
 
 
-def residual_and_bytes(rank: int) -> tuple[float, int, int]:
+def residual_and_bytes(rank: int, feedback: bool | None) -> tuple[float, int, int]:
     """Largest residual of merged gradients over the best of their mean before compression; bytes sent and planned."""
     model, site, world_size = network(torch.float32), dist.get_rank(), dist.get_world_size()
-    reduction = reduce(model, rank=rank)
+    reduction = reduce(model, rank=rank, error_feedback=feedback)
     worst = 0.0
     for step in range(4):
         backward(model, site, step, rows=12)
@@ -182,17 +144,18 @@ def residual_and_bytes(rank: int) -> tuple[float, int, int]:
 
 
 def test_the_residual_is_that_of_the_best_approximation(sites):
-    results = sites(4).run(residual_and_bytes, 8)
+    results = sites(4).run(residual_and_bytes, 8, False)
     # Of rank 12 at each site and 48 in all; what exceeds 1 is what each site has dropped to send rank 8.
     assert 0.99 < max(worst for worst, *_ in results) < 1.05
-    sent, planned = ([result[place] for result in results] for place in (1, 2))
-    assert max(sent) < 1.1 * min(sent)  # no site is busier than others
-    for own, expected in zip(sent, planned, strict=True):
-        assert expected <= own < 1.05 * expected + 4000
+    for found in (results, sites(4).run(residual_and_bytes, 8, None)):
+        sent, planned = ([result[place] for result in found] for place in (1, 2))
+        assert max(sent) < 1.1 * min(sent)  # no site is busier than others
+        for own, expected in zip(sent, planned, strict=True):
+            assert expected <= own < 1.05 * expected + 4000
 
 
-def layers_of(shapes, rank=4) -> list[OwnedLayer]:
-    return [OwnedLayer(str(index), *shape, 0, rank) for index, shape in enumerate(shapes)]
+def layers_of(shapes, rank=4, kept=4) -> list[OwnedLayer]:
+    return [OwnedLayer(str(index), *shape, 0, rank, kept) for index, shape in enumerate(shapes)]
 
 
 def test_large_layers_are_divided_where_it_pays():
@@ -206,8 +169,9 @@ def test_large_layers_are_divided_where_it_pays():
     assert not any(owner.divided for owner in assign_owners(layers, 64).values())  # Gram matrices of 256 x 256
 
 
-def test_bytes_at_many_sites_are_at_most_twice_those_of_two():
-    layers = layers_of(MNISTNET)
+@pytest.mark.parametrize("kept", [0, 4])
+def test_bytes_at_many_sites_are_at_most_twice_those_of_two(kept):
+    layers = layers_of(MNISTNET, kept=kept)
     size = sum(layer.size for layer in layers)
     for sites in (2, 4, 8, 16, 64, 1024):
         sent = numbers_sent(layers, assign_owners(layers, sites), sites)

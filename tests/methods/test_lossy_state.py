@@ -32,6 +32,7 @@ DENSE = [
 FACTORS = [
     {"mode": "rankdad", "rank": 2},
     {"mode": "rankdad", "rank": 2, "error_feedback": True},
+    {"mode": "rankdad", "rank": 2, "merge": "owner"},
     {"mode": "rankdad", "rank": 2, "error_feedback": True, "wire": "bf16"},
     {"mode": "rankdad", "rank": 2, "wire": "int8"},
     {"mode": "rankdad", "rank": 2, "error_feedback": True, "wire": "int8"},

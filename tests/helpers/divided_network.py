@@ -1,0 +1,45 @@
+"""Network with layers that rankdad divides among four sites, and the gradients of one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import dadplug
+from dadplug.reducer.divided import DividedHandler
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(401, 430), nn.Tanh(), nn.LayerNorm(430), nn.Linear(430, 1300, bias=False), nn.Linear(1300, 20)
+    ).to(dtype)
+
+
+def backward(model, rank, step, rows=None):
+    """Run backward on a site's batch of a step; return its rows and gradients."""
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    rows = 1 + rank % 2 + step % 2 if rows is None else rows
+    inputs = torch.randn(rows, 401, generator=generator, dtype=torch.float64).to(next(model.parameters()).dtype)
+    model(inputs).square().mean().backward()
+    return rows, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def mean_of(parts):
+    rows = sum(count for count, _ in parts)
+    return {name: sum(count / rows * own[name] for count, own in parts) for name in parts[0][1]}
+
+
+def mean_of_sites(model, step, world_size, active=None):
+    """The gradients that one process with all rows has, by name."""
+    return mean_of([backward(model, rank, step) for rank in range(world_size) if active is None or rank in active])
+
+
+def reduce(model, **options):
+    return dadplug.GradientReduction(model, mode="rankdad", **{"tolerance": 0.0, "merge": "owner"} | options)
+
+
+def divided_layers(reduction) -> list[str]:
+    handlers = reduction._planner._reducer._handlers
+    return [unit.name for each in handlers if isinstance(each, DividedHandler) for unit in each.units]
