@@ -107,8 +107,8 @@ class Options:
     )
     error_feedback: bool | None = _option(
         None,
-        "add what was not sent to the next step's gradient; None: powersgd and topk do, rankdad not, or as few rows if "
-        "merge is not 'all'",
+        "add what was not sent to the next step's gradient; None: powersgd and topk do, rankdad does so with as many "
+        "singular vectors as it sends where merge is not 'all', and not at all else",
         _check_optional_boolean,
     )
     weighting: str = _option(
