@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import KitError, MismatchError, NonFiniteError, SiteError
@@ -114,6 +116,25 @@ def place_of(arguments: argparse.Namespace) -> Place:
     if not 0 <= rank < num_nodes:
         raise ValueError(f"rank must lie in 0 to {num_nodes - 1} for {num_nodes} sites (num-nodes), got {rank}")
     return Place(rank, num_nodes, arguments.dist_url or f"tcp://{arguments.master_addr}:{arguments.master_port}")
+
+
+def picture_file(text: str) -> Path:
+    """Return the path of a picture that is drawn at the end of a long run.
+
+    Args:
+        text: value of a command-line argument.
+
+    Raises:
+        ArgumentTypeError: if no picture could be written there.
+    """
+    path = Path(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} should end in .png")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
+    return path
 
 
 @contextmanager

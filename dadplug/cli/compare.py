@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data import DATASETS, load_dataset
-from .arguments import add_kit_argument, place_of, plain_errors
+from .arguments import add_kit_argument, picture_file, place_of, plain_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="samples a process (default: %(default)d)")
     parser.add_argument("--processes", type=int, help="processes of this machine (default: one a core, at most 4)")
     parser.add_argument("--ways", help="names of ways, separated by commas (default: all that apply)")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="plot the loss against seconds and megabytes")
+    parser.add_argument(
+        "--picture", type=picture_file, metavar="FILE.png", help="plot the loss against seconds and megabytes"
+    )
     site = parser.add_argument_group("between sites: the same command at each, as in dadplug.experiment")
     site.add_argument("--rank", type=int, help="number of this site, from 0")
     site.add_argument("--num-nodes", type=int, help="number of sites")

@@ -60,7 +60,9 @@ class ServerOptions:
     dense: str = _as_in_reductions("dense")
     share_inputs: bool = _as_in_reductions("share_inputs")
     sync_batchnorm: bool = _option(
-        False, "normalise by the statistics of all sites' rows: of other sites, those that they have committed last"
+        False,
+        "normalise by the statistics of all sites' rows: of other sites, those that they have committed last; with a "
+        "quorum of all sites where these are not equally fast",
     )
     average_buffers: bool = _as_in_reductions("average_buffers")
     timeout: float = _as_in_reductions("timeout")

@@ -239,7 +239,8 @@ def test_a_race_on_this_machine_by_the_command(tmp_path):
     options = ["--seconds=2", "--processes=2", "--ways=alone,ddp,hogwild", "--picture=race.png"]
     commands = [[*program, "task.py:dataset", *options], [*program, "task.py:missing"]]
     commands += [[*program, "digits", "--ways=none"], [*program, "task.py:dataset", "--data-dir=photos"]]
-    found, wrong, embedded, folder = support.run_programs(commands, folder=tmp_path)
+    commands += [[*program, "digits", "--picture=none/race.png"], [*program, "digits", "--picture=race.txt"]]
+    found, wrong, embedded, folder, nowhere, text = support.run_programs(commands, folder=tmp_path)
     assert found.status == 0, found.errors
     lines = found.output.splitlines()
     labels = [line.split("  ")[0] for line in lines[2:5]]
@@ -250,6 +251,9 @@ def test_a_race_on_this_machine_by_the_command(tmp_path):
     assert (wrong.status, wrong.errors) == (1, "error: task has no missing\n")
     assert embedded.errors.startswith("error: unknown way to train 'none'")
     assert folder.errors.startswith("error: --data-dir is for a data set of ")
+    assert "there is no folder 'none' that may be written to" in nowhere.errors  # before the race
+    assert "'race.txt' should end in .png" in text.errors
+    assert nowhere.status == text.status == 2
 
 
 # Connected sites
