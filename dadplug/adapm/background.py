@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -23,8 +25,12 @@ _LATE = 0.01  # seconds of delay of the background thread from which a worker wa
 _RECEIVE = 5e-3  # seconds for which a waiting worker receives messages itself
 _SPIN = 2e-4  # seconds of these without sleeping: waking up takes longer than the reply of a site on this machine
 _GRACE = 0.3  # seconds that the last message of a site may arrive after the end of its connection
+_AT_EXIT = 1.0  # seconds
 _yield = getattr(os, "sched_yield", lambda: None)  # the core may be wanted by the site that is to reply
 _SYNCS = (Kind.SYNC, Kind.SYNCED)
+
+
+_running: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
 class Background:
@@ -58,6 +64,7 @@ class Background:
         self._receiving = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="dadplug-adapm", daemon=True)
         self._thread.start()
+        _running.add(self)
 
     def send(self, peer: int, message: Message) -> None:
         """Send a message, unless the site has left or the manager has failed."""
@@ -313,3 +320,16 @@ class Background:
         self.fail(RuntimeError("it has been closed"))
         self._network.wake()
         self._thread.join(self._timeout)
+
+    def end_thread(self) -> None:
+        """End the thread at the end of the program, which has not called `close`; other sites are told nothing."""
+        self._closed = True
+        self._network.wake()
+        self._thread.join(_AT_EXIT)
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    """End the threads: one that works on the tables' memory while the interpreter frees it ends in a crash."""
+    for background in list(_running):
+        background.end_thread()
