@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 import pytest
 import support
 import torch
 
-from dadplug.adapm import Columns, Constant, Normal, ParameterManager, Uniform
+from dadplug.adapm import Columns, Constant, Normal, ParameterManager, Uniform, background
 from dadplug.adapm.timing import ActionTiming, poisson_quantile
 
 
@@ -325,3 +326,17 @@ def test_the_window_follows_the_pace():
     for _ in range(50):
         timing.observe(199, 199)  # at rest
     assert timing.window == before
+
+
+def ends_without_close():
+    manager = ParameterManager(timeout=100)
+    manager.table("t", 2, rows=4)
+    manager.barrier()
+    named = [thread for thread in threading.enumerate() if thread.name == "dadplug-adapm"]
+    assert len(named) == 1
+    background._end_at_exit()
+    assert not named[0].is_alive()
+
+
+def test_no_thread_works_on_tables_while_the_interpreter_ends(sites):
+    sites(2).run(ends_without_close)

@@ -17,7 +17,7 @@ import torch
 from simulation import Simulation
 
 from dadplug import SiteError
-from dadplug.adapm import ParameterManager, background, connections, messages
+from dadplug.adapm import ParameterManager, connections, messages
 from dadplug.adapm.connections import Connection, connect_sites
 from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Kind, Message, ProtocolError, most_keys
 from dadplug.adapm.network import Network
@@ -393,17 +393,3 @@ def test_done_ends_all_waits_and_stays():
     assert outcomes == [True] * 3
     assert done.is_set()
     assert done.wait(0)
-
-
-def ends_without_close():
-    manager = ParameterManager(timeout=100)
-    manager.table("t", 2, rows=4)
-    manager.barrier()
-    named = [thread for thread in threading.enumerate() if thread.name == "dadplug-adapm"]
-    assert len(named) == 1
-    background._end_at_exit()
-    assert not named[0].is_alive()
-
-
-def test_no_thread_works_on_tables_while_the_interpreter_ends(sites):
-    sites(2).run(ends_without_close)

@@ -212,7 +212,7 @@ def trains_on_its_own(weighting: str) -> None:
             break
         for site in {entry.site for entry in entries}:
             assert spent[site] == pytest.approx(total * shares[site] / sum(shares))
-    assert version > 8
+    assert version > 4  # several contributions may be committed together
     server.detach()
 
 
