@@ -85,9 +85,9 @@ class Formed(Callback):
     def on_batch_start(self, runner):
         optimizer, plain = runner.optimizer, type(runner.optimizer).zero_grad
 
-        def zero_grad(*given, **named):
+        def zero_grad(*_, **__):
             self.steps += any(type(p.grad) is torch.Tensor for p in runner.model.parameters() if p.dim() == 2)
-            plain(optimizer, *given, **named)
+            plain(optimizer, set_to_none=True)  # accelerate 0.27 keeps zeros else, to which gradients are added
 
         optimizer.zero_grad = zero_grad
 
