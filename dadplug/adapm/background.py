@@ -25,10 +25,9 @@ _LATE = 0.01  # seconds of delay of the background thread from which a worker wa
 _RECEIVE = 5e-3  # seconds for which a waiting worker receives messages itself
 _SPIN = 2e-4  # seconds of these without sleeping: waking up takes longer than the reply of a site on this machine
 _GRACE = 0.3  # seconds that the last message of a site may arrive after the end of its connection
-_AT_EXIT = 1.0  # seconds
+_AT_EXIT = 1.0  # seconds for which the end of the program waits for the thread
 _yield = getattr(os, "sched_yield", lambda: None)  # the core may be wanted by the site that is to reply
 _SYNCS = (Kind.SYNC, Kind.SYNCED)
-
 
 _running: weakref.WeakSet[Background] = weakref.WeakSet()
 
