@@ -22,13 +22,14 @@ register_strategies()  # so that a Lightning Trainer knows the modes by name
 
 if TYPE_CHECKING:
     from . import adapm as adapm
+    from . import errors as errors
     from . import hogwild as hogwild
     from . import lowrank as lowrank
     from . import parameter_server as parameter_server
     from . import serving as serving
     from .adaptive import Accumulator, AdaptiveDataLoader, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .adaptive.adascale import AdaScale
-    from .errors import MismatchError, NonFiniteError, ProcessFailedError, SiteError
+    from .errors import DadplugError, MismatchError, NonFiniteError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
     from .hub.join import connect
     from .local_steps import LocalSGD
@@ -52,11 +53,12 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Accumulator": "adaptive",
-    "AdaptiveDataLoader": "adaptive",
     "AdaPMRunner": "runners",
     "AdaPMStrategy": "runners",
     "AdaScale": "adaptive.adascale",
+    "AdaptiveDataLoader": "adaptive",
     "DADStrategy": "runners",
+    "DadplugError": "errors",
     "DistributedRunner": "runners",
     "ElasticDataLoader": "adaptive",
     "ElasticSampler": "adaptive",
@@ -69,10 +71,10 @@ _LAZY = {
     "LocalSGDStrategy": "runners",
     "MismatchError": "errors",
     "NonFiniteError": "errors",
-    "ProcessFailedError": "errors",
     "ParameterServer": "parameter_server.server",
     "ParameterServerRunner": "runners",
     "ParameterServerStrategy": "runners",
+    "ProcessFailedError": "errors",
     "SiteError": "errors",
     "compare": "racing",
     "connect": "hub.join",
@@ -85,6 +87,7 @@ _MODULES = (
     "adaptive",
     "callbacks",
     "data",
+    "errors",
     "hogwild",
     "hooks",
     "lowrank",
@@ -96,11 +99,12 @@ _MODULES = (
 
 __all__ = [
     "Accumulator",
-    "AdaptiveDataLoader",
     "AdaPMRunner",
     "AdaPMStrategy",
     "AdaScale",
+    "AdaptiveDataLoader",
     "DADStrategy",
+    "DadplugError",
     "DistributedRunner",
     "ElasticDataLoader",
     "ElasticSampler",
@@ -113,14 +117,15 @@ __all__ = [
     "LocalSGDStrategy",
     "MismatchError",
     "NonFiniteError",
-    "ProcessFailedError",
     "ParameterServer",
     "ParameterServerRunner",
     "ParameterServerStrategy",
+    "ProcessFailedError",
     "SiteError",
     "adapm",
     "compare",
     "connect",
+    "errors",
     "hogwild",
     "lowrank",
     "remaining_epochs_until",

@@ -1,5 +1,6 @@
 """Parameter management for sparse layers: tables whose rows are spread over the sites (AdaPM)."""
 
+from ..errors import IntentError
 from .initialisers import Columns, Constant, Normal, Uniform
 from .loader import AdaDataLoader
 from .manager import ParameterManager
@@ -7,7 +8,6 @@ from .model import AdaModel
 from .pending import Pending
 from .row_optimizers import RowwiseAdagrad
 from .sampling import Sample, Sampler
-from .shapes import IntentError
 from .shards import join_shards, load_shards, save_shards
 from .table import Table
 from .timeline import Timeline

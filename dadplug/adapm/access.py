@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ProtocolError
 from . import kernels
-from .messages import Kind, Message, ProtocolError
+from .messages import Kind, Message
 from .requests import PullRequest, Request, SetRequest
 from .rows import Block, Keys
 from .state import Outbox, SiteState

@@ -11,11 +11,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ..errors import SiteError
+from ..errors import ProtocolError, SiteError
 from ..exchange.transport import Transport
 from .engine import Engine
 from .interfaces import Completion
-from .messages import Kind, Message, ProtocolError
+from .messages import Kind, Message
 from .network import Network, Ready
 from .timing import SyncTiming
 

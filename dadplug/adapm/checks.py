@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..errors import ProtocolError
 from . import kernels
-from .messages import Kind, Message, ProtocolError
+from .messages import Kind, Message
 from .requests import PullRequest, Request
 from .states import KeyState, ReplicaFlag, SyncCode
 from .store import Store

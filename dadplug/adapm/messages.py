@@ -51,6 +51,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ProtocolError
+
 MOST_BYTES = 16 << 20  # of a message, unless a single key has more
 
 
@@ -97,10 +99,6 @@ HEAD_SIZE = _HEAD.size
 _MOST_PER_KEY = 32  # bytes per key in any message, except its values
 _PAD = bytes(8)
 _SMALL = 4096  # bytes of arrays that are copied into one buffer with the head
-
-
-class ProtocolError(Exception):
-    """Error for data from another site that does not follow the protocol."""
 
 
 def most_keys(width: int) -> int:

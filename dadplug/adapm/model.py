@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from ..errors import IntentError
 from ..model_sync.structure import mark_managed, without_managed
 from ..reduction import GradientReduction
 from .clip import clip_grad_norm
@@ -22,7 +23,6 @@ from .model_state import gather_optimizer_states, gather_rows, load_model_state,
 from .recorder import Recorder
 from .row_optimizers import row_optimizer_for
 from .row_steps import RowSteps, group_of
-from .shapes import IntentError
 
 Layers = list[tuple[str, nn.Module]]  # paths and layers that share a weight
 

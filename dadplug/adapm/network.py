@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ..errors import ProtocolError
 from ..exchange import Traffic
 from .connections import Connection
-from .messages import Head, Kind, Message, ProtocolError
+from .messages import Head, Kind, Message
 
 _CLOSE = 1.0  # seconds to send the last messages
 _LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..errors import IntentError
 from ..hooks.override import ForwardOverride
 from ..lowrank import sparse_kernels
 from .index import count_absent
-from .shapes import IntentError, ShapesOnly, keep_shapes, stub
+from .shapes import ShapesOnly, keep_shapes, stub
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)

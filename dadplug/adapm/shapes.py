@@ -15,14 +15,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ..errors import IntentError
 from ..hooks.override import ForwardOverride, overridden
 
 _CACHE_SIZE = 10_000  # cached results
 _META = torch.device("meta")
-
-
-class IntentError(RuntimeError):
-    """Error for a batch whose lookups cannot be known before its forward pass; the message names the line."""
 
 
 def stub(tensor: Tensor) -> Tensor:

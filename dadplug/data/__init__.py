@@ -1,7 +1,8 @@
 """Data sets of the experiments by name: ``load_dataset("digits")``."""
 
+from ..errors import DataError
 from . import clicks, criteo, digits, dogsvscats  # noqa: F401  (each registers itself)
-from .base import DATASETS, DataError, DataPair, Images, Samples, load_dataset, register_dataset
+from .base import DATASETS, DataPair, Images, Samples, load_dataset, register_dataset
 from .clicks import Clicks, generated, renumbered
 from .criteo import read_criteo
 from .mnist import MNIST

@@ -12,14 +12,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
+from ..errors import DataError
 from ..registry import Registry
-
-
-class DataError(RuntimeError):
-    """Error for a data set that cannot be loaded: a file is missing, damaged or of another format.
-
-    The message contains the remedy.
-    """
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):

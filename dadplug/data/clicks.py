@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .base import DataError, DataPair, register_dataset
+from ..errors import DataError
+from .base import DataPair, register_dataset
 
 DENSE, FIELDS = 13, 26  # counts and categories in a row, as Criteo's logs have them
 _HELD_OUT = 5  # the last fifth of the rows

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .base import DataError, DataPair, register_dataset
+from ..errors import DataError
+from .base import DataPair, register_dataset
 from .clicks import DENSE, FIELDS, Clicks, split_by_time
 
 ROWS = 1 << 20  # size of the key space that categories of the text file are hashed into

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .base import DataError, DataPair, Images, register_dataset
+from ..errors import DataError
+from .base import DataPair, Images, register_dataset
 
 _HELD_OUT = 5  # every fifth digit
 

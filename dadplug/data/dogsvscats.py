@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from .base import DataError, DataPair, register_dataset
+from ..errors import DataError
+from .base import DataPair, register_dataset
 from .photos import Archive, Photos, find_damaged
 
 _NAME = re.compile(r"(?:^|/)(cat|dog)\.\d+\.jpe?g$", re.IGNORECASE)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from .base import DataError
+from ..errors import DataError
 
 _CHUNK = 1 << 16
 _TIMEOUT = 30  # seconds without a response

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import DataError
+from ..errors import DataError
 
 _UNSIGNED_BYTE = 0x08
 

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .base import DataError, DataPair, Images, register_dataset
+from ..errors import DataError
+from .base import DataPair, Images, register_dataset
 from .download import download
 from .idx import read_idx
 

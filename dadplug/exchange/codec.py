@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import DamagedError
 from ..registry import Registry
 
 _HEAD = b"dadplug1"
@@ -33,10 +34,6 @@ _registered: Registry[str, type] = Registry("class", exact=True)
 _families: list[type] = []
 
 Class = TypeVar("Class", bound=type)
-
-
-class DamagedError(ValueError):
-    """A message was not made by `encode`."""
 
 
 def register(cls: Class) -> Class:

@@ -13,26 +13,14 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import KitError, RefusedError
+from ..errors import FrameError, KitError, RefusedError
 from ..exchange.deadline import within
 from . import tls
 from .actions import FRESH, Refuse
 from .certificates import current_time, revocation_list_end
 from .check_channel import MOST_BYTES, NUMBER, Request
 from .files import REVOKED, read_file
-from .frames import (
-    VERSION,
-    FrameError,
-    FrameReader,
-    Head,
-    Hello,
-    Kind,
-    Leave,
-    Welcome,
-    frames,
-    pack_control,
-    read_control,
-)
+from .frames import VERSION, FrameReader, Head, Hello, Kind, Leave, Welcome, frames, pack_control, read_control
 from .kits import Kit
 from .secure_socket import SecureSocket
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
-from .frames import Frame, FrameError, Head, Kind, frames
+from ..errors import FrameError
+from .frames import Frame, Head, Kind, frames
 
 MOST_BYTES = 8 << 20  # of a check, in each direction
 NUMBER = struct.Struct("<Q")

@@ -16,12 +16,12 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 
-from ..errors import MismatchError, RefusedError, SealingError, SiteError
+from ..errors import FrameError, MismatchError, RefusedError, SealingError, SiteError
 from . import tls
 from .actions import FRESH, Position
 from .dialing import dial_hub, tell
 from .forked import close_in_children
-from .frames import VERSION, FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
+from .frames import VERSION, Head, Hello, Kind, Welcome, pack_control, read_control
 from .kits import Kit
 from .numbered import NumberedFrames
 from .secure_socket import SecureSocket

@@ -8,18 +8,14 @@ import sys
 import time
 from contextlib import closing
 
-from ..errors import RefusedError
+from ..errors import FrameError, RefusedError, TryAgainError
 from . import tls
 from .actions import Refuse
-from .frames import FrameError, Head, Hello, Kind, Welcome, pack_control, read_control
+from .frames import Head, Hello, Kind, Welcome, pack_control, read_control
 from .kits import Kit
 from .loopback import LocalDoor, open_door
 from .receiver import FrameReceiver
 from .secure_socket import SecureSocket
-
-
-class TryAgainError(ConnectionError):
-    """The hub refuses this site at present, and may accept it later."""
 
 
 def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -> tuple[SecureSocket, Welcome]:

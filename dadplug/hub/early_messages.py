@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .frames import FrameError, Head
+from ..errors import FrameError
+from .frames import Head
 from .session import FULL_BYTES, Session
 from .stream import PackedFrame, SendQueue
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..errors import FrameError
 from ..exchange.requirements import Requirements
 from .actions import IDLE, Accept, Action, Close, Drop, Join, Round, Rules
-from .frames import FrameError, Head
+from .frames import Head
 from .membership import Membership
 from .missed_steps import LIMIT, MissedSteps
 from .open_round import OpenRound

@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, NamedTuple, get_type_hints
 
+from ..errors import DamagedError, FrameError
 from ..exchange import codec
 from ..exchange.requirements import Requirements
 from .actions import Accept, Close, Drop, Join, Pause, Position, Redo, Refuse, Replay, Resume, SendState, Skip, Start
@@ -51,10 +52,6 @@ PIECE_BYTES = (1 << 17) - HEAD_BYTES  # of a frame's body, at most
 SHORT_PIECE_BYTES = (1 << 16) - HEAD_BYTES  # the same for payloads that take two lines
 _MAGIC = 0xDAD9
 _LONGEST_TEXT = 2000  # characters
-
-
-class FrameError(ValueError):
-    """The bytes from the other end are no frames, or not those that are expected."""
 
 
 class Kind(IntEnum):
@@ -373,7 +370,7 @@ def read_control(body: bytes, world_size: int) -> Any:
     """
     try:
         message = codec.decode(body)
-    except codec.DamagedError as error:
+    except DamagedError as error:
         raise FrameError(str(error)) from error
     if type(message) not in _MESSAGES:
         raise FrameError(f"an object of type {type(message).__name__} is no control message")

@@ -12,7 +12,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from .frames import FrameError, Head
+from ..errors import FrameError
+from .frames import Head
 from .peer_stream import HUB_SLOT, PeerStream, Tag
 from .sealing import OPEN_BYTES
 from .session import Session

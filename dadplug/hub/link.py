@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from ..errors import DroppedError, MismatchError, SiteError
+from ..errors import DroppedError, FrameError, MismatchError, SiteError
 from ..exchange.exit_reasons import ENDED, add_announcer, remove_announcer
 from .actions import Accept, Drop, Pause, Start
 from .actions import Resume as Resumption
 from .connection import KERNEL_BYTES
 from .continued_link import ContinuedLink
-from .frames import SHORT_PIECE_BYTES, FrameError, Head, Kind, Leave
+from .frames import SHORT_PIECE_BYTES, Head, Kind, Leave
 from .inbox import Incoming
 from .kits import Kit
 from .link_sealing import AGREEMENT, LinkSealing

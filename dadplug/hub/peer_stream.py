@@ -20,7 +20,8 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from .frames import FrameError, Head, Kind
+from ..errors import FrameError
+from .frames import Head, Kind
 from .sealing import OPEN_BYTES
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import socket
 import ssl
 from typing import Any, NamedTuple
 
-from ..errors import RefusedError
+from ..errors import FrameError, RefusedError
 from . import tls
 from .actions import Refuse
-from .frames import FrameError, FrameReader, Head, Hello, Kind, pack_control, read_control
+from .frames import FrameReader, Head, Hello, Kind, pack_control, read_control
 from .kits import Kit
 from .secure_socket import SecureSocket
 from .stream import Stream

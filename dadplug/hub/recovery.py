@@ -27,9 +27,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ..errors import FrameError
 from ..exchange.requirements import Requirements
 from .actions import Close, Drop, Join, Position
-from .frames import FrameError, Head, Kind, pack_control
+from .frames import Head, Kind, pack_control
 from .journal import Journal
 from .membership import Membership
 from .restart_messages import Continue, Repeat, Report

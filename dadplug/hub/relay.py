@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from ..errors import FrameError
 from ..exchange.requirements import Requirements
 from .actions import FRESH, Accept, Action, Close, Drop, Pause, Position, Refuse, Replay, Resume, Rules, Start
 from .check_channel import CheckHandler
 from .elastic_run import ElasticRun
-from .frames import VERSION, Frame, FrameError, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
+from .frames import VERSION, Frame, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
 from .journal import Journal
 from .membership import Membership
 from .missed_steps import MissedSteps

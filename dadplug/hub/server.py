@@ -19,10 +19,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from ..errors import KitError
+from ..errors import FrameError, KitError
 from . import tls
 from .actions import Refuse, Rules
-from .frames import FrameError, pack_control
+from .frames import pack_control
 from .hub_streams import HubStream, HubStreams, StreamService
 from .journal import Journal
 from .kits import Kit, KitWatch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .frames import HEAD_BYTES, FrameError, Head, Hello, Kind, Welcome, pack_control
+from ..errors import FrameError
+from .frames import HEAD_BYTES, Head, Hello, Kind, Welcome, pack_control
 from .peer_stream import HUB_SLOT
 from .receiver import FrameReceiver
 from .stream import PackedFrame, SendQueue, Stream

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import FrameError
 from .actions import Drop, Refuse
 from .check_channel import CheckHandler
 from .early_messages import EarlyMessages
-from .frames import FrameError, Head, pack_control
+from .frames import Head, pack_control
 from .hub_streams import HubStreams
 from .journal import Journal
 from .peer_stream import HUB_SLOT

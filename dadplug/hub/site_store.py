@@ -11,9 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import DamagedError, FrameError
 from ..exchange import codec
 from .connection import HubConnection
-from .frames import PIECE_BYTES, FrameError, Head, Kind
+from .frames import PIECE_BYTES, Head, Kind
 from .kits import Kit
 from .store import Reply, Request
 
@@ -36,7 +37,7 @@ class StoreConnection(HubConnection):
     def complete(self, head: Head, body: memoryview) -> None:
         try:
             reply = codec.decode(body)
-        except codec.DamagedError as error:
+        except DamagedError as error:
             raise FrameError(str(error)) from error
         if not isinstance(reply, Reply):
             raise FrameError(f"an object of type {type(reply).__name__} is no reply of the store")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..errors import DamagedError, FrameError, StoreError
 from ..exchange import codec
-from .frames import PIECE_BYTES, FrameError
+from .frames import PIECE_BYTES
 
 MAX_BYTES = 1 << 26  # of all keys and values
 MAX_WAITING = 256  # requests of one site
@@ -51,10 +52,6 @@ class Reply(NamedTuple):
     values: tuple[bytes, ...] = ()
     amount: int = 0
     error: str = ""
-
-
-class StoreError(Exception):
-    """A request cannot be fulfilled; the message is sent to the site."""
 
 
 class Store:
@@ -196,7 +193,7 @@ def _read(body: bytes) -> Request:
     """
     try:
         request = codec.decode(body)
-    except codec.DamagedError as error:
+    except DamagedError as error:
         raise FrameError(str(error)) from error
     if not isinstance(request, Request):
         raise FrameError(f"an object of type {type(request).__name__} is no request of the store")

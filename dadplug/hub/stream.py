@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .frames import FrameError
+from ..errors import FrameError
 from .secure_socket import SecureSocket
 
 PackedFrame = bytes | bytearray  # head and body

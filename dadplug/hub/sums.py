@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..errors import FrameError
 from .dtypes import DTYPES
-from .frames import FrameError, Head, Kind
+from .frames import Head, Kind
 
 _Pieces = dict[int, deque[tuple[Head, memoryview]]]  # of equal exchange and offset, by slot
 

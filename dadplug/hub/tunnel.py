@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SiteError
+from ..errors import FrameError, SiteError
 from .actions import Drop
 from .connection import HubConnection
-from .frames import FrameError, Head, Kind, Leave
+from .frames import Head, Kind, Leave
 from .peer_stream import HUB_SLOT, PeerStream, Tag, pieces
 from .sealing import OPEN_BYTES, Keys
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..errors import MismatchError
+from ..errors import DamagedError, MismatchError
 from ..exchange import codec
 from ..exchange.sites import Sites
 
@@ -46,7 +46,7 @@ def average_buffers(model: nn.Module, packed: Mapping[int, bytes | bytearray], s
             }:
                 raise ValueError("names, shapes or types differ")
             every.append((float(samples), buffers))
-        except (codec.DamagedError, ValueError, TypeError, AttributeError) as error:
+        except (DamagedError, ValueError, TypeError, AttributeError) as error:
             raise MismatchError(f"the buffers of {sites[rank]} do not fit this site's model: {error}") from error
     total = sum(samples for samples, _ in every)
     for name, buffer in own.items():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import MismatchError, NonFiniteError
+from ..errors import DamagedError, MismatchError, NonFiniteError
 from ..exchange import codec
 from ..exchange.payload import FactorPayload, finite
 from ..exchange.wire import WireFormat, wire_format
@@ -180,7 +180,7 @@ class ContributionCodec:
                 self._norms.check(statistics)
             for name, (rows, formed) in content.items():
                 self._check(units[name], rows, formed)
-        except (codec.DamagedError, KeyError, TypeError, AttributeError, ValueError) as error:
+        except (DamagedError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise MismatchError(f"the contribution of {site} does not fit this site's model: {error}") from error
         return Contribution(settings, content, statistics)
 

@@ -69,7 +69,3 @@ class Frame(NamedTuple):
     samples: int = 0
     used: int = 0
     body: bytes | bytearray = b""
-
-
-class FrameError(ConnectionError):
-    """Data from the other end is no frame, or one that is too large."""

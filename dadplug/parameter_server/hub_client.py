@@ -6,7 +6,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-from ..errors import SiteError
+from ..errors import MessageError, SiteError
 from ..exchange import Transport
 from ..exchange.transport import StreamToHub
 from ..local_steps.checks import raise_problems
@@ -87,8 +87,8 @@ def _read_answer(connected: socket.socket) -> tuple[str, list[str]]:
     """Return the problem that the hub has found, and the names of the sites."""
     answer = messages.read(connected)
     if type(answer) is not tuple or len(answer) != 2 or not isinstance(answer[0], str):
-        raise messages.MessageError("the answer of the hub is damaged")
+        raise MessageError("the answer of the hub is damaged")
     problem, names = answer
     if type(names) is not list or not all(type(name) is str for name in names):
-        raise messages.MessageError("the answer of the hub is damaged")
+        raise MessageError("the answer of the hub is damaged")
     return problem, names

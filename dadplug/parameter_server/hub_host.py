@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ..errors import MessageError
 from ..exchange.traffic import Traffic
 from . import hub_messages as messages
 from .dealer import OwnDealer, SharedDealer
 from .holder import HUB
-from .hub_messages import KEY_CHARACTERS, MessageError, Settings
+from .hub_messages import KEY_CHARACTERS, Settings
 from .sequencer import Sequencer
 from .service import SequencerService
 

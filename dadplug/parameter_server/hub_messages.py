@@ -11,6 +11,7 @@ import socket
 import struct
 from typing import Any, NamedTuple
 
+from ..errors import DamagedError, MessageError
 from ..exchange import codec
 from ..hub.blocking import read_exactly, write_all
 from .rules import Rules, check_deal, make_rules
@@ -22,10 +23,6 @@ _MAGIC = b"DSEQ"
 _MOST = 1 << 16  # bytes of a message
 _LARGEST = 1 << 40  # bytes of a contribution
 _LONGEST = 86400.0  # seconds
-
-
-class MessageError(ConnectionError):
-    """The other end has sent something that is no message of this kind, or refuses this one."""
 
 
 class Settings(NamedTuple):
@@ -116,5 +113,5 @@ def read(connected: socket.socket) -> Any:
         raise MessageError("what arrives is no message of a sequencer's service")
     try:
         return codec.decode(read_exactly(connected, size))
-    except codec.DamagedError as error:
+    except DamagedError as error:
         raise MessageError(str(error)) from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SiteError
+from ..errors import DamagedError, SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.addresses import listen
 from ..exchange.sites import Sites
@@ -227,7 +227,7 @@ def dial(address: str, timeout: float) -> tuple[socket.socket, Returned, Holder]
         write_all(connected, hello)
         (size,) = _SIZE.unpack(read_exactly(connected, _SIZE.size))
         names = codec.decode(read_exactly(connected, min(size, _MOST_NAMES)))
-    except (OSError, codec.DamagedError) as error:
+    except (OSError, DamagedError) as error:
         raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
     sites = Returned(int(rank), names)
     return connected, sites, at_site(sites, 0, timeout)

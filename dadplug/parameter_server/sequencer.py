@@ -40,14 +40,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..errors import SequenceError
 from .gathering import Arrivals
 from .rules import Rules
 
 _KEPT = 64  # versions that a site may be behind with late="drop": the sequencer holds what it has not received
-
-
-class SequenceError(ValueError):
-    """A site's message contradicts its earlier ones."""
 
 
 class Entry(NamedTuple):

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
+from ..errors import SequenceError
 from ..exchange import Traffic, codec
 from .dealer import Answer, Dealer
 from .donors import Donors
 from .frames import Frame, Kind
 from .holder import HUB
-from .sequencer import Decision, SequenceError, Sequencer
+from .sequencer import Decision, Sequencer
 from .streams import StreamThread
 
 if TYPE_CHECKING:

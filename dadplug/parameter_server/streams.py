@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from ..errors import StreamError
 from ..exchange import Traffic
-from .frames import Frame, FrameError, Kind
+from .frames import Frame, Kind
 
 _HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
 _LARGEST = 1 << 62  # number in a head, so that the next one can be sent
@@ -127,9 +128,9 @@ class _Stream:
         if self._frame is None:
             kind, site, number, base, reached, samples, used, size = _HEAD.unpack(self._head)
             if kind not in Kind._value2member_map_ or size > self._limit:
-                raise FrameError(f"a frame of kind {kind} with {size} bytes: at most {self._limit} are possible")
+                raise StreamError(f"a frame of kind {kind} with {size} bytes: at most {self._limit} are possible")
             if max(number, base, reached, samples, used) > _LARGEST:
-                raise FrameError(f"a frame of kind {kind} with a number above {_LARGEST}")
+                raise StreamError(f"a frame of kind {kind} with a number above {_LARGEST}")
             self._frame = Frame(Kind(kind), site, number, base, reached, samples, used, bytearray(size))
         else:
             size = 0

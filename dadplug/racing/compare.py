@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ..cores import available_cores
+from ..errors import RunFailedError
 from ..exchange.objects import gather_objects
 from .heat import Point, run_heat
-from .pool import Pool, RunFailed
+from .pool import Pool
 from .progress import Progress
 from .result import Comparison
 from .row import Row
@@ -139,7 +140,7 @@ class _Race:
         try:
             with self._progress.run(label, seconds):
                 points = run(name, seconds, seed)
-        except RunFailed as error:
+        except RunFailedError as error:
             self._failures[name] = str(error)
             self._progress.report(f"{label}: failed")
         else:
@@ -210,5 +211,5 @@ def _run_here(way: Way, task: Task, place: Place, seconds: float, seed: int) -> 
     outcomes: list[Any] = gather_objects([failure, own]) if place.connected else [[failure, own]]
     for other, _ in outcomes:
         if other:
-            raise RunFailed(other)
+            raise RunFailedError(other)
     return [Point(seconds, megabytes, int(steps), loss) for seconds, megabytes, steps, loss in outcomes[0][1]]

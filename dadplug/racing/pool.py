@@ -9,13 +9,10 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
+from ..errors import RunFailedError
 from ..exchange.addresses import free_port
 
 _GRACE = 20.0  # seconds for the other processes to return after one has failed
-
-
-class RunFailed(RuntimeError):
-    """Error for a run that has failed in one of the processes."""
 
 
 class Pool:
@@ -52,7 +49,7 @@ class Pool:
             The results by rank.
 
         Raises:
-            RunFailed: if one has raised an error, or died. The processes are started again for the next call.
+            RunFailedError: if one has raised an error, or died. The processes are started again for the next call.
         """
         self._start(count)
         job = (function, count, threads, free_port(), arguments)
@@ -82,7 +79,7 @@ class Pool:
                 if error:
                     errors.append(error)
         if errors:
-            raise RunFailed(errors[0])
+            raise RunFailedError(errors[0])
         return [results[rank] for rank in range(count)]
 
     def _start(self, count: int) -> None:

@@ -3,8 +3,8 @@
 The HTTP server on LitServe is `dadplug.serve`.
 """
 
+from ..errors import FeedbackError, InputError, LoadError, ModelError, ServingError, UnavailableError
 from .call import Prediction
-from .errors import FeedbackError, InputError, LoadError, ModelError, ServingError, UnavailableError
 from .model import Model
 from .options import ServingOptions
 from .policies import Exp3, Exp4, Fixed, Policy

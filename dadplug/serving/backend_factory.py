@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import LoadError
 from .backends import Backend, ObjectBackend
-from .errors import LoadError
 from .model import Model
 from .process import ProcessBackend
 

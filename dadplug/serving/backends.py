@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .errors import InputError, ModelError
+from ..errors import InputError, ModelError
 from .schema import Schema
 
 Array = np.ndarray[Any, Any]
@@ -37,10 +37,6 @@ class Backend(Protocol):
 
     def stop(self) -> None:
         """End the backend."""
-
-
-class BackendFailedError(RuntimeError):
-    """The process of a model has ended, or does not answer; it has to be started again."""
 
 
 class ObjectBackend:

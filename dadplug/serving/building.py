@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..errors import LoadError
 from ..models import MODELS
 from .backends import Array
-from .errors import LoadError
 from .schema import Schema
 
 

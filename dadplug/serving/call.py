@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import InputError, ModelError, ServingError, UnavailableError
+from ..errors import InputError, ModelError, ServingError, UnavailableError
 from .policies import Choice
 from .ticket import Result
 

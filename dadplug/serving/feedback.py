@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-from .errors import FeedbackError
+from ..errors import FeedbackError
 from .policies import Choice
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import LoadError
 from .backends import Array, dtype_of
 from .building import Loaded, build, load_state
-from .errors import LoadError
 from .schedule import scheduled
 from .schema import Schema
 from .shards import load_folder

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import LoadError
+from ..errors import LoadError
 
 
 @dataclass(frozen=True)

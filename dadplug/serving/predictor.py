@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import FeedbackError, InputError, ModelError, ServingError
 from . import weights_file
 from .backend_factory import backend_of
 from .batch_limit import BatchLimit
 from .cache import KnownInput, PredictionCache, digest_of
 from .call import Call, Prediction, Recalled, most_telling
-from .errors import FeedbackError, InputError, ModelError, ServingError
 from .feedback import FeedbackJournal, Record, plain
 from .metrics import Metrics, gauges_of
 from .options import ServingOptions

@@ -12,9 +12,9 @@ import sys
 import threading
 from typing import Any
 
+from ..errors import BackendFailedError, InputError, LoadError, ModelError
 from . import frames
-from .backends import Array, BackendFailedError
-from .errors import InputError, LoadError, ModelError
+from .backends import Array
 from .model import Model
 from .schema import Schema
 

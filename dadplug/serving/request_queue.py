@@ -6,7 +6,7 @@ import queue
 from collections import deque
 from typing import Any
 
-from .errors import UnavailableError
+from ..errors import UnavailableError
 from .ticket import Ticket
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .backends import Array, Backend, BackendFailedError
+from ..errors import BackendFailedError, InputError, LoadError, ModelError, ServingError, UnavailableError
+from .backends import Array, Backend
 from .batch_limit import BatchLimit, measured_latency
 from .cache import PredictionCache, cache_key
-from .errors import InputError, LoadError, ModelError, ServingError, UnavailableError
 from .metrics import Metrics
 from .request_queue import RequestQueue
 from .ticket import Listener, Result, Ticket

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..adapm.shard_files import INDEX, check_index, check_sizes, map_shard, parse_rest, read_head
+from ..errors import InputError, LoadError
 from .backends import Array, runner_of
 from .building import Loaded, build, load_state
-from .errors import InputError, LoadError
 from .schema import Schema
 
 _RESIDENT = 8 << 20  # bytes of a table's files that may become resident before their pages are given back

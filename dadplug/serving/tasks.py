@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import FeedbackError, ModelError
 from ..registry import Registry
-from .errors import FeedbackError, ModelError
 
 Array = np.ndarray[Any, Any]
 Kept = tuple[float, ...]  # what is kept of an output until feedback, see `digest`

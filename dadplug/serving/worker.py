@@ -6,9 +6,9 @@ import contextlib
 import socket
 from typing import Any
 
+from ..errors import InputError, ModelError
 from . import frames
 from .backends import checked_outputs
-from .errors import InputError, ModelError
 
 
 def serve(connection: socket.socket, description: dict[str, Any]) -> None:

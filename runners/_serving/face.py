@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
-from dadplug.serving import InputError, Prediction, Predictor, ServingError
+from dadplug.serving import InputError, Prediction, Predictor
 from dadplug.serving.call import Call, Recalled
 from dadplug.serving.policies import Choice
 
+from ...errors import RequestError, ServingError
 from . import bodies
 from .page import PAGE
 
@@ -27,10 +28,6 @@ _MOST_HEADS, _LONGEST_HEAD = 256, 4096
 _SPECIAL = {b"transfer-encoding", b"upgrade", b"expect"}  # headers of requests that only the parser answers
 _TEXT, _HTML = "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
 _POLICY = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-
-
-class Refused(ServingError):
-    """A request that is not answered for its HTTP properties: method, path, size, pace."""
 
 
 class Head(NamedTuple):
@@ -100,10 +97,10 @@ class Face:
 
     async def _routed(self, scope: Scope, receive: Receive, arrived: float) -> tuple[int, str, bytes]:
         if not self._allowed(scope):
-            raise Refused("the header X-API-Key is missing or wrong", status=401)
+            raise RequestError("the header X-API-Key is missing or wrong", status=401)
         handler = self.routes.get((scope["method"], scope["path"]))
         if handler is None:
-            raise Refused(f"{scope['path']} is not for {scope['method']}", status=405)
+            raise RequestError(f"{scope['path']} is not for {scope['method']}", status=405)
         return await handler(scope, receive, arrived)
 
     def _allowed(self, scope: Scope) -> bool:
@@ -125,7 +122,7 @@ class Face:
                 raise
             if sys.version_info >= (3, 11):  # the timer's cancellation ends here
                 task.uncancel()
-            raise Refused(f"the body did not arrive in {self._read_seconds:g} s", status=408) from None
+            raise RequestError(f"the body did not arrive in {self._read_seconds:g} s", status=408) from None
         finally:
             timer.cancel()
 
@@ -134,7 +131,7 @@ class Face:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise Refused("the client has left", status=400)
+                raise RequestError("the client has left", status=400)
             part = message.get("body", b"")
             size += len(part)
             if size > self._max_body:
@@ -143,8 +140,8 @@ class Face:
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    def _too_large(self) -> Refused:
-        return Refused(f"the body is larger than {self._max_body} bytes", status=413)
+    def _too_large(self) -> RequestError:
+        return RequestError(f"the body is larger than {self._max_body} bytes", status=413)
 
     async def _parsed(self, parse: Callable[[bytes], Any], body: bytes) -> Any:
         return await asyncio.to_thread(parse, body) if len(body) > _LARGE else parse(body)
@@ -155,7 +152,7 @@ class Face:
         kind = _kind(scope)
         body = await self._body(scope, receive)
         if kind not in (bodies.JSON, bodies.NPY):
-            raise Refused(f"the content type has to be {bodies.JSON} or {bodies.NPY}", status=415)
+            raise RequestError(f"the content type has to be {bodies.JSON} or {bodies.NPY}", status=415)
         attempt: Attempt | None = scope.get("dadplug.attempt")
         if attempt is None and self._predictor.recalls and len(body) <= _LARGE:
             attempt = self._recalled(bodies.digest_of(kind, self._query_context(scope)), body, arrived)
@@ -292,7 +289,7 @@ class Face:
 
     async def _feedback(self, scope: Scope, receive: Receive, arrived: float) -> tuple[int, str, bytes]:
         if _kind(scope) != bodies.JSON:
-            raise Refused(f"the content type has to be {bodies.JSON}", status=415)
+            raise RequestError(f"the content type has to be {bodies.JSON}", status=415)
         request = bodies.parse_json(await self._body(scope, receive))
         if set(request) != {"id", "y"}:
             raise InputError("feedback needs 'id' and 'y', and nothing else")

@@ -19,9 +19,10 @@ from simulation import Simulation
 from dadplug import SiteError
 from dadplug.adapm import ParameterManager, connections, messages
 from dadplug.adapm.connections import Connection, connect_sites
-from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Kind, Message, ProtocolError, most_keys
+from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Kind, Message, most_keys
 from dadplug.adapm.network import Network
 from dadplug.adapm.requests import Done
+from dadplug.errors import ProtocolError
 from dadplug.exchange import Traffic
 
 WIDTHS = [4]

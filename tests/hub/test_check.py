@@ -14,11 +14,12 @@ import pytest
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
 
 from dadplug.cli.commands import main
+from dadplug.errors import FrameError
 from dadplug.hub import Project, check, check_channel, provision
 from dadplug.hub.actions import Refuse
 from dadplug.hub.certificates import current_time
 from dadplug.hub.check_channel import MOST_BYTES, NUMBER, CheckHandler, Request
-from dadplug.hub.frames import Frame, FrameError, Head, Kind
+from dadplug.hub.frames import Frame, Head, Kind
 
 ITEMS = [
     "kit",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dadplug.errors import FrameError
 from dadplug.exchange import codec
 from dadplug.hub import actions
 from dadplug.hub.actions import FRESH, Position
@@ -21,7 +22,6 @@ from dadplug.hub.frames import (
     SHORT_PIECE_BYTES,
     Expected,
     Frame,
-    FrameError,
     FrameReader,
     Head,
     Hello,

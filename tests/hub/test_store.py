@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
+from dadplug.errors import FrameError
 from dadplug.exchange import codec
 from dadplug.hub import store as hub_store
-from dadplug.hub.frames import PIECE_BYTES, FrameError
+from dadplug.hub.frames import PIECE_BYTES
 from dadplug.hub.store import Reply, Request, Store
 
 numbers = itertools.count(1)

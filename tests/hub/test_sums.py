@@ -10,9 +10,10 @@ import pytest
 import torch
 from running_hub import running_hub, together
 
+from dadplug.errors import FrameError
 from dadplug.hub.actions import Drop
 from dadplug.hub.dtypes import CODES
-from dadplug.hub.frames import FrameError, Head, Kind
+from dadplug.hub.frames import Head, Kind
 from dadplug.hub.sums import Sums, add
 
 SLOTS = (0, 1, 2)

@@ -10,10 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from dadplug.errors import SequenceError
 from dadplug.parameter_server.dealer import Answer, Deal, OwnDealer, SharedDealer
 from dadplug.parameter_server.dealing import draw_order
 from dadplug.parameter_server.rules import Rules, check_deal
-from dadplug.parameter_server.sequencer import SequenceError, Sequencer
+from dadplug.parameter_server.sequencer import Sequencer
 
 
 class World:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dadplug.errors import SequenceError
 from dadplug.parameter_server.rules import LATE, Rules, check_mode, make_rules
-from dadplug.parameter_server.sequencer import Decision, Entry, SequenceError, Sequencer
+from dadplug.parameter_server.sequencer import Decision, Entry, Sequencer
 
 
 class SimulatedSite:

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from dadplug.adapm import connections
+from dadplug.errors import StreamError
 from dadplug.exchange import socket_setup
-from dadplug.parameter_server.frames import FrameError
 from dadplug.parameter_server.streams import _HEAD, _UNSENT, _WAKE, Frame, Kind, _Stream
 
 fcntl = pytest.importorskip("fcntl")
@@ -66,7 +66,7 @@ def test_a_number_that_cannot_be_counted_on_is_refused(place):
             sender.sendall(_HEAD.pack(*fields))
             if number == 1 << 62:
                 assert stream.read()[0][place] == number
-        with pytest.raises(FrameError, match="a frame of kind 18 with a number above"):
+        with pytest.raises(StreamError, match="a frame of kind 18 with a number above"):
             stream.read()
     finally:
         sender.close()

@@ -209,7 +209,7 @@ RETURNED = {"CapturedLayer", "Compressed", "DealtLoader", "Outcome", "Progress",
 def public_names() -> list[str]:
     """Return the public names with the module that offers each; modules among them are left out."""
     names = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
-    modules = ("dadplug.adapm", "dadplug.hogwild", "dadplug.lowrank", "dadplug.serving")
+    modules = ("dadplug.adapm", "dadplug.errors", "dadplug.hogwild", "dadplug.lowrank", "dadplug.serving")
     return [name for name in dict.fromkeys([*names, *ALSO]) if name not in modules]
 
 

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
+from dadplug.errors import UnavailableError
 from dadplug.serving.batch_limit import BatchLimit, measured_latency
-from dadplug.serving.errors import UnavailableError
 from dadplug.serving.request_queue import RequestQueue
 from dadplug.serving.ticket import Ticket
 
