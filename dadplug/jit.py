@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 import time
 import warnings
@@ -20,7 +19,9 @@ try:
 except ImportError:  # Windows: processes that start together may compile the same kernel
     fcntl = None  # type: ignore[assignment]
 
-_log = logging.getLogger(__name__)
+from .logs import get_logger
+
+_log = get_logger(__name__)
 _LOCK_SECONDS = 60.0  # in which another process can compile a kernel; then this one compiles it, too
 _POLL_SECONDS = 0.02
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import MismatchError
 from ..exchange import DEFAULT_TIMEOUT, codec
+from ..logs import get_logger
 from . import checkpoint as files
 from .progress import Progress, progress
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class Epochs:

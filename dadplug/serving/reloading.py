@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..logs import get_logger
 from .model import Model
 
-_log = logging.getLogger("dadplug.serving")
+_log = get_logger("dadplug.serving")
 _SECONDS = 1.0  # between two looks at the files
 
 Stamp = tuple[int, int, int] | None

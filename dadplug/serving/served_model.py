@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BackendFailedError, InputError, LoadError, ModelError, ServingError, UnavailableError
+from ..logs import get_logger
 from .backends import Array, Backend
 from .batch_limit import BatchLimit, measured_latency
 from .cache import PredictionCache, cache_key
@@ -17,7 +17,7 @@ from .metrics import Metrics
 from .request_queue import RequestQueue
 from .ticket import Listener, Result, Ticket
 
-_log = logging.getLogger("dadplug.serving")
+_log = get_logger("dadplug.serving")
 _FIRST_PAUSE = 0.1  # seconds before a process that failed to start is started again; doubled up to
 _LONGEST_PAUSE = 10.0
 _MOST_SHAPES = 64

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_log = logging.getLogger("dadplug.serving")
+from ..logs import get_logger
+
+_log = get_logger("dadplug.serving")
 _SECONDS = 5.0  # between two writes after feedback
 
 

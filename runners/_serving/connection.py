@@ -6,15 +6,15 @@ the usual way.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ...logs import get_logger
 from . import bodies
 from .face import Face
 
-_log = logging.getLogger("dadplug.serving")
+_log = get_logger("dadplug.serving")
 _END = b"\r\n\r\n"  # of a head
 _HELD_SECONDS = 0.05  # that a known head waits for its body, before the parser gets it
 _Base: Any = object  # uvicorn's protocol in the class that `connection_class` makes

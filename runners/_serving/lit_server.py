@@ -22,10 +22,11 @@ from typing import Any
 
 from dadplug.serving import LoadError, Predictor
 
+from ...logs import get_logger
 from .connection import connection_class
 from .face import Face, Receive, Scope, Send
 
-_log = logging.getLogger("dadplug.serving")
+_log = get_logger("dadplug.serving")
 _SWITCH_SECONDS = 5e-4  # threads of models have their answers and wait for the interpreter: 5 ms, unless it is set
 
 

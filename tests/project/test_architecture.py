@@ -18,6 +18,7 @@ EVERYWHERE = (*architecture.FOLDERS, "examples", "benchmarks", "tests")
 # A folder imports itself and what is listed before it.
 LAYERS = (
     "errors",
+    "logs",
     "registry",
     "signature",
     "jit",
