@@ -5,6 +5,7 @@ rankdad:wire=bf16+error_feedback=true      with options of GradientReduction
 dad:fused=true                             whose optimizer steps are those of `reduction.apply`
 ddp, ddp-fp16, ddp-bf16, ddp-powersgd      DistributedDataParallel, alone and with torch's own hooks
 alone                                      no other site
+ddp:library=onednn                         linear layers by another library than MKL, see benchmarks/libraries.py
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from libraries import use_library
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -58,6 +60,7 @@ class Attached:
         method, own = parse(name)
         self.model, self.reduction = model, None
         self._fused = own.pop("fused", False)
+        use_library(method, own.pop("library", "mkl"))
         if method in PEERS:
             self.model = _ddp(model, method, rank)
         elif method != "alone":

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -25,7 +26,9 @@ from dadplug.exchange.addresses import free_port
 HERE = Path(__file__).resolve().parent
 TITLES = {
     "alone": "one process alone",
+    "alone:library=onednn": "one process alone, oneDNN",
     "ddp": "DDP",
+    "ddp:library=onednn": "DDP, oneDNN",
     "ddp-fp16": "DDP, fp16 hook",
     "ddp-bf16": "DDP, bf16 hook",
     "ddp-powersgd": "DDP, PowerSGD hook",
@@ -45,7 +48,21 @@ def title(name: str) -> str:
     """Return the label of a model, method or rate in tables and pictures."""
     if rate := re.fullmatch(r"([\d.]+)([kmg])bit", name):
         return f"{rate[1]} {rate[2].replace('m', 'M').replace('g', 'G')}bit/s"
-    return TITLES.get(name) or re.sub("[:+]", ", ", name.replace("wire=", "")).replace("=", " ")
+    short = name.replace("wire=", "").replace("library=onednn", "oneDNN")
+    return TITLES.get(name) or re.sub("[:+]", ", ", short).replace("=", " ")
+
+
+def processor() -> str:
+    """Name the processor, and the vector instructions that torch uses on it (an imitated processor has fewer)."""
+    cpus = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else []
+    return f"{names[0] if names else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def processors(rows: list[dict]) -> list[str]:
+    """Return a line that names the processors on which rows were measured; none for rows that do not say."""
+    found = dict.fromkeys(row["processor"] for row in rows if "processor" in row)
+    return [f"Processor: {'; '.join(found)}."] if found else []
 
 
 def check_rates(parser: argparse.ArgumentParser, rates: str, loopback: bool) -> None:

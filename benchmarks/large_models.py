@@ -6,10 +6,11 @@
     python benchmarks/large_models.py --table                                      tables of what has been measured
 
 BERT-base (8 texts of 64 tokens a site), ViT-Base (4 images of 224 x 224) and GPT-2 small (4 texts of 128 tokens) of
-transformers with random weights, plain SGD, one thread a site. Each method runs in processes of its own, so that their
-peak memory is the method's. Steps are first timed on an unshaped link (rate none), then at each rate. "one process
-alone" is the same without any exchange, while the other site computes at the same time. Local steps and DiLoCo are
-timed over a whole interval between two agreements.
+transformers with random weights, plain SGD, one thread a site. All methods multiply by MKL, unless a name asks for
+oneDNN (benchmarks/libraries.py). Each method runs in processes of its own, so that their peak memory is the method's.
+Steps are first timed on an unshaped link (rate none), then at each rate. "one process alone" is the same without any
+exchange, while the other site computes at the same time. Local steps and DiLoCo are timed over a whole interval between
+two agreements.
 
 A cell whose step, or interval, would take longer than --longest seconds is not measured but predicted, as the time
 unshaped plus bytes over rate, and marked by ~; the tables are followed by how that prediction agrees with cells that
@@ -33,7 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
-from drive import check_rates, read, run_sites, title
+from drive import check_rates, processor, processors, read, run_sites, title
 from link import may_make_links, reshape
 from local_ways import Way
 from step_time import meet, peak, sent
@@ -45,7 +46,8 @@ import dadplug
 OURS = "rankdad:rank=8+dense=lowrank"  # which compresses GPT-2's table, too, that is tied to its output layer
 RANKDAD = f"{OURS},{OURS}+wire=bf16,{OURS}+wire=int8"
 LOCAL = "diloco:every=16,localsgd:every=16+rank=32+wire=bf16"
-METHODS = f"alone,{RANKDAD},auto,dad,ddp-powersgd,ddp-fp16,ddp-bf16,ddp,{LOCAL}"
+OTHER = f"alone:library=onednn,ddp:library=onednn,{OURS}+wire=bf16+library=onednn"
+METHODS = f"alone,{RANKDAD},auto,dad,ddp-powersgd,ddp-fp16,ddp-bf16,ddp,{LOCAL},{OTHER}"
 WARM_UP = 3  # steps; DDP makes its buckets anew, PowerSGD's hook begins, payloads find their sizes
 
 
@@ -112,7 +114,7 @@ def run_site(arguments: argparse.Namespace) -> None:
             continue
         if not arguments.loopback:
             reshape(rate)
-        row = {"model": arguments.models, "method": arguments.methods, "rate": rate}
+        row = {"model": arguments.models, "method": arguments.methods, "rate": rate, "processor": processor()}
         row |= time_interval(way, step, interval, arguments)
         if rate == "none":
             unshaped = row
@@ -134,7 +136,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
             if time.monotonic() - start > arguments.budget:
                 print(f"not begun: {model}, {method}", flush=True)
                 continue
-            together = "none" if method == "alone" else rates
+            together = "none" if parse(method)[0] == "alone" else rates
             for some in rates.split(",") if parse(method)[0] == "auto" else [together]:
                 program = ["large_models.py", "--models", model, "--methods", method, "--rates", some]
                 program += ["--steps", str(arguments.steps), "--seconds", str(arguments.seconds)]
@@ -159,7 +161,7 @@ def cells(rows: list[dict]) -> dict[tuple[str, str, str], dict]:
                 medians = {key: statistics.median(row[key] for row in here) for key in ("seconds", "bytes", "peak")}
                 found[model, method, rate] = here[0] | medians
         unshaped = found.get((model, method, "none"))
-        for rate in rates if unshaped and method != "alone" else []:
+        for rate in rates if unshaped and parse(method)[0] != "alone" else []:
             seconds = predict(unshaped, rate)
             cell = found.setdefault((model, method, rate), unshaped | {"seconds": seconds, "rate": rate})
             cell["predicted"] = seconds
@@ -195,7 +197,7 @@ def table(rows: list[dict]) -> str:
     if ratios:
         lines = [f"{title(rate)}, {title(model)}, {title(of)}: {x:.2f}" for (model, of, rate), x in ratios.items()]
         parts.append("Predicted over measured:\n\n- " + "\n- ".join(lines))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *processors(rows)])
 
 
 def _is_guess(cell: dict) -> bool:
@@ -205,7 +207,7 @@ def _is_guess(cell: dict) -> bool:
 def _shown(cell: dict | None, alone: dict | None) -> str:
     if cell is None:
         return ""
-    ratio = f" ({cell['seconds'] / alone['seconds']:.3g})" if alone and cell["method"] != "alone" else ""
+    ratio = f" ({cell['seconds'] / alone['seconds']:.3g})" if alone and cell is not alone else ""
     return ("~ " if _is_guess(cell) else "") + f"{cell['seconds']:.3g}{ratio}"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from attach import Attached, parse
+from libraries import use_library
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -40,6 +41,7 @@ class Way:
     def __init__(self, model: nn.Module, name: str, rank: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-3)
         method, options = parse(name)
+        use_library(method, options.get("library", "mkl"))
         self.every = options.get("every", 1)
         self._updated = UPDATED if self.every == 1 else self.every
         self._steps = 0
@@ -51,6 +53,7 @@ class Way:
         self._local = self._peer = self._attached = None
         self.model = self._plain = model
         if method == "localsgd":
+            options.pop("library", None)
             self._local = dadplug.LocalSGD(model, self.optimizer, **options)
         elif method in PEERS:
             self._peer = PEERS[method](model)

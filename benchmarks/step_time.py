@@ -7,7 +7,8 @@
 With --rates the sites themselves give the link one rate after the other, and build and warm each method up before,
 while it is unshaped (but for auto, which chooses by the link). See benchmarks/two_site_link.py for all models.
 
-One thread a site. A step is forward, backward, the exchange and the optimizer's step; before each the sites wait for
+One thread a site, and one library of products for all methods (benchmarks/libraries.py). A step is forward, backward,
+the exchange and the optimizer's step; before each the sites wait for
 one another, outside of the measured time. Bytes are those of the network interface's counter where the link has one.
 """
 
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached, parse
+from drive import processor
 from link import reshape
 from workloads import LARGE, WORKLOADS, loss
 
@@ -131,7 +133,6 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps of a method before any is timed")
     parser.add_argument("--steps", type=int, default=60, help="most steps of a method at a rate")
     parser.add_argument("--seconds", type=float, default=20.0, help="time after which steps of a method are enough")
-    parser.add_argument("--onednn", choices=("true", "false"), default="true", help="whether torch may use oneDNN")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     arguments = parser.parse_args()
     arguments.shape = arguments.rates is not None
@@ -139,7 +140,6 @@ def main() -> None:
         parser.error("--rates needs a link: run it by `sudo python benchmarks/link.py none python …`")
     arguments.rates = arguments.rates.split(",") if arguments.shape else [arguments.label]
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = arguments.onednn == "true"
     dadplug.connect()
     peers: dict[str, float] = {}
     for name in arguments.methods.split(","):
@@ -156,6 +156,7 @@ def show(name: str, rate: str, measured: Measured, ddp: dict[str, float], argume
     print(f"{name:24} {rate:8} {1e3 * measured.seconds:8.1f} ms   {measured.nbytes:12,} bytes   {ratio}", flush=True)
     if arguments.json:
         row = {"model": arguments.model, "rate": rate, "method": name, "ms": 1e3 * measured.seconds}
+        row |= {"processor": processor()}
         with open(arguments.json, "a") as results:
             results.write(
                 json.dumps(row | {"bytes": measured.nbytes, "steps": measured.steps, "peak": measured.peak}) + "\n"

@@ -6,8 +6,9 @@
     python benchmarks/two_site_link.py --draw-only                                table and picture of an earlier run
 
 For each model it starts benchmarks/step_time.py on two sites joined by benchmarks/link.py, which give the link one rate
-after the other. Peers are DDP, DDP with torch's hook for fp16, and DDP with its PowerSGD hook (rank 4). A method that
-fails, or hangs, takes its reason into the table, and the others go on.
+after the other. All methods multiply by MKL, but for the rows with oneDNN (benchmarks/libraries.py). Peers are DDP, DDP
+with torch's hook for fp16, and DDP with its PowerSGD hook (rank 4). If a method fails or hangs, the table has the
+reason, and the others go on. The table names the processor; for another one see docs/performance.md.
 
 Writes OUT.md, OUT.png, and OUT.json, a line a cell as it is measured. Rates need Linux, root and iproute2.
 """
@@ -22,12 +23,13 @@ import sys
 import time
 from pathlib import Path
 
-from drive import check_rates, colours_of, read, run_sites, title
+from drive import check_rates, colours_of, processors, read, run_sites, title
 from link import may_make_links
 from workloads import WORKLOADS
 
 METHODS = "alone,ddp,ddp-fp16,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,"
-METHODS += "rankdad:dense=lowrank,powersgd,topk,edad"  # edad last: it refuses models without chains of layers
+METHODS += "rankdad:dense=lowrank,powersgd,topk,alone:library=onednn,ddp:library=onednn,rankdad:library=onednn,"
+METHODS += "edad"  # edad last: it refuses models without chains of layers
 
 
 def measure(arguments: argparse.Namespace, results: Path) -> None:
@@ -71,7 +73,7 @@ def table(rows: list[dict], rates: list[str]) -> str:
         size = "-" if not sent else "0" if max(sent) < 1000 else f"{sent[-1] / 1e6:.3g}"
         lines.append(f"| {title(model)} | {title(method)} | {size} | " + " | ".join(cells) + " |")
     notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n\n".join(["\n".join(lines), *notes])
+    return "\n\n".join(["\n".join(lines), *notes, *processors(rows)])
 
 
 def _cell(row: dict | None, ddp: dict | None, reasons: list[str]) -> str:
@@ -81,7 +83,7 @@ def _cell(row: dict | None, ddp: dict | None, reasons: list[str]) -> str:
         if row["error"] not in reasons:
             reasons.append(row["error"])
         return f"failed [{reasons.index(row['error']) + 1}]"
-    known = ddp is not None and "ms" in ddp and row["method"] not in ("ddp", "alone")
+    known = ddp is not None and "ms" in ddp and not row["method"].startswith("alone") and row["method"] != "ddp"
     ratio = f" ({ddp['ms'] / row['ms']:.3g} x)" if known else ""
     return f"{row['ms']:,.0f}{ratio}" if row["ms"] >= 100 else f"{row['ms']:.3g}{ratio}"
 
@@ -92,7 +94,7 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
     from matplotlib.figure import Figure
 
     models, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "method"))
-    bars = [method for method in methods if method != "alone"]
+    bars = [method for method in methods if not method.startswith("alone")]
     high = math.ceil(len(models) / 2)
     figure = Figure(figsize=(13 if len(models) > 1 else 7, 3.1 * high + 0.8), layout="constrained")
     FigureCanvasAgg(figure)

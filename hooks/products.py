@@ -3,8 +3,8 @@
 torch multiplies matrices of float32 by MKL. That has AVX-512 kernels for Intel's processors only; on others it uses
 those of AVX2, and copies both factors first. oneDNN, which is part of torch too, has AVX-512 kernels for all, which
 are faster on AMD's. Results of the two differ by rounding; each is the same in every run. So oneDNN is for methods that
-are not exact: within tens of steps, other rounding becomes a difference of percents. Setting
-``torch.backends.mkldnn.enabled = False`` turns oneDNN off.
+are not exact: within tens of steps, other rounding becomes a difference of percents. `allow_onednn(False)` leaves all
+products to torch, and so does ``torch.backends.mkldnn.enabled = False``, which also changes convolutions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ _LEAST = 1 << 18  # multiplications; below, calls take longer than the work
 _LEAST_WITH_ROOM = 1 << 22  # where MKL would write into memory that is there, and oneDNN makes a new tensor
 _LEAST_ROWS = 8  # of the left factor; below, MKL reads the right one in its place, as fast as memory gives it
 _PLAIN = (Tensor, nn.Parameter)
+_allowed = True
 _thread = threading.local()
+
+
+def allow_onednn(allowed: bool) -> None:
+    """Choose whether products may be computed by oneDNN in this process, or all are torch's own (MKL's)."""
+    global _allowed
+    _allowed = allowed
 
 
 @contextmanager
@@ -81,7 +88,12 @@ def _suits(left: Tensor, right: Tensor, width: int) -> bool:
         right: the right factor, or its transpose.
         width: columns of the product.
     """
-    if left.numel() * width < _LEAST or left.numel() < _LEAST_ROWS * left.shape[-1] or not _has_faster_kernels():
+    if (
+        not _allowed
+        or left.numel() * width < _LEAST
+        or left.numel() < _LEAST_ROWS * left.shape[-1]
+        or not _has_faster_kernels()
+    ):
         return False
     plain = type(left) in _PLAIN and type(right) in _PLAIN and left.device.type == right.device.type == "cpu"
     if not plain or not left.dtype == right.dtype == torch.float32 or not (_is_dense(left) and _is_dense(right)):
