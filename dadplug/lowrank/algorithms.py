@@ -21,6 +21,7 @@ _JITTER = {torch.float32: 1e-6, torch.float64: 1e-14}
 _SQUARED = {torch.float32: 1e-2, torch.float64: 1e-6}  # shares of singular values that squares keep precise
 _FURTHER = 6  # columns carried beside those asked for, at least
 _COLD_PASSES = 2  # further passes of a cold start
+_NOT_FINITE = "the deltas or activations hold NaN or Inf"
 
 
 @dataclass(frozen=True)
@@ -112,18 +113,24 @@ class Operator:
         else:
             torch.mm(search.draw((into.shape[0], self.deltas.shape[0]), into), self.deltas, out=into)
 
-    def rescale(self) -> float:
-        """Scale the factors so that their products neither overflow nor underflow.
+    def rescaled(self) -> tuple[Operator, float] | None:
+        """Return the gradient in double precision, with rows scaled so that their products cannot leave its range.
+
+        The largest elements of a row's deltas and activations become equal, and at most one.
 
         Returns:
-            The number that G has been divided by; 0.0 if G is zero.
+            The gradient divided by a number, and that number; None if the gradient is zero.
 
         Raises:
             FloatingPointError: if the factors hold NaN or Inf.
         """
-        self.deltas, delta_scale = _unit_scale(self.deltas)
-        self.activations, activation_scale = _unit_scale(self.activations)
-        return delta_scale * activation_scale
+        deltas, activations = self.deltas.double(), self.activations.double()
+        (of_deltas, deltas), (of_activations, activations) = _unit_rows(deltas), _unit_rows(activations)
+        sizes = of_deltas.sqrt() * of_activations.sqrt()
+        largest = float(sizes.max())
+        if largest == 0.0:
+            return None
+        return Operator(deltas * (sizes / largest), activations * (sizes / largest)), largest * largest
 
 
 class Formed(Operator):
@@ -137,18 +144,20 @@ class Formed(Operator):
         super().__init__(gradient.T, gradient)  # for their shapes
         self.formed = gradient
 
-    def rescale(self) -> float:
-        self.formed, scale = _unit_scale(self.activations)
-        self.activations = self.formed
-        return scale
+    def rescaled(self) -> tuple[Operator, float] | None:
+        gradient = self.activations.double()
+        largest = float(gradient.abs().max())
+        if not math.isfinite(largest):
+            raise FloatingPointError(_NOT_FINITE)
+        return (Formed(gradient / largest), largest) if largest > 0 else None
 
 
-def _unit_scale(factor: Tensor) -> tuple[Tensor, float]:
-    least, most = torch.aminmax(factor)  # vectorised, where the maximum norm is not
-    largest = max(-float(least), float(most))
-    if not math.isfinite(largest):  # NaN, too: both ends are NaN then
-        raise FloatingPointError("the deltas or activations hold NaN or Inf")
-    return (factor / largest if largest > 0 else factor), largest
+def _unit_rows(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitude of each row, of shape (N, 1), and the rows divided by it."""
+    largest = factor.abs().amax(1, keepdim=True)
+    if not bool(largest.isfinite().all()):  # NaN, too
+        raise FloatingPointError(_NOT_FINITE)
+    return largest, factor / torch.where(largest > 0, largest, 1.0)
 
 
 def direct(operator: Operator, k: int, search: Search) -> Tensor:
@@ -210,7 +219,9 @@ def iteration(operator: Operator, k: int, search: Search) -> Tensor:
     if known < columns:
         operator.sketch(search, basis[known:])
     for _ in range(passes):
-        basis, _ = kernels_for(basis).orthonormalise(basis)
+        basis, count = kernels_for(basis).orthonormalise(basis)
+        if count < columns:  # rows of very different sizes hide one another; random ones find what is hidden
+            basis[count:] = search.draw((columns - count, out), basis)
         basis = operator.apply(operator.apply_transposed(basis))
     return basis
 
@@ -244,6 +255,17 @@ def deflation(operator: Operator, k: int, search: Search) -> Tensor:
             if moved < search.tolerance:
                 break
     return found
+
+
+def exact(operator: Operator, k: int, search: Search) -> Tensor:
+    """Return the optimal basis by LAPACK's singular value decomposition; slow, for what other algorithms fail on."""
+    deltas, activations = operator.deltas, operator.activations
+    if isinstance(operator, Formed) or len(deltas) >= min(operator.shape):
+        whole = operator.formed if operator.formed is not None else deltas.T @ activations
+        return torch.linalg.svd(whole, full_matrices=False)[0].T[:k].contiguous()
+    basis, triangle = torch.linalg.qr(deltas.T)
+    heads = torch.linalg.svd(triangle @ torch.linalg.qr(activations.T)[1].T)[0]
+    return (basis @ heads[:, :k]).T.contiguous()
 
 
 Algorithm = Callable[[Operator, int, Search], Tensor]

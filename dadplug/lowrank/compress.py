@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .algorithms import ALGORITHMS, Formed, Operator, Search, direct
+from .algorithms import ALGORITHMS, Algorithm, Formed, Operator, Search, direct, exact
 from .cost import choose
 from .dispatch import kernels_for
 from .scratch import scratch
@@ -75,7 +77,13 @@ class Compressed:
         Returns:
             The error: 0.0 for an exact result, 1.0 for an approximation by zero.
         """
-        return self.residual_of(squared_norm(deltas, activations))
+        scaled = None if min(deltas.shape + activations.shape) == 0 else Operator(deltas, activations).rescaled()
+        if scaled is None:
+            return 0.0
+        operator, scale = scaled
+        whole = math.sqrt(_squared_norm(operator.deltas, operator.activations))
+        kept = float(((self.singular_values[: self.effective_rank] / scale / whole) ** 2).sum()) if whole > 0 else 1.0
+        return math.sqrt(max(0.0, 1.0 - kept))
 
     def residual_of(self, whole: float, rank: int | None = None) -> float:
         """Compute the relative error from the known squared Frobenius norm of G.
@@ -205,23 +213,70 @@ def _compress(
     if k == 0:
         return Compressed(result[0].T, result[1].T, torch.zeros(0, dtype=torch.float64, device=result[0].device), 0)
     with torch.no_grad():
-        further, values = _project(operator, algorithm, search, result)
-        scale = 1.0
-        if not _on_device(values) and not _SAFE[0] < values[0].item() < _SAFE[1]:  # NaN, too
-            scale = operator.rescale()
-            if scale == 0.0:
-                return Compressed(result[0].zero_().T, result[1].zero_().T, values.zero_(), 0)
-            further, values = _project(operator, algorithm, search, result)
+        further, values = _project(operator, _basis_by(operator, k, algorithm), search, result)
+        if not _on_device(values) and not _is_sound(values):
+            further = _compress_in_double(operator, algorithm, search, result, values)
         left, right = result
         effective = _truncate(left, right, values, search.tolerance)
-        if scale != 1.0:
-            right.mul_(scale)
-            values *= scale
     return Compressed(left.T, right.T, values, effective, further if effective == k else None)
 
 
+def _is_sound(values: Tensor) -> bool:
+    """Return whether singular values are finite, and of a size of which no product can have left the type's range."""
+    lengths = values.tolist()
+    return _SAFE[0] < lengths[0] < _SAFE[1] and all(map(math.isfinite, lengths))
+
+
+def _compress_in_double(
+    operator: Operator, algorithm: str, search: Search, result: tuple[Tensor, Tensor], values: Tensor
+) -> Tensor | None:
+    """Fill the results anew, from scaled factors in double precision, and by LAPACK if the algorithm fails.
+
+    Args:
+        operator: the gradient.
+        algorithm: the algorithm that is tried first.
+        search: its parameters.
+        result: blocks for the factors.
+        values: place for the singular values.
+
+    Returns:
+        Further rows for the next start, or None.
+
+    Raises:
+        FloatingPointError: if the gradient holds NaN or Inf, its factors are beyond the range of their type, or all
+            algorithms fail.
+    """
+    for part in (*result, values):
+        part.zero_()
+    scaled = operator.rescaled()
+    if scaled is None:
+        return None
+    operator, scale = scaled
+    left, right = (torch.empty_like(part, dtype=torch.float64) for part in result)
+    search = replace(search, left=None, right=None)  # which may be of another scale, or not finite
+    for find in (_basis_by(operator, len(left), algorithm), exact):
+        with suppress(torch.linalg.LinAlgError):
+            further, found = _project(operator, find, search, (left, right))
+            if bool(found.isfinite().all()) and (found[0] > 0 or find is exact):  # rows may cancel to zero
+                break
+    else:
+        raise FloatingPointError("the gradient cannot be decomposed: neither the algorithm nor LAPACK has converged")
+    values.copy_(found * scale)
+    result[0].copy_(left)
+    result[1].copy_(right * scale)
+    if not bool(result[1].isfinite().all()):
+        raise FloatingPointError(
+            f"the gradient's singular value {values[0]:.2g} is out of the range of {result[1].dtype}"
+        )
+    return None if further is None else (further * scale).to(result[1].dtype)
+
+
+def _basis_by(operator: Operator, k: int, algorithm: str) -> Algorithm:
+    return direct if k == operator.most else ALGORITHMS[algorithm]
+
+
 def _project(
-    operator: Operator, algorithm: str, search: Search, result: tuple[Tensor, Tensor]
+    operator: Operator, find: Algorithm, search: Search, result: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor]:
     """Find a basis, project G onto it, and rotate both so that they are a singular value decomposition.
 
@@ -230,7 +285,6 @@ def _project(
     """
     left, right = result
     k = left.shape[0]
-    find = direct if k == operator.most else ALGORITHMS[algorithm]
     block = find(operator, k, search)
     kernels = kernels_for(block)
     basis, count = kernels.orthonormalise(block)
@@ -303,6 +357,14 @@ def squared_norm(deltas: Tensor, activations: Tensor) -> float:
         activations: A of shape (N, in).
     """
     D, A = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (deltas, activations))
+    found = _squared_norm(D, A)
+    if _SAFE[0] ** 2 < found < _SAFE[1] ** 2 or 0 in (*D.shape, *A.shape):
+        return found
+    scaled = Operator(D, A).rescaled()
+    return 0.0 if scaled is None else _squared_norm(scaled[0].deltas, scaled[0].activations) * scaled[1] * scaled[1]
+
+
+def _squared_norm(D: Tensor, A: Tensor) -> float:
     (rows, out), width = D.shape, A.shape[1]
     if rows * (out + width) < out * width:
         return float(((D @ D.T).double() * (A @ A.T).double()).sum())

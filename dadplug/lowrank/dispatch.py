@@ -17,6 +17,8 @@ from .scratch import scratch
 DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
 _CHOLESKY = 1e-4  # least square of what is left of a row for which Cholesky's factor is precise enough
 _ONCE = 0.5  # and for which one turn is
+_EIGH_BY_LAPACK = 48  # rows from which LAPACK diagonalises faster than the kernel
+_GRAM_BY_LAPACK = 80  # and from which it does so where the matrix has to be computed first
 
 
 class Kernels(Protocol):
@@ -31,11 +33,11 @@ class Kernels(Protocol):
     def eigh(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """Diagonalise a small symmetric matrix: eigenvalues in double, largest first, and eigenvectors as rows.
 
-        With NaN or Inf in the matrix the eigenvalues are NaN.
+        With NaN or Inf in the matrix, or if no algorithm converges, both are NaN.
         """
 
     def gram_vectors(self, of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
-        """See `kernels.gram_vectors`."""
+        """See `kernels.gram_vectors`; NaN where no algorithm converges."""
 
     def quantise(self, rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
         """See `packing.quantise`."""
@@ -81,15 +83,19 @@ class NumbaKernels:
 
     def eigh(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         size = matrix.shape[0]
+        if size >= _EIGH_BY_LAPACK:
+            return portable.eigh(matrix)
         whole, vectors = (scratch.take(name, (size, size), matrix, torch.float64) for name in ("matrix", "vectors"))
         values = scratch.take("values", (size,), matrix, torch.float64)
         if not self._kernels.eigh(whole.copy_(matrix).numpy(), values.numpy(), vectors.numpy()):
-            values.fill_(math.nan)
+            return portable.eigh(matrix)
         return values, vectors
 
     def gram_vectors(self, of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
-        cut: float = self._kernels.gram_vectors(of_deltas.numpy(), of_activations.numpy(), jitter, found.numpy())
-        return cut
+        cut = math.nan
+        if len(of_deltas) < _GRAM_BY_LAPACK:
+            cut = self._kernels.gram_vectors(of_deltas.numpy(), of_activations.numpy(), jitter, found.numpy())
+        return portable.gram_vectors(of_deltas, of_activations, jitter, found) if math.isnan(cut) else cut
 
     def quantise(self, rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
         self._packing.quantise(rows.numpy(), quantised.numpy(), scales.numpy())

@@ -6,10 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..jit import njit
+from .portable import HUGE, TINY
 
 # Sums may be reordered, which lets LLVM vectorise them; NaN and Inf keep their meaning.
 _FAST = {"reassoc", "contract"}
 _MAX_STEPS = 60  # QL steps for one eigenvalue; two or three are usual
+_ROUNDING = 1.2e-16  # share of a matrix that rounding makes of it, in double precision
 
 
 @njit(nogil=True, fastmath=_FAST)
@@ -228,7 +230,10 @@ def _sort_descending(values: NDArray[np.float64], vectors: NDArray[np.float64]) 
 def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDArray[np.float64]) -> bool:
     """Diagonalise a small symmetric matrix: Householder to tridiagonal form, then implicit QL.
 
-    For up to some dozens of rows, where a call of LAPACK costs more than its work.
+    For up to some dozens of rows, where a call of LAPACK costs more than its work. An element of the secondary
+    diagonal counts as zero beside its two neighbours, or beside the whole matrix: the neighbours alone are rounding
+    errors where the matrix has less than full rank, and elements among them never become small beside them (EISPACK's
+    tql2 compares with the largest row so far for the same reason).
 
     Args:
         matrix: symmetric, of shape (k, k); overwritten.
@@ -236,15 +241,21 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
         vectors: of shape (k, k); its rows hold the eigenvectors afterwards, in that order.
 
     Returns:
-        Whether it has converged; it does not with NaN or Inf.
+        Whether it has converged; it does not with NaN or Inf. If not, the results are undefined.
     """
     k = matrix.shape[0]
     off = np.zeros(k)
     _tridiagonalise(matrix, values, off, vectors)
+    negligible = 0.0
+    for i in range(k):
+        negligible = max(negligible, _ROUNDING * (abs(values[i]) + abs(off[i])))
     for first in range(k):
         for step in range(_MAX_STEPS + 1):
             last = first
-            while last < k - 1 and abs(off[last]) > 1e-15 * (abs(values[last]) + abs(values[last + 1])):
+            while last < k - 1:
+                size = abs(off[last])
+                if size <= negligible or size <= 1e-15 * (abs(values[last]) + abs(values[last + 1])):
+                    break
                 last += 1
             if last == first:
                 break
@@ -261,28 +272,41 @@ def gram_vectors(
 ) -> float:
     """Find rows z whose products with D are the leading left singular vectors of ``D^T A``, from Gram matrices.
 
-    With ``A A^T = C C^T`` they are ``z = C y`` for the eigenvectors y of ``C^T (D D^T) C``.
+    With ``A A^T = C C^T`` they are ``z = C y`` for the eigenvectors y of ``C^T (D D^T) C``. Rows of D and A are scaled
+    to equal lengths before, which does not change the product: then a row counts by what it adds to it.
 
     Args:
         of_deltas: ``D D^T``, of shape (N, N).
         of_activations: ``A A^T``, of shape (N, N).
-        jitter: added to its diagonal, times the largest element of that.
+        jitter: added to its diagonal after scaling, times the largest element of that.
         found: of shape (k, N); holds the rows afterwards.
 
     Returns:
         The last singular value that was asked for, as a share of the first: below about 1e-3 in single precision it
-        is rounding error. NaN where there is NaN or Inf.
+        is rounding error. NaN where there is NaN or Inf, or where the eigenvalues have not converged.
     """
     rows = of_deltas.shape[0]
     k = found.shape[0]
+    scale = np.ones(rows)
     largest = np.float64(0.0)
     for i in range(rows):
-        if of_activations[i, i] > largest:
-            largest = np.float64(of_activations[i, i])
+        d, a = np.float64(of_deltas[i, i]), np.float64(of_activations[i, i])
+        if (d < TINY and a > HUGE) or (a < TINY and d > HUGE):  # squares may have vanished
+            return np.nan
+        if d > 0.0 and a > 0.0:
+            scale[i] = np.sqrt(np.sqrt(d / a))
+            largest = max(largest, np.sqrt(d) * np.sqrt(a))
+        elif d >= 0.0 and a >= 0.0:
+            scale[i] = 0.0
+        else:
+            return np.nan
+    if not largest > 0.0:
+        found[:] = 0.0
+        return 0.0
     root = np.zeros((rows, rows))  # C
     for i in range(rows):
         for j in range(i + 1):
-            dot = np.float64(of_activations[i, j])
+            dot = np.float64(of_activations[i, j]) * scale[i] * scale[j]
             if i == j:
                 dot += jitter * largest
             for x in range(j):
@@ -292,11 +316,13 @@ def gram_vectors(
             else:  # a row that depends on earlier ones may fall below zero by rounding
                 root[i, i] = np.sqrt(max(dot, jitter * largest))
                 if not root[i, i] > 0.0:  # NaN, too
-                    return float(root[i, i])
+                    return np.nan
+    for i in range(rows):
+        scale[i] = 1.0 / scale[i] if scale[i] > 0.0 else 0.0
     half = np.zeros((rows, rows))  # (D D^T) C
     for i in range(rows):
         for x in range(rows):
-            share = np.float64(of_deltas[i, x])
+            share = np.float64(of_deltas[i, x]) * scale[i] * scale[x]
             for j in range(x + 1):
                 half[i, j] += share * root[x, j]
     core = np.zeros((rows, rows))
@@ -314,5 +340,5 @@ def gram_vectors(
             dot = np.float64(0.0)
             for j in range(x + 1):
                 dot += root[x, j] * vectors[i, j]
-            found[i, x] = dot
+            found[i, x] = dot * scale[x]
     return np.sqrt(max(values[k - 1], 0.0) / values[0]) if values[0] > 0.0 else 0.0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+TINY, HUGE = 1e-30, 1e20  # squared lengths of rows, of which one is tiny and the other huge: the tiny may have vanished
 _DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
@@ -28,30 +30,43 @@ def orthonormalise(rows: Tensor) -> tuple[Tensor, int]:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Diagonalise a small symmetric matrix by LAPACK."""
+    """Diagonalise a small symmetric matrix by LAPACK; see `dispatch.Kernels.eigh`."""
     matrix = matrix.double()
-    if not bool(torch.isfinite(matrix).all()):
-        return matrix.new_full(matrix.shape[:1], math.nan), torch.eye(len(matrix), dtype=matrix.dtype)
-    values, vectors = torch.linalg.eigh(matrix)  # ascending
-    return values.flip(0), vectors.flip(1).T
+    if bool(torch.isfinite(matrix).all()):
+        with suppress(torch.linalg.LinAlgError):
+            values, vectors = torch.linalg.eigh(matrix)  # ascending
+            return values.flip(0), vectors.flip(1).T
+    return matrix.new_full(matrix.shape[:1], math.nan), torch.full_like(matrix, math.nan)
 
 
 def gram_vectors(of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
     """Find the rows whose products with D are the leading left singular vectors; see `kernels.gram_vectors`."""
     of_deltas, of_activations = of_deltas.double(), of_activations.double()
+    squares = torch.stack([of_deltas.diagonal(), of_activations.diagonal()])
+    if bool(((squares < TINY) & (squares.flip(0) > HUGE)).any()):
+        return math.nan
+    lengths = squares.sqrt()
+    scale = torch.where((squares > 0).all(0), (lengths[0] / lengths[1]).sqrt(), 0.0)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    of_activations = of_activations * scale * scale[:, None]
+    of_deltas = of_deltas * inverse * inverse[:, None]
     added = jitter * float(of_activations.diagonal().max())
-    failed = True
-    while failed and 0.0 < added < math.inf:  # rows that depend on others may fall below zero by rounding
+    if added == 0.0:
+        found.zero_()
+        return 0.0
+    while 0.0 < added < math.inf:  # rows that depend on others may fall below zero by rounding
         of_activations.diagonal().add_(added)
         root, info = torch.linalg.cholesky_ex(of_activations)
-        failed, added = bool(info), 10 * added
-    if failed:
-        return added
+        if not info:
+            break
+        added *= 10
+    else:
+        return math.nan
     values, vectors = eigh(root.T @ of_deltas @ root)
     if math.isnan(float(values[0])):
         return math.nan
     k = found.shape[0]
-    found.copy_(vectors[:k] @ root.T)
+    found.copy_(vectors[:k] @ root.T * inverse)
     return math.sqrt(max(0.0, float(values[k - 1])) / float(values[0])) if values[0] > 0 else 0.0
 
 
