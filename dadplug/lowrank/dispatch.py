@@ -14,7 +14,6 @@ from ..schedules import current
 from . import portable
 from .scratch import scratch
 
-DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
 _CHOLESKY = 1e-4  # least square of what is left of a row for which Cholesky's factor is precise enough
 _ONCE = 0.5  # and for which one turn is
 _EIGH_BY_LAPACK = 48  # rows from which LAPACK diagonalises faster than the kernel
@@ -27,7 +26,8 @@ class Kernels(Protocol):
     def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
         """Orthonormalise rows; return the block that holds them, the given one or scratch, and their number.
 
-        Rows that depend on others become zero and move to the end; with NaN or Inf among them all are returned.
+        Rows that depend on others become zero and move to the end, and do not count. With NaN or Inf among them, and
+        on CUDA, all count.
         """
 
     def eigh(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class NumbaKernels:
             if math.isnan(least):
                 return source, count
             if least < _CHOLESKY:
-                return source, self._kernels.gram_schmidt(source.numpy(), DEPENDENT[rows.dtype])
+                return source, self._kernels.gram_schmidt(source.numpy(), portable.DEPENDENT[rows.dtype])
             torch.mm(turn, source, out=target)
             if least > _ONCE:
                 break

@@ -267,6 +267,30 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
 
 
 @njit(nogil=True, fastmath=_FAST)
+def _cholesky(
+    matrix: NDArray[np.floating], scale: NDArray[np.float64], added: np.float64, root: NDArray[np.float64]
+) -> bool:
+    """Factor a matrix with scaled rows and columns, plus ``added`` on its diagonal, into ``root @ root.T``.
+
+    ``root`` holds zeros before. Return False where there is NaN, or where nothing is left of a row.
+    """
+    for i in range(matrix.shape[0]):
+        for j in range(i + 1):
+            dot = np.float64(matrix[i, j]) * scale[i] * scale[j]
+            if i == j:
+                dot += added
+            for x in range(j):
+                dot -= root[i, x] * root[j, x]
+            if j < i:
+                root[i, j] = dot / root[j, j]
+            else:  # a row that depends on earlier ones may fall below zero by rounding
+                root[i, i] = np.sqrt(max(dot, added))
+                if not root[i, i] > 0.0:  # NaN, too
+                    return False
+    return True
+
+
+@njit(nogil=True, fastmath=_FAST)
 def gram_vectors(
     of_deltas: NDArray[np.floating], of_activations: NDArray[np.floating], jitter: float, found: NDArray[np.floating]
 ) -> float:
@@ -304,19 +328,8 @@ def gram_vectors(
         found[:] = 0.0
         return 0.0
     root = np.zeros((rows, rows))  # C
-    for i in range(rows):
-        for j in range(i + 1):
-            dot = np.float64(of_activations[i, j]) * scale[i] * scale[j]
-            if i == j:
-                dot += jitter * largest
-            for x in range(j):
-                dot -= root[i, x] * root[j, x]
-            if j < i:
-                root[i, j] = dot / root[j, j]
-            else:  # a row that depends on earlier ones may fall below zero by rounding
-                root[i, i] = np.sqrt(max(dot, jitter * largest))
-                if not root[i, i] > 0.0:  # NaN, too
-                    return np.nan
+    if not _cholesky(of_activations, scale, jitter * largest, root):
+        return np.nan
     for i in range(rows):
         scale[i] = 1.0 / scale[i] if scale[i] > 0.0 else 0.0
     half = np.zeros((rows, rows))  # (D D^T) C

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..schedules import Decoding
-from .dispatch import kernels_for
+from .dispatch import cpu_kernels, kernels_for
+from .portable import gram_schmidt
 from .scratch import scratch
 
 _DEFAULT = Decoding()
@@ -74,7 +75,12 @@ def orthonormalise(rows: Tensor) -> Tensor:
         The orthonormal rows, in new memory.
     """
     exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
-    result, _ = kernels_for(exact).orthonormalise(exact)
+    if exact.is_cuda:  # where compression fills up with arbitrary directions, which may differ between sites
+        lengths = torch.linalg.vector_norm(exact, dim=1, keepdim=True, dtype=torch.float64)
+        result = exact.div_(torch.where(lengths > 0, lengths, 1.0))
+        gram_schmidt(result)
+    else:
+        result, _ = cpu_kernels().orthonormalise(exact)
     return result.to(rows.dtype, copy=True)
 
 

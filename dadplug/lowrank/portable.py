@@ -9,24 +9,43 @@ import torch
 from torch import Tensor
 
 TINY, HUGE = 1e-30, 1e20  # squared lengths of rows, of which one is tiny and the other huge: the tiny may have vanished
-_DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}
+DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}  # what is left of a unit row when it is rounding error
 
 
 def orthonormalise(rows: Tensor) -> tuple[Tensor, int]:
-    """Make rows orthonormal in place, by QR.
+    """Make rows orthonormal in place, by QR; see `dispatch.Kernels.orthonormalise`.
 
-    No value is read back from a device: on CUDA dependent rows become zero where they stand, and all rows count.
+    On CUDA all rows count, and no value is read back: a dependent row becomes some direction orthogonal to the others.
     """
     lengths = rows.double().norm(dim=1, keepdim=True)
     rows.div_(torch.where(lengths > 0, lengths, 1.0))
     basis, triangle = torch.linalg.qr(rows.T)
-    independent = ~(triangle.diagonal().abs() <= _DEPENDENT[rows.dtype])  # NaN counts
-    rows.copy_(basis.T * independent[:, None])
-    if rows.is_cuda:
+    if rows.is_cuda or not bool((triangle.diagonal().abs() <= DEPENDENT[rows.dtype]).any()):  # NaN is not
+        rows.copy_(basis.T)
         return rows, rows.shape[0]
-    order = torch.argsort(independent, descending=True, stable=True)
-    rows.copy_(rows[order])
+    # The directions that QR has put in the place of dependent rows would take their part of the rows behind these.
+    independent = gram_schmidt(rows)
+    rows.copy_(rows[torch.argsort(independent, descending=True, stable=True)])
     return rows, int(independent.sum())
+
+
+def gram_schmidt(rows: Tensor) -> Tensor:
+    """Make rows of length 1 or zero orthonormal in place, by classical Gram-Schmidt done twice.
+
+    Dependent rows become zero where they stand. No value is read back from a device.
+
+    Returns:
+        For each row, whether it is independent of those before; a row with NaN or Inf counts as independent.
+    """
+    independent = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    for i, row in enumerate(rows):
+        before = row.dot(row)
+        for _ in range(2):
+            row -= (rows[:i] @ row) @ rows[:i]
+        after = row.dot(row)
+        independent[i] = ~(after <= DEPENDENT[rows.dtype] ** 2 * before)
+        row *= torch.where(independent[i], 1 / after.sqrt(), 0.0)
+    return independent
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
