@@ -13,13 +13,16 @@ from torch import Tensor
 _CUTOFF = {torch.float64: 1e-13, torch.float32: 1e-6}  # eigenvalues up to this share of the largest are rounding errors
 
 
-def merge_coefficients(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def merge_coefficients(
+    left: Tensor, right: Tensor, rank: int, precision: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute X and Y such that ``(L X) (R Y)^T`` is the best approximation of ``L R^T`` of a rank.
 
     Args:
-        left: ``L^T L``, of shape (k, k), in the precision in which it was summed.
+        left: ``L^T L``, of shape (k, k).
         right: ``R^T R``, of shape (k, k).
         rank: the rank r.
+        precision: type to which the matrices have been rounded; None for their own.
 
     Returns:
         X and Y, of shape (k, r), in double precision; columns beyond the rank of the product are zero, and all are NaN
@@ -29,8 +32,9 @@ def merge_coefficients(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, 
     if not bool(left.isfinite().all() and right.isfinite().all()):
         nothing = left.new_full((size, rank), torch.nan, dtype=torch.float64)
         return nothing, nothing
-    root_left, inverse_left = _roots(left)
-    root_right, inverse_right = _roots(right)
+    cutoff = _CUTOFF[precision or left.dtype]
+    root_left, inverse_left = _roots(left, cutoff)
+    root_right, inverse_right = _roots(right, cutoff)
     heads, values, tails = torch.linalg.svd(root_left @ root_right.T)
     scales = values[:rank].sqrt()
     found = min(rank, len(scales))
@@ -40,12 +44,11 @@ def merge_coefficients(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, 
     return x, y
 
 
-def _roots(gram: Tensor) -> tuple[Tensor, Tensor]:
+def _roots(gram: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
     """Return T with ``T^T T`` the Gram matrix, and its pseudo-inverse, without the directions that are rounding errors.
 
     Columns are scaled to norm one before, so that small ones are not taken for rounding errors.
     """
-    cutoff = _CUTOFF[gram.dtype]
     norms = gram.diagonal().double().clamp_min(0.0).sqrt()
     shrink = torch.where(norms > 0, 1 / norms.clamp_min(1e-300), 0.0)
     values, vectors = torch.linalg.eigh(gram.double() * shrink * shrink[:, None])

@@ -109,7 +109,7 @@ class DividedHandler(MergedHandler):
                 own = self._stacked(unit, payloads, weights, memory, owner.kept)
                 self._parts.append(own)
                 self._contributed.append(contributed)
-                packed = torch.cat([_triangle(each @ each.T) for each in own[:2]])
+                packed = torch.cat([_packed(each @ each.T) for each in own[:2]])
                 start, starts[owner.rank] = starts[owner.rank], starts[owner.rank] + len(packed)
                 self._grams.payloads[owner.rank][start : start + len(packed)] = packed
         self._grams.launch()
@@ -164,18 +164,17 @@ class DividedHandler(MergedHandler):
             self._merging.launch()
             return
         with self.timing("encode"):
-            whole = torch.zeros(self._grams.payloads[self.context.transport.rank].shape, dtype=torch.float64)
-            for payload in received:
-                whole += payload
             start, found = 0, []
             for slot in self._owned:
                 rank, kept = self._rank(self.units[slot]), self._owners[slot].kept
                 rows, size = stacked_rows(rank, self._sites, kept), gram_numbers(rank, self._sites, kept) // 2
-                grams = [
-                    _symmetric(part, rows).to(self._precision) for part in whole[start : start + 2 * size].split(size)
-                ]
+                grams = []
+                for first in (start, start + size):
+                    parts = [payload[first : first + size].double() for payload in received]
+                    grams.append(_symmetric(sum(_unpacked(part) for part in parts), rows))
                 start += 2 * size
-                found += [part.reshape(-1) for part in merge_coefficients(grams[0], grams[1], rank + kept)]
+                merging = merge_coefficients(grams[0], grams[1], rank + kept, self._precision)
+                found += [part.reshape(-1) for part in merging]
             self._merging.payload.copy_(torch.cat(found))
         self._merging.launch()
 
@@ -209,6 +208,21 @@ class DividedHandler(MergedHandler):
         right = torch.cat([payload.right for payload in payloads], 1)
         bias = torch.cat([payload.bias for payload in payloads if payload.bias is not None])[:size] if size else None
         return FactorPayload(left[:, :out], right[:, :width], bias)
+
+
+def _packed(gram: Tensor) -> Tensor:
+    """Return the root of a Gram matrix's largest element, and its triangle as shares of that element.
+
+    The squares of numbers that single precision holds may be beyond its range.
+    """
+    scale = gram.diagonal().max().sqrt()
+    shares = _triangle(gram) / torch.where(scale > 0, scale * scale, 1.0)
+    return torch.cat([scale[None], shares])
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    """Return the triangle of which `_packed` returned the shares."""
+    return packed[1:] * packed[0] * packed[0]
 
 
 def _triangle(matrix: Tensor) -> Tensor:

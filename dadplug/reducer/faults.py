@@ -22,6 +22,8 @@ class Fault(IntEnum):
     """Deltas that the other sites cannot recompute."""
     ATTACHED = 5
     """NaN or Inf in a gradient that the reduction does not send."""
+    MERGED = 6
+    """NaN or Inf in the merged gradient of finite ones; never sent, since all sites find it."""
 
 
 class FaultLog:

@@ -195,6 +195,16 @@ class BucketHandler(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot form gradients of what has been sent")
 
+    def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
+        """Return the names of units whose agreed gradients hold NaN or Inf although those of the sites are finite.
+
+        All sites return the same, and call it before any gradient is written.
+
+        Args:
+            headers: the headers of all sites, by rank.
+        """
+        return []
+
     @abstractmethod
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         """Write the agreed gradients, or drop them.

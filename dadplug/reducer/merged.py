@@ -95,6 +95,17 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
     def fetch_late(self, headers: Sequence[StepHeader]) -> bool:
         return False
 
+    def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
+        with self.timing("wait"):
+            self.bucket.wait()
+        _, payloads = self.bucket.receive()
+        wanted = zip(self.units, payloads, self._wanted(headers), strict=True)
+        return [
+            unit.name
+            for slot, (unit, by_sender, want) in enumerate(wanted)
+            if want and not self._result(slot, by_sender).finite()
+        ]
+
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         with self.timing("wait"):
             self.bucket.wait()

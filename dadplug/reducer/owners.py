@@ -6,8 +6,8 @@ it owns: 2 (S-1)/S r (m + n) on average, less than twice the layer's factors for
 
 Where a few large layers cannot balance the sites, they are divided: each site merges a part of the rows of both
 factors, which takes 2 (S-1)/S r (m + n) numbers at each site. The owner then only computes the coefficients by which
-all parts are merged, from sums over sites of k (k + 1) numbers, the Gram matrices, with k = S r + q rows: q are kept of
-what earlier steps have dropped.
+all parts are merged, from sums over sites of the Gram matrices, k (k + 1) + 2 numbers with k = S r + q rows: q are kept
+of what earlier steps have dropped.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def stacked_rows(rank: int, sites: int, kept: int) -> int:
 
 
 def gram_numbers(rank: int, sites: int, kept: int = 0) -> int:
-    """Return the numbers of two symmetric matrices with a row for each row that is merged."""
+    """Return the numbers of two symmetric matrices with a row for each row that is merged, and of their scales."""
     rows = stacked_rows(rank, sites, kept)
-    return rows * (rows + 1)
+    return rows * (rows + 1) + 2
 
 
 def coefficients(rank: int, sites: int, kept: int = 0) -> int:

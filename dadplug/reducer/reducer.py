@@ -145,7 +145,9 @@ class Reducer:
             for handler in self._handlers:
                 if number < handler.rounds:
                     handler.proceed(number)
-        headers = self._exchange_late(self._headers.receive())
+        headers = self._headers.receive()
+        self._check_merged(headers)
+        headers = self._exchange_late(headers)
         write = _counts(headers)
         absent = context.transport.rank in context.transport.absent
         present = (rank for rank in range(len(headers)) if rank not in context.transport.absent)
@@ -165,6 +167,16 @@ class Reducer:
         attached = [] if request.attached is None else request.attached.names
         raise_fault(headers, names, context.transport.sites, attached)
         return headers
+
+    def _check_merged(self, headers: Sequence[StepHeader]) -> None:
+        """Record a fault in the headers where a merge has made NaN or Inf of finite gradients; the same at all sites."""
+        if not self._context.options.check_finite or not _counts(headers):
+            return
+        spoilt = [name for handler in self._handlers for name in handler.spoilt(headers)]
+        if spoilt:
+            first = next(header for header in headers if header.samples)
+            first.fault, first.finite = Fault.MERGED, False
+            first.culprit = min(self._context.positions[name] for name in spoilt)
 
     def _clear_own(self, headers: Sequence[StepHeader]) -> None:
         """Clear the gradients of units of which only this site has one, where it has no part in the step."""

@@ -171,6 +171,11 @@ def raise_fault(headers: Sequence[StepHeader], units: Sequence[str], sites: Site
                 "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
                 "synchronize(). Use mode='dad'. No gradient has been changed by this step"
             )
+        if header.fault == Fault.MERGED:
+            raise NonFiniteError(
+                f"step {header.step}: the gradients of all sites are finite, but merging those of {name!r} leaves the "
+                "range of its type. No parameter has been changed by this step. Scale the loss, or pass merge='sites'"
+            )
         raise NonFiniteError(
             f"step {header.step}: NaN or Inf at {sites[rank]}, in {_MESSAGES[header.fault].format(name)}. No parameter "
             "has been changed by this step. (Under a GradScaler this is normal: pass check_finite=False.)"

@@ -186,3 +186,63 @@ def test_the_predicted_time_counts_both_further_exchanges():
     assert divided_time < 0.4 * to_all
     assert divided_time < 0.6 * predict_seconds(layers, whole, 8, slow)[1]
     assert [predict_seconds(layers, each, 8, distant)[1] for each in (owners, whole)] == [40.0, 20.0]
+
+
+def merges_at_extreme_scales(scale: float) -> None:
+    """Gradients whose squares single precision does not hold are merged as any others."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, apart = network(torch.float32), network(torch.float64)
+    reduction = reduce(model, rank=10)
+    for step in range(3):
+        parts = []
+        for site in range(world_size):
+            rows, gradients = backward(apart, site, step)
+            parts.append((rows, gradients))
+        expected = mean_of(parts)
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        rows = 1 + rank % 2 + step % 2
+        inputs = torch.randn(rows, 401, generator=generator, dtype=torch.float64).float()
+        (model(inputs).square().mean() * scale).backward()
+        reduction.synchronize()
+        for name, p in model.named_parameters():
+            assert off_by(p.grad.double() / scale, expected[name]) < 1e-3, (step, name)
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+@pytest.mark.parametrize("scale", [1e24, 1e-24])
+def test_squares_may_leave_the_range_of_the_type(sites, scale):
+    sites(4).run(merges_at_extreme_scales, scale)
+
+
+def refuses_what_merging_spoils(merge_options: dict) -> None:
+    """Finite gradients whose mean is not: all sites raise before any gradient is written."""
+    model = network(torch.float32)
+    reduction = reduce(model, rank=10, **merge_options)
+    huge = [1e36 if dist.get_rank() % 2 == 0 else 3e37]
+    for _ in range(2):
+        backward(model, dist.get_rank(), 0)
+        reduction.synchronize()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        for handler in reduction._planner._reducer._handlers:
+            if hasattr(handler, "_result"):
+                handler._result = lambda slot, payloads, handler=handler: handler._not_finite(handler.units[slot])
+        model.zero_grad()
+        backward(model, dist.get_rank(), 1)
+        own = {name: p.grad.clone() for name, p in model.named_parameters()}
+        with pytest.raises(NonFiniteError, match="merging those of '0.weight'"):
+            reduction.synchronize()
+        for name, p in model.named_parameters():
+            assert p.grad is None or torch.equal(p.grad, own[name]), name
+        for handler in reduction._planner._reducer._handlers:
+            vars(handler).pop("_result", None)
+        assert before
+        assert huge
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, {"divide": False}], ids=["divided", "whole"])
+def test_no_gradient_is_written_of_a_merge_that_is_not_finite(sites, options):
+    sites(4).run(refuses_what_merging_spoils, {} if not options else {"rank": 10} and {})
