@@ -174,7 +174,7 @@ def raise_fault(headers: Sequence[StepHeader], units: Sequence[str], sites: Site
         if header.fault == Fault.MERGED:
             raise NonFiniteError(
                 f"step {header.step}: the gradients of all sites are finite, but merging those of {name!r} leaves the "
-                "range of its type. No parameter has been changed by this step. Scale the loss, or pass merge='sites'"
+                "range of its type. No parameter has been changed by this step. Scale the loss, or pass merge='all'"
             )
         raise NonFiniteError(
             f"step {header.step}: NaN or Inf at {sites[rank]}, in {_MESSAGES[header.fault].format(name)}. No parameter "

@@ -16,14 +16,19 @@ def network(dtype=torch.float64):
     ).to(dtype)
 
 
+def batch(rank, step, rows=None):
+    """A site's batch of a step."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    rows = 1 + rank % 2 + step % 2 if rows is None else rows
+    return torch.randn(rows, 401, generator=generator, dtype=torch.float64)
+
+
 def backward(model, rank, step, rows=None):
     """Run backward on a site's batch of a step; return its rows and gradients."""
     model.zero_grad()
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    rows = 1 + rank % 2 + step % 2 if rows is None else rows
-    inputs = torch.randn(rows, 401, generator=generator, dtype=torch.float64).to(next(model.parameters()).dtype)
+    inputs = batch(rank, step, rows).to(next(model.parameters()).dtype)
     model(inputs).square().mean().backward()
-    return rows, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return len(inputs), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def mean_of(parts):

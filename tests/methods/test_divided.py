@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from comparison import off_by
-from divided_network import backward, divided_layers, mean_of_sites, network, reduce
+from divided_network import backward, batch, divided_layers, mean_of_sites, network, reduce
+from torch import nn
 
 from dadplug.errors import NonFiniteError
 from dadplug.lowrank.merging import merge_coefficients
 from dadplug.planning.link_model import LinkCosts
 from dadplug.planning.merging import predict_seconds
 from dadplug.reducer import divided
+from dadplug.reducer.merged import MergedHandler
 from dadplug.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
 
 MNISTNET = [(2048, 784), (1024, 2048), (512, 1024), (256, 512), (10, 256)]
@@ -191,23 +194,17 @@ def test_the_predicted_time_counts_both_further_exchanges():
 def merges_at_extreme_scales(scale: float) -> None:
     """Gradients whose squares single precision does not hold are merged as any others."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, apart = network(torch.float32), network(torch.float64)
+    model, apart = network(torch.float32), network()
     reduction = reduce(model, rank=10)
     for step in range(3):
-        parts = []
-        for site in range(world_size):
-            rows, gradients = backward(apart, site, step)
-            parts.append((rows, gradients))
-        expected = mean_of(parts)
+        expected = mean_of_sites(apart, step, world_size)
+        inputs = batch(rank, step).float()
         model.zero_grad()
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        rows = 1 + rank % 2 + step % 2
-        inputs = torch.randn(rows, 401, generator=generator, dtype=torch.float64).float()
         (model(inputs).square().mean() * scale).backward()
         reduction.synchronize()
         for name, p in model.named_parameters():
             assert off_by(p.grad.double() / scale, expected[name]) < 1e-3, (step, name)
-    assert reduction.first_difference() is None
+    assert divided_layers(reduction)
     reduction.detach()
 
 
@@ -216,33 +213,46 @@ def test_squares_may_leave_the_range_of_the_type(sites, scale):
     sites(4).run(merges_at_extreme_scales, scale)
 
 
-def refuses_what_merging_spoils(merge_options: dict) -> None:
-    """Finite gradients whose mean is not: all sites raise before any gradient is written."""
-    model = network(torch.float32)
-    reduction = reduce(model, rank=10, **merge_options)
-    huge = [1e36 if dist.get_rank() % 2 == 0 else 3e37]
-    for _ in range(2):
-        backward(model, dist.get_rank(), 0)
-        reduction.synchronize()
-        assert all(p.grad.isfinite().all() for p in model.parameters())
-        before = {name: p.grad.clone() for name, p in model.named_parameters()}
-        for handler in reduction._planner._reducer._handlers:
-            if hasattr(handler, "_result"):
-                handler._result = lambda slot, payloads, handler=handler: handler._not_finite(handler.units[slot])
+def no_gradient_is_written(size: int) -> None:
+    """All sites raise, and keep their own gradients, if merging finite ones fails; the next step works."""
+    rank, model = dist.get_rank(), nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, 5))
+    reduction = reduce(model, rank=4)
+    handlers = reduction._planner._reducer._handlers
+    assert bool(divided_layers(reduction)) == (size == 400)
+    inputs = torch.randn(3, size, generator=torch.Generator().manual_seed(rank))
+    for fails in (False, True, False):
         model.zero_grad()
-        backward(model, dist.get_rank(), 1)
+        model(inputs).square().mean().backward()
         own = {name: p.grad.clone() for name, p in model.named_parameters()}
-        with pytest.raises(NonFiniteError, match="merging those of '0.weight'"):
+        if not fails:
             reduction.synchronize()
-        for name, p in model.named_parameters():
-            assert p.grad is None or torch.equal(p.grad, own[name]), name
-        for handler in reduction._planner._reducer._handlers:
-            vars(handler).pop("_result", None)
-        assert before
-        assert huge
-        model.zero_grad()
+            assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+            continue
+        with fail_to_merge(handlers), pytest.raises(NonFiniteError, match="merging those of '0.weight'"):
+            reduction.synchronize()
+        assert all(torch.equal(p.grad, own[name]) for name, p in model.named_parameters() if p.grad is not None)
+    reduction.detach()
 
 
-@pytest.mark.parametrize("options", [{}, {"divide": False}], ids=["divided", "whole"])
-def test_no_gradient_is_written_of_a_merge_that_is_not_finite(sites, options):
-    sites(4).run(refuses_what_merging_spoils, {} if not options else {"rank": 10} and {})
+@contextmanager
+def fail_to_merge(handlers):
+    """Let the numerics of merging fail at all sites, as if LAPACK did not converge."""
+
+    def raise_error(*given):
+        raise FloatingPointError
+
+    mergers = [handler._merger for handler in handlers if isinstance(handler, MergedHandler)]
+    divided.merge_coefficients = lambda *given: [part * math.nan for part in merge_coefficients(*given)]
+    for merger in mergers:
+        merger.encode = raise_error
+    try:
+        yield
+    finally:
+        divided.merge_coefficients = merge_coefficients
+        for merger in mergers:
+            vars(merger).pop("encode", None)
+
+
+@pytest.mark.parametrize("size", [400, 20])
+def test_no_gradient_is_written_where_merging_fails(sites, size):
+    sites(4).run(no_gradient_is_written, size)
