@@ -266,6 +266,30 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
     return bool(np.isfinite(values.sum()))
 
 
+@njit(nogil=True)
+def _equal_lengths(
+    of_deltas: NDArray[np.floating], of_activations: NDArray[np.floating], scale: NDArray[np.float64]
+) -> np.float64:
+    """Find the factors that make rows of A as long as those of D, divided by them; zero where a row of either is.
+
+    Returns:
+        The largest square of such a length; NaN where there is NaN, or where squares may have vanished.
+    """
+    largest = np.float64(0.0)
+    for i in range(scale.shape[0]):
+        d, a = np.float64(of_deltas[i, i]), np.float64(of_activations[i, i])
+        if (d < TINY and a > HUGE) or (a < TINY and d > HUGE):
+            return np.float64(np.nan)
+        if d > 0.0 and a > 0.0:
+            scale[i] = np.sqrt(np.sqrt(d / a))
+            largest = max(largest, np.sqrt(d) * np.sqrt(a))
+        elif d >= 0.0 and a >= 0.0:
+            scale[i] = 0.0
+        else:
+            return np.float64(np.nan)
+    return largest
+
+
 @njit(nogil=True, fastmath=_FAST)
 def _cholesky(
     matrix: NDArray[np.floating], scale: NDArray[np.float64], added: np.float64, root: NDArray[np.float64]
@@ -311,19 +335,10 @@ def gram_vectors(
     """
     rows = of_deltas.shape[0]
     k = found.shape[0]
-    scale = np.ones(rows)
-    largest = np.float64(0.0)
-    for i in range(rows):
-        d, a = np.float64(of_deltas[i, i]), np.float64(of_activations[i, i])
-        if (d < TINY and a > HUGE) or (a < TINY and d > HUGE):  # squares may have vanished
-            return np.nan
-        if d > 0.0 and a > 0.0:
-            scale[i] = np.sqrt(np.sqrt(d / a))
-            largest = max(largest, np.sqrt(d) * np.sqrt(a))
-        elif d >= 0.0 and a >= 0.0:
-            scale[i] = 0.0
-        else:
-            return np.nan
+    scale = np.empty(rows)
+    largest = _equal_lengths(of_deltas, of_activations, scale)
+    if np.isnan(largest):
+        return np.nan
     if not largest > 0.0:
         found[:] = 0.0
         return 0.0

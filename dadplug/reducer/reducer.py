@@ -169,7 +169,7 @@ class Reducer:
         return headers
 
     def _check_merged(self, headers: Sequence[StepHeader]) -> None:
-        """Record a fault in the headers where a merge has made NaN or Inf of finite gradients; the same at all sites."""
+        """Record a fault in the headers, the same at all sites, where a merge of finite gradients has failed."""
         if not self._context.options.check_finite or not _counts(headers):
             return
         spoilt = [name for handler in self._handlers for name in handler.spoilt(headers)]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 import dadplug
+from dadplug.lowrank.merging import merge_coefficients
+from dadplug.reducer import divided
 from dadplug.reducer.divided import DividedHandler
+from dadplug.reducer.merged import MergedHandler
 
 
 def network(dtype=torch.float64):
@@ -48,3 +54,23 @@ def reduce(model, **options):
 def divided_layers(reduction) -> list[str]:
     handlers = reduction._planner._reducer._handlers
     return [unit.name for each in handlers if isinstance(each, DividedHandler) for unit in each.units]
+
+
+@contextmanager
+def fail_to_merge(reduction):
+    """Let the numerics of merging fail at all sites, as if LAPACK did not converge."""
+
+    def raise_error(*given):
+        raise FloatingPointError
+
+    handlers = reduction._planner._reducer._handlers
+    mergers = [handler._merger for handler in handlers if isinstance(handler, MergedHandler)]
+    divided.merge_coefficients = lambda *given: [part * math.nan for part in merge_coefficients(*given)]
+    for merger in mergers:
+        merger.encode = raise_error
+    try:
+        yield
+    finally:
+        divided.merge_coefficients = merge_coefficients
+        for merger in mergers:
+            vars(merger).pop("encode", None)
