@@ -223,7 +223,7 @@ def no_gradient_is_written(divided: bool) -> None:
             assert bool(divided_layers(reduction)) == divided
             assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
             continue
-        with fail_to_merge(reduction), pytest.raises(NonFiniteError, match=r"merging those of '0\.weight'"):
+        with fail_to_merge(reduction), pytest.raises(NonFiniteError, match="merging those of"):
             reduction.synchronize()
         assert all(torch.equal(p.grad, own[name]) for name, p in model.named_parameters() if p.grad is not None)
     reduction.detach()
