@@ -74,6 +74,11 @@ def _number(description: str, is_valid: Callable[[float], bool], optional: bool 
     return check
 
 
+def _check_names(name: str, value: Any) -> None:
+    if not isinstance(value, (tuple, list)) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{name} must be a tuple of names, such as ('lr',), got {value!r}")
+
+
 def _check_optional_boolean(name: str, value: object) -> None:
     if value not in (None, True, False):
         raise ValueError(f"{name} must be True, False or None, got {value!r}")
@@ -154,6 +159,14 @@ class Options:
         3.0,
         "with late=skip: time after which a site is late, in median steps",
         _number("a number above 1", lambda value: 1 < value < math.inf),
+    )
+    compare_every: int = _option(100, "steps between comparisons of the sites' weights; 0: never", _whole_number(0))
+    may_differ: tuple[str, ...] = _option(
+        (),
+        "what may differ between sites: torch, numba, dadplug, kernels, or settings of optimizers, such as lr or class; "
+        "optimizer stands for all of these",
+        lambda name, value: _check_names(name, value),
+        kind=lambda text: tuple(text.split(",")),
     )
     timeout: float = _option(
         DEFAULT_TIMEOUT,

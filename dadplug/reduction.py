@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .adaptive.gradient_sources import register_source, remove_source
 from .adaptive.noise import GradientNoise
@@ -21,6 +21,7 @@ from .model_sync import replicas
 from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.guards import refuse_unsynchronised
 from .model_sync.join_state import JoinState, Stateful
+from .model_sync.sameness import FirstBatch, OptimizerSettings, Weights
 from .model_sync.samples import SampleCounter
 from .options import Options
 from .planning.planned_model import PlannedModel
@@ -96,6 +97,9 @@ class GradientReduction(FusedSteps, PlannedModel):
         self.share: float | None = None
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
+        self._settings = OptimizerSettings(self.options.may_differ)
+        self._weights = Weights(model, self.options.compare_every)
+        self._first_batch = FirstBatch(model) if self.world_size > 1 and self._joined is None else None
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = False  # the loss scales of gradients
         if self._method.keeps_errors:
@@ -185,8 +189,18 @@ class GradientReduction(FusedSteps, PlannedModel):
         try:
             wish = self._noise.wish if self._noise else 0
             held = None if wish else deferral  # estimates read the gradients
-            request = StepRequest(self._step, stop, self._attached, noise_every=wish, deferral=held)
-            headers = planner.exchange(request)
+            headers = planner.exchange(
+                StepRequest(
+                    self._step,
+                    stop,
+                    self._attached,
+                    noise_every=wish,
+                    settings=self._settings.take(),
+                    digest=self._digest(),
+                    deferral=held,
+                )
+            )
+            self._compare(headers)
             self.stopped = any(header.stop for header in headers)
             self._agreed_samples = sum(header.samples for header in headers)
             self.share = headers[self.site_rank].samples / self._agreed_samples if self._agreed_samples else 0.0
@@ -201,6 +215,31 @@ class GradientReduction(FusedSteps, PlannedModel):
         planner.follow_sizes([header.samples for header in headers])
         if self._noise is not None:
             self._noise.prepare(self.model, planner.units, self._counter, self._step)
+
+    def on_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Record the settings of an optimizer that is about to step parameters of the model."""
+        self._settings.record(optimizer)
+
+    def _digest(self) -> int:
+        """Return what the header of this step carries of the first batch or the weights."""
+        if self.world_size == 1:
+            return 0
+        if self._first_batch is not None:
+            return self._first_batch.take()
+        return self._weights.digest() if self._weights.is_due(self._step) else 0
+
+    def _compare(self, headers: Sequence[StepHeader]) -> None:
+        """Compare the sites by the digests in their headers; see `dadplug.model_sync.sameness`."""
+        if self.site_rank in self._transport.absent:
+            return
+        with self.traffic.apart():
+            self._settings.compare([header.settings for header in headers], self._step, self._transport)
+            digests = [header.digest for header in headers]
+            if self._first_batch is not None:
+                self._first_batch.compare(digests, self._transport)
+                self._first_batch = None
+            elif self._weights.is_due(self._step):
+                self._weights.compare(digests, self._step, self._transport)
 
     def _measure_noise(self, headers: Sequence[StepHeader]) -> None:
         """Update the estimates of the gradient's noise, if some site has asked for them."""
@@ -386,6 +425,8 @@ class GradientReduction(FusedSteps, PlannedModel):
             discard: whether to drop gradients that have not been synchronized instead.
         """
         remove_source(self)
+        if self._first_batch is not None:
+            self._first_batch.remove()
         self._drop_cleared()
         self._planner.release(discard=discard)
         self._pending = False

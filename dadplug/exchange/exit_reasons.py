@@ -23,7 +23,7 @@ class ClosesTransports(Protocol):
         """Close the transports that are still open."""
 
 
-ENDED = "its program ended, while others were still at work"  # of a process without an error
+ENDED = "it exited first. Unequal numbers of batches? Use reduction.join()"  # of a process without an error
 
 _announcers: list[Announcer] = []
 _watched: weakref.WeakSet[ClosesTransports] = weakref.WeakSet()

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import SiteError
+from ..logs import get_logger
 from .addresses import choose_interface, gloo_interface
 from .deadline import check_seconds, within
 from .membership import ProcessSites, introduce_default, own_member
 from .roll_call import RollCall, plural
 from .status import Member
 
+_log = get_logger(__name__)
 DEFAULT_TIMEOUT = 300.0  # seconds
 _SLACK = 1.0  # seconds for a call to raise its own error
 
@@ -52,6 +54,7 @@ def connect(
     if dist.is_initialized():
         return
     if num_nodes is None and rank is None and dist_url is None and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        _log.warning("this site trains alone: no launcher names others (start it by torchrun, or pass num_nodes)")
         return
     rank, num_nodes, host, port = _meeting_point(rank, num_nodes, dist_url)
     check_seconds("timeout", timeout)
@@ -75,6 +78,8 @@ def connect(
     except (RuntimeError, TimeoutError) as error:
         raise sites.lost(error, timeout) from error
     introduce_default(sites)
+    names = ", ".join(f"site {each}: {member.name}" for each, member in enumerate(members))
+    _log.info("connected as site %d of %d (%s); site 0 is at %s:%d", rank, num_nodes, names, host, port)
 
 
 def meet(
@@ -185,6 +190,11 @@ def _open_store(host: str, port: int, rank: int, timeout: float, noun: str) -> d
             raise SiteError(
                 f"{noun} 0 cannot open its meeting point {host}:{port}: the address must be one of this machine's own, "
                 f"and reachable from the others ({_first_line(error)})"
+            ) from error
+        if isinstance(error, socket.gaierror):
+            raise SiteError(
+                f"{noun} {rank} cannot reach {noun} 0: the name {host!r} does not resolve (DNS). Check its spelling, or "
+                f"give an IP address ({_first_line(error)})"
             ) from error
         raise SiteError(
             f"{noun} {rank} did not reach {noun} 0 at {host}:{port} within {timeout:g} s: is it running, is the "

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import SiteError
+from ..errors import MismatchError, SiteError
 from . import codec
 from .deadline import within
 from .status import Member, Silence, Status, ask
@@ -61,6 +61,7 @@ class RollCall:
         self._host = host
         self._own = own
         self._noun = noun
+        self._counts: dict[str, int] = {}  # numbers of sites as others have them, by claim
 
     def run(self) -> list[Member]:
         """Wait until every site has registered.
@@ -70,7 +71,9 @@ class RollCall:
 
         Raises:
             SiteError: if a site does not register in time, or another process has this rank.
+            MismatchError: if another site has been given another number of sites.
         """
+        self._call(lambda: self._store.set(_count_of(self._own), str(self._num_nodes)))
         self._claim()
         return self._lead() if self._rank == 0 else self._follow()
 
@@ -92,6 +95,10 @@ class RollCall:
         notice = time.monotonic() + _NOTICE
         while True:
             claims = self._claims()
+            if difference := self._other_count(claims):
+                self._post((difference,))
+                time.sleep(_LINGER)
+                raise MismatchError(difference)
             answers = {}
             if len(claims) == self._num_nodes:
                 answers = ask({site: member for site, member in claims.items() if site != self._rank}, _STATUS_SECONDS)
@@ -116,11 +123,16 @@ class RollCall:
         notice = time.monotonic() + _NOTICE
         while True:
             leader, posted = self._posted()
-            if isinstance(posted, list) and posted[self._rank] == self._own:
+            if leader is None:
+                self._compare_count()
+            if isinstance(posted, list) and len(posted) == self._num_nodes and posted[self._rank] == self._own:
                 return posted
             if leader is not None and isinstance(ask({0: leader}, _STATUS_SECONDS)[0], Status):
                 if isinstance(posted, str):
                     raise SiteError(posted)
+                if isinstance(posted, tuple):
+                    raise MismatchError(posted[0])
+                self._compare_count()
                 raise SiteError(
                     f"{posted[self._rank].name} has taken rank {self._rank}, since this process did not answer"
                 )
@@ -131,6 +143,25 @@ class RollCall:
             if time.monotonic() > notice:
                 notice = self._notice(notice, self._claims())
             time.sleep(_POLL_SECONDS)
+
+    def _compare_count(self) -> None:
+        """Raise MismatchError if site 0 has been given another number of sites."""
+        first = self._call(lambda: self._store.get(_claim_of(0)).decode() if self._store.check([_claim_of(0)]) else "")
+        if first and (difference := self._other_count({0: _member(first)})):
+            raise MismatchError(difference)
+
+    def _other_count(self, claims: dict[int, Member]) -> str | None:
+        """Return a message if another site has been given another number of sites than this one."""
+        for site, member in claims.items():
+            key = _count_of(member)
+            if key not in self._counts and self._call(lambda: self._store.check([key])):  # noqa: B023
+                self._counts[key] = int(self._call(lambda: self._store.get(key)))  # noqa: B023
+            if (count := self._counts.get(key, self._num_nodes)) != self._num_nodes:
+                return (
+                    f"configuration differs between sites: the number of sites is {self._num_nodes} at {self._noun} "
+                    f"{self._rank} ({self._own.name}), and {count} at {self._noun} {site} ({member.name})"
+                )
+        return None
 
     def _posted(self) -> tuple[Member | None, Any]:
         """Return what site 0 has posted, and its process: a list of members, a message, or None before that."""
@@ -146,7 +177,7 @@ class RollCall:
 
         return self._call(read)
 
-    def _post(self, posted: list[Member] | str) -> None:
+    def _post(self, posted: list[Member] | str | tuple[str]) -> None:
         content = codec.encode((self._own, posted)).hex()
         self._call(lambda: self._store.set(_MEMBERS, content))
 
@@ -186,6 +217,10 @@ class RollCall:
             ) from error
         except RuntimeError as error:
             raise SiteError(f"{self._host} ended before all {plural(self._noun)} had come") from error
+
+
+def _count_of(member: Member) -> str:
+    return f"dadplug/count/{member.token.hex()}"
 
 
 def _claim_of(site: int) -> str:

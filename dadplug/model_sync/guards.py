@@ -11,6 +11,9 @@ from torch import nn
 from ..hooks import OwnHook, overridden
 from .structure import is_managed
 
+_REMEDIES = dict.fromkeys(("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"), ", model.module")
+_WRAPPERS = {*_REMEDIES, "FSDPModule", "FSDP"}  # the last two are of fully_shard, of newer and of older versions
+
 
 class Synchronized(Protocol):
     """A model whose gradients are synchronized before the optimizer's step.
@@ -25,6 +28,8 @@ class Synchronized(Protocol):
     @property
     def pending(self) -> bool: ...
 
+    def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
 
 def check_model(model: nn.Module) -> None:
     """Check that a model can be captured.
@@ -35,12 +40,29 @@ def check_model(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+    check_unwrapped(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")
     for name, module in model.named_modules():
         if overridden(module):
             raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Check that no part of a model synchronizes its gradients, or divides its parameters, by itself.
+
+    Raises:
+        ValueError: if a module is wrapped by DistributedDataParallel, DataParallel or FSDP.
+    """
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                where = f"its part {name!r}" if name else "it"
+                raise ValueError(
+                    f"the model synchronizes gradients already: {where} is wrapped by torch's {kind.__name__}. Pass the "
+                    f"model as it was before{_REMEDIES.get(kind.__name__, '')}"
+                )
 
 
 def check_elastic(model: nn.Module) -> None:
@@ -55,7 +77,7 @@ def check_elastic(model: nn.Module) -> None:
 
 
 def refuse_unsynchronised(reduction: Synchronized) -> OwnHook:
-    """Return a pre-hook for optimizers that raises an error where `synchronize` has been forgotten before ``step``.
+    """Return a pre-hook for optimizers that reports their steps to the reduction, and raises an error where `synchronize` has been forgotten before ``step``.
 
     Args:
         reduction: the reduction; the hook holds it weakly.
@@ -64,12 +86,15 @@ def refuse_unsynchronised(reduction: Synchronized) -> OwnHook:
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = reference()
-        if found is None or not found.pending or any(callable(given) for given in (*args, *kwargs.values())):
-            return  # a closure may do what is left of the step
+        if found is None:
+            return
         ours = {id(parameter) for parameter in found.model.parameters()}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        found.on_optimizer_step(optimizer)
+        if found.pending and not any(callable(given) for given in (*args, *kwargs.values())):
             raise RuntimeError(
-                "optimizer.step() before the gradients are agreed: call reduction.synchronize() after backward()"
+                "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward()"
             )
 
     return OwnHook(check)

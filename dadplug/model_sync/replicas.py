@@ -67,11 +67,17 @@ def compare(first: dict[str, str], second: dict[str, str], first_site: str, seco
     Raises:
         MismatchError: naming the first difference.
     """
+    for here, there in zip(first, second):
+        if here != there and first.keys() == second.keys():
+            raise MismatchError(
+                f"configuration differs between sites: where {first_site} has {here}, {second_site} has {there}. Define "
+                "layers and parameters in the same order at all sites"
+            )
     for what in [*first, *second]:
         here, there = first.get(what, "absent"), second.get(what, "absent")
         if here != there:
             raise MismatchError(
-                f"the sites do not train the same thing: {what} is {here} at {first_site} and {there} at {second_site}"
+                f"configuration differs between sites: {what} is {here} at {first_site} and {there} at {second_site}"
             )
 
 

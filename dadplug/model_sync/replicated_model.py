@@ -15,7 +15,7 @@ from ..exchange import Traffic, Transport, open_transport
 from ..methods import check_allowed
 from ..methods.warm_up import warm_up
 from ..options import Options
-from . import replicas
+from . import replicas, sameness
 from .guards import check_elastic, check_model
 from .join_state import JoinState, Stateful
 from .structure import without_managed
@@ -123,7 +123,9 @@ class ReplicatedModel:
 
     def _describe(self) -> dict[str, str]:
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
-        return replicas.describe(self.model, settings)
+        ignored = {name for each in self.options.may_differ for name in (each, f"version of {each}")}
+        around = {name: value for name, value in sameness.environment().items() if name not in ignored}
+        return around | replicas.describe(self.model, settings)
 
     @property
     def rank(self) -> int:

@@ -135,6 +135,7 @@ class Reducer:
         self._send_rest()
         header = self._header(request.step, request.stop or self._asks_to_stop, request.attached)
         header.noise_every = request.noise_every
+        header.settings, header.digest = request.settings, request.digest
         context.transport.more_follows = context.transport.elastic  # the end of the round
         self._headers.send(header)
         context.transport.more_follows = False

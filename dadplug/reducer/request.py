@@ -18,6 +18,8 @@ class StepRequest:
         attached: gradients that the reducer does not send, and that are checked with those that it sends.
         admits: whether sites that come may join in this step.
         noise_every: as in `StepHeader`.
+        settings: as in `StepHeader`.
+        digest: as in `StepHeader`.
         deferral: which weights' gradients may stay products, if all sites say so; takes these products.
     """
 
@@ -26,4 +28,6 @@ class StepRequest:
     attached: AttachedGradients | None = None
     admits: bool = True
     noise_every: int = 0
+    settings: int = 0
+    digest: int = 0
     deferral: Deferral | None = None

@@ -11,7 +11,7 @@ from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Sites, Transport
 from .faults import Fault
 
-_HEAD = 9  # integers before those of the units
+_HEAD = 11  # integers before those of the units
 _PRESENT, _DENSE, _VOID = 1, 2, 4  # bits of a unit's flags
 
 
@@ -30,6 +30,8 @@ class StepHeader:
         noise_every: number of steps after which the site asks all to estimate the noise of the gradient; 0 for never.
         deferred: digest of the weights whose gradients the site would not form, see `dadplug.fused.Deferral`; 0 for
             none.
+        settings: digest of the optimizers' settings in the last step; 0 for none.
+        digest: of the first batch, or of the weights, see `dadplug.model_sync.sameness`; 0 for none.
         present: by unit, whether the site has a gradient for it.
         dense: by unit, whether the site has a gradient for it that its bucket does not carry; with a handler that can
             repeat its exchange, whether the unit's payload is void, since its gradient has changed.
@@ -46,6 +48,8 @@ class StepHeader:
     finite: bool = True
     noise_every: int = 0
     deferred: int = 0
+    settings: int = 0
+    digest: int = 0
     present: list[bool] = field(default_factory=list)
     dense: list[bool] = field(default_factory=list)
     void: list[bool] = field(default_factory=list)
@@ -65,13 +69,13 @@ class StepHeader:
         return cls(step, version, 0, present=none, dense=none, void=[void] * units, extra_rows=[0] * units)
 
     def pack(self) -> list[int]:
-        """Return the header as integers: 9 of the step, then flags and rows of the units."""
+        """Return the header as integers: 11 of the step, then flags and rows of the units."""
         flags = [
             _PRESENT * present + _DENSE * dense + _VOID * void
             for present, dense, void in zip(self.present, self.dense, self.void, strict=True)
         ]
         head = [self.step, self.version, self.samples, self.stop, self.fault, self.culprit, self.finite]
-        return [*map(int, head), self.noise_every, self.deferred, *flags, *self.extra_rows]
+        return [*map(int, head), self.noise_every, self.deferred, self.settings, self.digest, *flags, *self.extra_rows]
 
     @classmethod
     def unpack(cls, integers: Sequence[int]) -> StepHeader:
@@ -79,8 +83,8 @@ class StepHeader:
         units = (len(integers) - _HEAD) // 2
         flags, extra = integers[_HEAD : _HEAD + units], list(integers[_HEAD + units :])
         present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
-        step, version, samples, stop, fault, culprit, finite, noise, deferred = integers[:_HEAD]
-        head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise, deferred
+        step, version, samples, stop, fault, culprit, finite, *digests = integers[:_HEAD]
+        head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), *digests
         return cls(*head, present, dense, void, extra)
 
 

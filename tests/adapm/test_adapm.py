@@ -279,7 +279,7 @@ def test_a_site_that_raises_tells_the_others_why(tmp_path):
 def test_a_site_that_ends_early_is_named(tmp_path):
     finished = run("while rank == 0: table.pull(keys)", tmp_path)
     assert finished[1].status == 0
-    assert "its program ended, while others were still at work" in finished[0].errors
+    assert "it exited first. Unequal numbers of batches? Use reduction.join()" in finished[0].errors
 
 
 def test_a_silent_site_is_named_after_the_timeout(tmp_path):

@@ -1,0 +1,262 @@
+"""Comparison of what has to be the same at all sites, or must not be, without an exchange of its own.
+
+Each step header carries two digests: of the optimizers' settings in the last step, and, in the first step, of the
+site's first batch, or, every `compare_every` steps, of its weights. Only where digests differ are the values gathered,
+so that the error can name them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MismatchError
+from ..exchange import Transport
+from ..hooks import OwnHook
+from ..logs import get_logger
+from .structure import is_managed
+
+_log = get_logger(__name__)
+_ROUNDING = 64.0  # differences of weights, in units of rounding, that optimizers of two processors may make in a step
+_WHOLE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes of an element
+
+
+def environment() -> dict[str, str]:
+    """Return what has to be the same at all sites beside model and options: versions, and the kernels in use."""
+    from ..lowrank import portable
+    from ..lowrank.dispatch import cpu_kernels
+
+    found = {"version of torch": torch.__version__.partition("+")[0]}
+    for package in ("dadplug", "numba"):
+        try:
+            found[f"version of {package}"] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[f"version of {package}"] = "unknown"
+    return found | {"kernels": "torch" if cpu_kernels() is portable else "numba"}
+
+
+class OptimizerSettings:
+    """Settings of the optimizers that have stepped this site's parameters.
+
+    Args:
+        ignored: names of settings that may differ between sites, such as ``"lr"``, or ``"optimizer"`` for all.
+    """
+
+    def __init__(self, ignored: Collection[str] = ()) -> None:
+        self._ignored = frozenset(ignored)
+        self._last: dict[str, str] = {}
+        self._found: dict[weakref.ref[torch.optim.Optimizer], dict[str, str]] = {}
+
+    def record(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the settings with which an optimizer makes a step."""
+        if "optimizer" in self._ignored:
+            return
+        settings = {} if "class" in self._ignored else {"class": type(optimizer).__name__}
+        for number, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if name in self._ignored or name == "params" or (isinstance(value, Tensor) and value.is_cuda):
+                    continue
+                value = value.tolist() if isinstance(value, Tensor) else value
+                if isinstance(value, (bool, int, float, str, tuple, list, type(None))):
+                    settings[f"{name} of group {number}"] = repr(value)
+        self._found[weakref.ref(optimizer, lambda gone: self._found.pop(gone, None))] = settings
+
+    def take(self) -> int:
+        """Return a digest of what has been recorded since the last call; 0 for nothing."""
+        self._last = self.described()
+        self._found.clear()
+        return _digest(repr(self._last)) if self._last else 0
+
+    def described(self) -> dict[str, str]:
+        """Return the settings by name."""
+        return {
+            f"{name} of optimizer {number}": value
+            for number, settings in enumerate(self._found.values())
+            for name, value in settings.items()
+        }
+
+    def compare(self, digests: Sequence[int], step: int, transport: Transport) -> None:
+        """Compare the sites' settings.
+
+        Args:
+            digests: what `take` has returned at each site; 0 for sites that cannot be compared.
+            step: number of the step.
+            transport: the transport.
+
+        Raises:
+            MismatchError: on all sites, naming the first setting that differs and its values.
+        """
+        if len({digest for digest in digests if digest}) < 2:
+            return
+        every = transport.gather_present(self._last)
+        compared = {rank: each for rank, each in every.items() if digests[rank]}
+        lowest, first = next(iter(compared.items()))
+        for rank, other in compared.items():
+            for what in [*first, *other]:
+                here, there = first.get(what, "absent"), other.get(what, "absent")
+                if here != there:
+                    name = what.partition(" ")[0]
+                    raise MismatchError(
+                        f"configuration differs between sites: before step {step}, {what} was {here} at "
+                        f"{transport.sites[lowest]} and {there} at {transport.sites[rank]}. If that is meant, pass "
+                        f"may_differ={(name,)!r} at all sites"
+                    )
+
+
+class Weights:
+    """Comparison of the replicas' weights, by digests of their bits, and by sums where these differ.
+
+    Sites with different processors may have weights that differ by rounding; that is no error.
+
+    Args:
+        model: the model.
+        every: steps between comparisons; 0 for none.
+    """
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self._model = model
+        self._every = every
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the weights are compared in a step."""
+        return bool(self._every) and step > 0 and step % self._every == 0
+
+    @torch.no_grad()
+    def digest(self) -> int:
+        """Return a digest of the weights' bits, not 0."""
+        total = 1
+        for number, (_, parameter) in enumerate(self._parameters()):
+            total = (total * 31 + _bits(parameter) * (2 * number + 1)) % (1 << 62)
+        return total or 1
+
+    def compare(self, digests: Sequence[int], step: int, transport: Transport) -> None:
+        """Compare the sites' weights.
+
+        Args:
+            digests: of each site; 0 for sites that cannot be compared.
+            step: number of the step.
+            transport: the transport.
+
+        Raises:
+            MismatchError: on all sites, naming the first tensor that differs by more than rounding.
+        """
+        if len({digest for digest in digests if digest}) < 2:
+            return
+        every = transport.gather_present(self._sums())
+        compared = {rank: each for rank, each in every.items() if digests[rank]}
+        lowest, first = next(iter(compared.items()))
+        for name, parameter in self._parameters():
+            limit = _ROUNDING * torch.finfo(parameter.dtype).eps * (step + 1) ** 0.5
+            for rank, other in compared.items():
+                scale = max(first[name][-1], other[name][-1], 1e-300)
+                off = max(abs(a - b) for a, b in zip(first[name], other[name], strict=True)) / scale
+                if not off <= limit:  # NaN, too
+                    raise MismatchError(
+                        f"the replicas differ before step {step}: {name!r} is the first parameter that is not the same at "
+                        f"{transport.sites[lowest]} and {transport.sites[rank]}, by {off:.1e} of its size. It was "
+                        "changed at one site, or optimizers differ. reduction.broadcast_model() at all sites makes the "
+                        "replicas equal; compare_every=0 switches the comparison off"
+                    )
+
+    @torch.no_grad()
+    def _sums(self) -> dict[str, list[float]]:
+        """Return by name the sum of each parameter's elements, a weighted sum, and that of their magnitudes."""
+        found = {}
+        for name, parameter in self._parameters():
+            values = parameter.detach().reshape(-1).double()
+            places = torch.linspace(0.5, 1.5, len(values), dtype=torch.float64, device=values.device)
+            sums = torch.stack([values.sum(), values.dot(places), values.abs().sum()])
+            found[name] = sums.tolist()
+        return found
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        named = self._model.named_parameters()
+        return [(name, each) for name, each in named if each.is_floating_point() and not is_managed(each)]
+
+
+class FirstBatch:
+    """Digest of the tensors of a site's first forward pass, to warn where two sites train on the same data.
+
+    Args:
+        model: the model; a hook watches it, and its children where it is never called, until the first pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._digest = 0
+        own = weakref.ref(self)
+
+        def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found = own()
+            if found is not None and module.training and torch.is_grad_enabled():
+                found.remove()
+                found._digest = _of_inputs((args, kwargs))
+
+        watched = (model, *model.children())
+        self._handles = [each.register_forward_pre_hook(OwnHook(look), with_kwargs=True) for each in watched]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def take(self) -> int:
+        """Return the digest, once; 0 without an input that tells batches apart."""
+        self.remove()
+        digest, self._digest = self._digest, 0
+        return digest
+
+    def compare(self, digests: Sequence[int], transport: Transport) -> None:
+        """Warn if two sites have the same digest.
+
+        Args:
+            digests: of each site; 0 for sites that cannot be compared.
+            transport: the transport.
+        """
+        for rank, digest in enumerate(digests):
+            first = digests.index(digest)
+            if digest and first < rank:
+                _log.warning(
+                    "%s and %s have the same first batch, to the bit: do both train on the same data? Give each site "
+                    "rows of its own, as by torch.utils.data.DistributedSampler",
+                    transport.sites[first],
+                    transport.sites[rank],
+                )
+                return
+
+
+def _of_inputs(inputs: Any) -> int:
+    tensors: list[Tensor] = []
+    waiting = [inputs]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor):
+            tensors.append(each)
+        elif isinstance(each, Mapping):
+            waiting.extend(each.values())
+        elif isinstance(each, (list, tuple)):
+            waiting.extend(each)
+    plain = [each.detach() for each in tensors if each.layout == torch.strided and each.numel() > 1]
+    if not any(bool((each != each.reshape(-1)[0]).any()) for each in plain):  # such as a mask, or ones in an example
+        return 0
+    return _digest(repr([(tuple(each.shape), str(each.dtype), _bits(each)) for each in plain]))
+
+
+def _bits(tensor: Tensor) -> int:
+    """Return a sum of a tensor's elements as whole numbers, weighted by place, so that it depends on every bit."""
+    tensor = tensor.detach().contiguous().reshape(-1)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).reshape(-1)
+    whole = tensor.view(_WHOLE[tensor.element_size()])
+    total = int(whole.sum(dtype=torch.int64))
+    return total * 3 + int(whole[::2].sum(dtype=torch.int64))  # a swap of neighbours counts, too
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little") or 1
