@@ -163,7 +163,7 @@ class Options:
     compare_every: int = _option(100, "steps between comparisons of the sites' weights; 0: never", _whole_number(0))
     may_differ: tuple[str, ...] = _option(
         (),
-        "what may differ between sites: torch, numba, dadplug, kernels, or settings of optimizers, such as lr or class; "
+        "what may differ between sites: torch, numba, dadplug, kernels, or settings of optimizers such as lr or class; "
         "optimizer stands for all of these",
         lambda name, value: _check_names(name, value),
         kind=lambda text: tuple(text.split(",")),

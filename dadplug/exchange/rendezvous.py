@@ -193,8 +193,8 @@ def _open_store(host: str, port: int, rank: int, timeout: float, noun: str) -> d
             ) from error
         if isinstance(error, socket.gaierror):
             raise SiteError(
-                f"{noun} {rank} cannot reach {noun} 0: the name {host!r} does not resolve (DNS). Check its spelling, or "
-                f"give an IP address ({_first_line(error)})"
+                f"{noun} {rank} cannot reach {noun} 0: the name {host!r} does not resolve (DNS). Check its "
+                f"spelling, or give an IP address ({_first_line(error)})"
             ) from error
         raise SiteError(
             f"{noun} {rank} did not reach {noun} 0 at {host}:{port} within {timeout:g} s: is it running, is the "

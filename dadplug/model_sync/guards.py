@@ -60,8 +60,8 @@ def check_unwrapped(model: nn.Module) -> None:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
                 where = f"its part {name!r}" if name else "it"
                 raise ValueError(
-                    f"the model synchronizes gradients already: {where} is wrapped by torch's {kind.__name__}. Pass the "
-                    f"model as it was before{_REMEDIES.get(kind.__name__, '')}"
+                    f"the model synchronizes gradients already: {where} is wrapped by torch's {kind.__name__}. Pass "
+                    f"the model as it was before{_REMEDIES.get(kind.__name__, '')}"
                 )
 
 
@@ -77,7 +77,7 @@ def check_elastic(model: nn.Module) -> None:
 
 
 def refuse_unsynchronised(reduction: Synchronized) -> OwnHook:
-    """Return a pre-hook for optimizers that reports their steps to the reduction, and raises an error where `synchronize` has been forgotten before ``step``.
+    """Return a pre-hook for optimizers that reports their steps, and raises an error if `synchronize` was forgotten.
 
     Args:
         reduction: the reduction; the hook holds it weakly.

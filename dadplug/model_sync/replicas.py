@@ -70,8 +70,8 @@ def compare(first: dict[str, str], second: dict[str, str], first_site: str, seco
     for here, there in zip(first, second):
         if here != there and first.keys() == second.keys():
             raise MismatchError(
-                f"configuration differs between sites: where {first_site} has {here}, {second_site} has {there}. Define "
-                "layers and parameters in the same order at all sites"
+                f"configuration differs between sites: where {first_site} has {here}, {second_site} has {there}. "
+                "Define layers and parameters in the same order at all sites"
             )
     for what in [*first, *second]:
         here, there = first.get(what, "absent"), second.get(what, "absent")

@@ -158,8 +158,8 @@ class Weights:
                 off = max(abs(a - b) for a, b in zip(first[name], other[name], strict=True)) / scale
                 if not off <= limit:  # NaN, too
                     raise MismatchError(
-                        f"the replicas differ before step {step}: {name!r} is the first parameter that is not the same at "
-                        f"{transport.sites[lowest]} and {transport.sites[rank]}, by {off:.1e} of its size. It was "
+                        f"the replicas differ before step {step}: {name!r} is the first parameter that is not the same "
+                        f"at {transport.sites[lowest]} and {transport.sites[rank]}, by {off:.1e} of its size. It was "
                         "changed at one site, or optimizers differ. reduction.broadcast_model() at all sites makes the "
                         "replicas equal; compare_every=0 switches the comparison off"
                     )
