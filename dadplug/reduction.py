@@ -16,6 +16,7 @@ from .adaptive.gradient_sources import register_source, remove_source
 from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .fused import Deferral, FusedSteps
+from .logs import get_logger
 from .methods import loss_scale
 from .model_sync import replicas
 from .model_sync.batchnorm import SyncedBatchNorms
@@ -31,6 +32,8 @@ from .reducer.step_header import StepHeader
 from .signature import takes_keywords_of
 from .units.base import Unit
 from .units.factor import FactorUnit
+
+_log = get_logger(__name__)
 
 
 class GradientReduction(FusedSteps, PlannedModel):
@@ -98,6 +101,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
         self._settings = OptimizerSettings(self.options.may_differ)
+        self._has_warned = False  # of gradients that were changed before they were synchronized
         self._weights = Weights(model, self.options.compare_every)
         self._first_batch = FirstBatch(model) if self.world_size > 1 and self._joined is None else None
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
@@ -179,6 +183,7 @@ class GradientReduction(FusedSteps, PlannedModel):
     def _synchronize(self, stop: bool, deferral: Deferral | None) -> None:
         planner = self._planner
         self._drop_cleared()
+        self._warn_of_changes()
         planner.before_synchronization()
         self._pending |= planner.holds_gradients or self._has_attached
         self._counter.follow()
@@ -215,6 +220,20 @@ class GradientReduction(FusedSteps, PlannedModel):
         planner.follow_sizes([header.samples for header in headers])
         if self._noise is not None:
             self._noise.prepare(self.model, planner.units, self._counter, self._step)
+
+    def _warn_of_changes(self) -> None:
+        """Warn, once, if the program has changed gradients in place between backward and `synchronize`."""
+        if self.world_size == 1 or self._has_warned:
+            return
+        name = next((unit.name for unit in self._planner.units if unit.changed), None)
+        if name is not None:
+            self._has_warned = True
+            _log.warning(
+                "step %d: the gradient of %r was changed between backward() and synchronize(), as by clipping or "
+                "unscaling: each site changes only its own. Clip and unscale after synchronize()",
+                self._step,
+                name,
+            )
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
         """Record the settings of an optimizer that is about to step parameters of the model."""
@@ -298,14 +317,15 @@ class GradientReduction(FusedSteps, PlannedModel):
         """
         if self._norms is not None:
             self._norms.idle()
-            self._norms.end_step()
+            self._norms.end_micro_batch()
         if self._syncing:
             self.synchronize(stop=stop)
 
     def join(self, step: Callable[[], object] | None = None) -> None:
         """Take part in the steps of the other sites, without data, until all sites have called it.
 
-        All sites must call it, each after its last batch. It clears the gradients before each step.
+        All sites must call it, each after its last batch. It clears the gradients before each step. With
+        ``sync_batchnorm``, all steps need as many micro-batches as the last one before it.
 
         Args:
             step: called after each synchronization, such as ``optimizer.step``.
@@ -317,7 +337,9 @@ class GradientReduction(FusedSteps, PlannedModel):
         """
         while True:
             self.model.zero_grad()
-            self.idle()
+            if self._norms is not None:
+                self._norms.idle_step()
+            self.synchronize()
             if not self._agreed_samples:
                 return
             if step is not None:
@@ -339,7 +361,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         finally:
             self._syncing = before
             if self._norms is not None:
-                self._norms.end_step()
+                self._norms.end_micro_batch()
 
     @property
     def syncing(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -116,18 +117,24 @@ def test_digests_see_every_bit():
         assert sameness.Weights(network().to(dtype), 1).digest() > 0
 
 
-def same_data(seed):
+@contextmanager
+def messages_of(name):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("dadplug.model_sync.sameness")
+    logger = logging.getLogger(f"dadplug.{name}")
     logger.addHandler(handler)
     try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def same_data(seed):
+    with messages_of("model_sync.sameness") as messages:
         reduction = dadplug.GradientReduction(network(), mode="dad")
         train(reduction, torch.optim.SGD(reduction.model.parameters(), 0.1), 2, seed)
         reduction.detach()
-    finally:
-        logger.removeHandler(handler)
     return messages
 
 
@@ -204,3 +211,32 @@ def test_wrapped_models_are_refused(sites, kind):
 
 def test_a_class_with_the_name_of_a_wrapper_is_not_one():
     check_unwrapped(DistributedDataParallel())
+
+
+def clipped(mode, before, accumulates):
+    model = network()
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    with messages_of("reduction") as messages:
+        for _ in range(3):
+            model.zero_grad()
+            if accumulates:
+                with reduction.no_sync():
+                    model(torch.randn(4, 6)).square().mean().backward()
+            model(torch.randn(4, 6)).square().mean().backward()
+            if before:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            reduction.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            if messages:
+                break  # what has been sent cannot be changed in the steps that follow
+    reduction.detach()
+    return messages
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "rankdad", "powersgd"])
+def test_gradients_clipped_too_early_are_warned_of(sites, mode):
+    for messages in sites(2).run(clipped, mode, True, False):
+        assert len(messages) == 1
+        assert "was changed between backward() and synchronize(), as by clipping" in messages[0]
+    assert sites(2).run(clipped, mode, False, False) == [[], []]
+    assert sites(2).run(clipped, mode, False, True) == [[], []]

@@ -49,8 +49,11 @@ class SyncedBatchNorms:
         self.own_row = transport.rank
         self._transport = transport
         self._samples = samples
-        self._kinds: list[tuple[int, torch.dtype]] = []  # sizes and types of the exchanges since the last step
-        self._last: list[tuple[int, torch.dtype]] = []  # those of the last step: a site without data takes part in them
+        # Sizes and types of exchanges: a site without data takes part in those of its last micro-batch or step.
+        self._kinds: list[tuple[int, torch.dtype]] = []  # since the last micro-batch
+        self._last: list[tuple[int, torch.dtype]] = []  # of the last micro-batch
+        self._of_step: list[list[tuple[int, torch.dtype]]] = []  # of the micro-batches since the last step
+        self._last_step: list[list[tuple[int, torch.dtype]]] = []
         self._gathers: dict[tuple[int, torch.dtype], Gather] = {}
         layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
         self._forwards = [SyncedForward(layer, lambda: self, samples) for layer in layers]
@@ -73,7 +76,7 @@ class SyncedBatchNorms:
         return torch.stack(gather.wait()).to(values.device)
 
     def idle(self) -> None:
-        """Take part in the exchanges of a step without data, which are assumed to be those of the last step.
+        """Take part in a micro-batch without data, whose exchanges are assumed to be those of the last one.
 
         Raises:
             RuntimeError: if there has been no step yet.
@@ -83,15 +86,33 @@ class SyncedBatchNorms:
         for size, dtype in self._last:
             self._gather(torch.zeros(size, dtype=dtype))
 
+    def idle_step(self) -> None:
+        """Take part in a step without data, which is assumed to have as many micro-batches as the last one.
+
+        Raises:
+            RuntimeError: as in `idle`.
+        """
+        for kinds in self._last_step or [self._last]:
+            self._last = kinds
+            self.idle()
+            self.end_micro_batch()
+
     @property
     def has_exchanged(self) -> bool:
         """Whether there has been an exchange since the last step."""
-        return bool(self._kinds)
+        return bool(self._kinds or self._of_step)
+
+    def end_micro_batch(self) -> None:
+        """Remember the exchanges of a micro-batch, for `idle`."""
+        if self._kinds:
+            self._of_step.append(self._kinds)
+            self._last, self._kinds = self._kinds, []
 
     def end_step(self) -> None:
-        """Remember the step's exchanges, for `idle`."""
-        if self._kinds:
-            self._last, self._kinds = self._kinds, []
+        """Remember the exchanges of a step, for `idle_step`."""
+        self.end_micro_batch()
+        if self._of_step:
+            self._last_step, self._of_step = self._of_step, []
 
     def close(self) -> None:
         """Close the connections to the other sites."""

@@ -30,9 +30,11 @@ class Unit:
         void: whether the payload that has been put into a bucket in this step has been discarded since.
         discards: times its gradient has been discarded in this step.
         expected_discards: times it was discarded in the last step; after as many it counts as one to keep.
+        changed: whether the program has changed its gradient in place since the last backward pass of this step.
         path: the path of its gradient, for which a bucket handler is registered.
     """
 
+    changed = False
     path: str = GradientPath.ALLREDUCE
 
     def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
@@ -124,6 +126,11 @@ class DenseUnit(Unit):
                 on_arrival(self)
 
         self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(arrive)))
+
+    @property
+    def changed(self) -> bool:  # type: ignore[override]
+        gradient = self.lead.grad
+        return bool(self.arrivals) and gradient is not None and gradient._version != self._version
 
     def drop_cleared(self) -> bool:
         if not self.arrivals:

@@ -131,7 +131,7 @@ class FactorUnit(Unit):
     def own_gradient(self, name: str) -> Tensor:
         self._check_here(name)
         self.form_gradients()
-        self.dense = True
+        self.dense = self.changed = True
         own = self._placeholders.earlier(name)
         return self._placeholders.add(name, torch.zeros_like(self.parameters[name])) if own is None else own
 
@@ -347,7 +347,7 @@ class FactorUnit(Unit):
         self._sent_factors = []
         self._weights_then.clear()
         self.sent_gradient = None
-        self.outside = False
+        self.outside = self.changed = False
         self._formed.clear()
         self._taken_keys.clear()
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import sys
 
 import pytest
 import support
+
+import dadplug
+from dadplug.errors import SiteError
 
 pytestmark = pytest.mark.slow
 
@@ -284,3 +289,34 @@ def test_announced_sites_without_a_group_are_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"announces 2 sites .* call dadplug.connect\(\)"):
         dadplug.GradientReduction(nn.Linear(2, 2))
+
+
+def test_sites_with_different_numbers_of_sites_are_told(tmp_path):
+    code = (
+        "import dadplug, sys; dadplug.connect(int(sys.argv[1]), int(sys.argv[2]), 'tcp://127.0.0.1:PORT', timeout=60)"
+    )
+    port = str(support.free_port())
+    script = tmp_path / "connect.py"
+    script.write_text(code.replace("PORT", port))
+    for counts in ((2, 3), (3, 2)):
+        commands = [[sys.executable, str(script), str(rank), str(count)] for rank, count in enumerate(counts)]
+        for rank, finished in enumerate(support.run_programs(commands, timeout=50)):
+            assert "MismatchError: configuration differs between sites: the number of sites is" in finished.errors
+            assert f"{counts[rank]} at site {rank}" in finished.errors
+            assert f"{counts[1 - rank]} at site {1 - rank}" in finished.errors
+
+
+def test_a_name_that_does_not_resolve_is_told():
+    with pytest.raises(SiteError, match=r"the name 'no-such-host\.invalid' does not resolve \(DNS\)"):
+        dadplug.connect(1, 2, "tcp://no-such-host.invalid:29500", timeout=1)
+
+
+def test_a_site_says_with_whom_it_trains(tmp_path):
+    for finished in support.run_programs(support.site_scripts("pass", tmp_path, 2), timeout=60):
+        assert re.search(
+            r"connected as site \d of 2 \(site 0: .*, site 1: .*\); site 0 is at 127\.0\.0\.1", finished.errors
+        )
+    script = tmp_path / "alone.py"
+    script.write_text("import dadplug; dadplug.connect()")
+    (finished,) = support.run_programs([[sys.executable, str(script)]], timeout=60)
+    assert "this site trains alone: no launcher names others" in finished.errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -118,6 +119,31 @@ def accumulates() -> None:
 
 def test_micro_batches_can_be_uneven(sites):
     sites(2).run(accumulates)
+
+
+def accumulates_and_joins() -> list[torch.Tensor]:
+    """Steps of two micro-batches each, of which site 1 has fewer than site 0."""
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    model = Net().double()
+    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True, timeout=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4 - 2 * rank):
+        optimizer.zero_grad()
+        for micro in range(2):
+            inputs, targets = batch(4, seed=10 * step + micro)
+            with reduction.no_sync() if micro == 0 else nullcontext():
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+        reduction.synchronize()
+        optimizer.step()
+    reduction.join(optimizer.step)
+    assert reduction.first_difference() is None
+    assert reduction._step == 5
+    reduction.detach()
+
+
+def test_micro_batches_go_on_where_a_site_joins_without_data(sites):
+    sites(2).run(accumulates_and_joins)
 
 
 def refuses_one_row() -> str:
