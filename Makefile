@@ -19,7 +19,7 @@ CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fuse
 # one another. pytest-xdist may wait without end after it has replaced one that crashed.
 XDIST := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test pytest test-oldest test-newest lint types docs clean
+.PHONY: demo test pytest test-avx2 test-generic test-oldest test-newest lint types docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/two_site_mnist.py
@@ -27,9 +27,14 @@ demo: $(READY)
 # mypy works beside the first tests.
 test: lint
 	$(MAKE) --no-print-directory --jobs 2 types pytest
+	$(MAKE) --no-print-directory test-avx2 test-generic
 
 pytest: $(READY)
 	$(BIN)/python tests/run.py $(XDIST)
+
+# The numerical tests, as processors with fewer vector instructions than this one run them.
+test-avx2 test-generic: test-%: $(READY)
+	$(BIN)/python tests/processors.py $* $(XDIST)
 
 # Builds of torch without CUDA save gigabytes, where an index offers them:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-oldest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 
 import pytest
 import support
@@ -299,7 +298,7 @@ def test_sites_with_different_numbers_of_sites_are_told(tmp_path):
     script = tmp_path / "connect.py"
     script.write_text(code.replace("PORT", port))
     for counts in ((2, 3), (3, 2)):
-        commands = [[sys.executable, str(script), str(rank), str(count)] for rank, count in enumerate(counts)]
+        commands = [[str(script), str(rank), str(count)] for rank, count in enumerate(counts)]
         for rank, finished in enumerate(support.run_programs(commands, timeout=50)):
             assert "MismatchError: configuration differs between sites: the number of sites is" in finished.errors
             assert f"{counts[rank]} at site {rank}" in finished.errors
@@ -318,5 +317,5 @@ def test_a_site_says_with_whom_it_trains(tmp_path):
         )
     script = tmp_path / "alone.py"
     script.write_text("import dadplug; dadplug.connect()")
-    (finished,) = support.run_programs([[sys.executable, str(script)]], timeout=60)
+    (finished,) = support.run_programs([[str(script)]], timeout=60)
     assert "this site trains alone: no launcher names others" in finished.errors

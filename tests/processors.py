@@ -1,0 +1,66 @@
+"""Run the numerical tests as another processor would.
+
+    python tests/processors.py avx2 -n 3
+
+Results differ between kinds of processors in the last bits, and kernels take other branches. An imitated processor has
+fewer vector instructions than this one; the libraries of products and numba are told so by environment variables.
+Where this processor cannot imitate it, the run is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TESTS = ("tests/lowrank", "tests/methods", "tests/reducer", "tests/fused")  # the row steps of AdaPM are in lowrank
+LIMITS = {
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "generic": {"ATEN_CPU_CAPABILITY": "default", "NUMBA_CPU_NAME": "generic"},
+}
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def environment(name: str) -> dict[str, str]:
+    """Return the variables that imitate a processor."""
+    found = {"NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(Path(sys.prefix, "kernels", name))} | LIMITS[name]
+    if name == "avx2":
+        found["NUMBA_CPU_NAME"] = "znver3" if "AuthenticAMD" in _cpu_info() else "haswell"
+    return found
+
+
+def obstacle(name: str) -> str | None:
+    """Return why this processor cannot imitate another one, or None."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"this processor is {platform.machine()}, and not x86-64"
+    if name == "avx2" and not {"avx2", "fma"} <= set(_cpu_info().split()):
+        return "this processor is not known to have AVX2 and FMA"
+    return None
+
+
+def _cpu_info() -> str:
+    return CPU_INFO.read_text() if CPU_INFO.exists() else ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the tests; return the status of pytest.
+
+    Args:
+        arguments: name of the processor, and what pytest is given.
+    """
+    name, *given = arguments
+    if reason := obstacle(name):
+        print(f"numerical tests on an imitated processor ({name}): skipped, {reason}", flush=True)
+        return 0
+    print(f"numerical tests on an imitated processor ({name})", flush=True)
+    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir=.pytest_cache/{name}", "-q", *given, *TESTS]
+    variables = environment(name)
+    Path(variables["NUMBA_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
+    return subprocess.run(command, check=False, env=os.environ | variables).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

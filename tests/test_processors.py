@@ -1,0 +1,38 @@
+"""Imitated processors, on which the numerical tests run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import processors
+import pytest
+
+LOOK = """
+import json, numba, torch
+from numba.core import config
+print(json.dumps([config.CPU_NAME, torch.backends.cpu.get_cpu_capability()]))
+"""
+
+
+@pytest.mark.parametrize(("name", "capability"), [("avx2", "AVX2"), ("generic", "DEFAULT")])
+def test_libraries_follow_the_imitated_processor(name, capability):
+    if reason := processors.obstacle(name):
+        pytest.skip(reason)
+    variables = processors.environment(name)
+    found = subprocess.run(
+        [sys.executable, "-c", LOOK], env=os.environ | variables, capture_output=True, text=True, check=True
+    )
+    assert json.loads(found.stdout) == [variables["NUMBA_CPU_NAME"], capability]
+
+
+def test_what_cannot_be_imitated_is_skipped_with_the_reason(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(processors.platform, "machine", lambda: "arm64")
+    assert processors.main(["avx2"]) == 0
+    assert "skipped, this processor is arm64" in capsys.readouterr().out
+    monkeypatch.setattr(processors.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(processors, "CPU_INFO", tmp_path / "none")
+    assert processors.main(["avx2"]) == 0
+    assert "skipped, this processor is not known to have AVX2" in capsys.readouterr().out
