@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 
-import processors
 import pytest
+import support
 
+processors = support.load("tests/processors.py")
 LOOK = """
 import json, numba, torch
 from numba.core import config

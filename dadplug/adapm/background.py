@@ -56,6 +56,7 @@ class Background:
         self._due = math.inf  # time of the next check of the thread
         self._awake = threading.Event()
         self._barriers = 0
+        self._awaited = 0  # number of the barrier at which a worker waits; 0 for none
         self._arrived: dict[int, set[int]] = {}
         self._left: set[int] = set()
         self._missing: dict[int, float] = {}
@@ -116,10 +117,16 @@ class Background:
         others = set(range(self.world_size)) - {self.rank}
         for peer in others:
             self.send(peer, Message(Kind.BARRIER, 0, self.rank, number))
-        self._until(
-            lambda: self._arrived.get(number, set()) == others, lambda: min(others - self._arrived.get(number, set()))
-        )
-        del self._arrived[number]
+        self._awaited = number
+        try:
+            self._until(lambda: not others - self._come(), lambda: min(others - self._come()))
+        finally:
+            self._awaited = 0
+        self._arrived.pop(number, None)
+
+    def _come(self) -> set[int]:
+        """Return the other sites that have come to the barrier at which a worker waits."""
+        return self._arrived.get(self._awaited, set())
 
     def _until(self, condition: Callable[[], bool], culprit: Callable[[], int | None]) -> None:
         """Wait for a condition.
@@ -300,7 +307,7 @@ class Background:
                 self._missing.setdefault(peer, time.monotonic() + _GRACE)
         waits = self._engine.waits or self._urgent
         for peer in self._left:
-            if waits:
+            if waits or (self._awaited and peer not in self._come()):
                 self._missing.setdefault(peer, time.monotonic() + _GRACE)
             else:
                 self._missing.pop(peer, None)

@@ -282,6 +282,35 @@ def test_a_site_that_ends_early_is_named(tmp_path):
     assert "it exited first. Unequal numbers of batches? Use reduction.join()" in finished[0].errors
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("raise OSError('the disk is full')", "OSError: the disk is full"),
+        ("sys.exit(3)", "it exited first"),
+        ("manager.close(); time.sleep(20)", "the connection was lost"),
+        ("pass", "it exited first"),
+    ],
+    ids=["raises", "exits", "closes", "ends"],
+)
+def test_a_barrier_does_not_wait_for_a_site_that_has_left(tmp_path, end, reason):
+    code = f"""
+import sys, time
+manager.wait_sync(everywhere=True)
+if rank == 1:
+    {end}
+else:
+    start = time.monotonic()
+    try:
+        manager.wait_sync(everywhere=True)
+    finally:
+        assert time.monotonic() - start < 15, "the timeout of 300 s has not been cut short"
+"""
+    finished = run(code, tmp_path, 3)
+    for rank in (0, 2):
+        assert "SiteError: site 1 (" in finished[rank].errors, finished[rank].errors
+        assert reason in finished[rank].errors, finished[rank].errors
+
+
 def test_a_silent_site_is_named_after_the_timeout(tmp_path):
     code = """
 import subprocess, torch.distributed as dist
