@@ -12,6 +12,7 @@ from torch import nn
 
 from ..exchange import Transport
 from ..exchange.exit_reasons import add_announcer, remove_announcer
+from ..logs import get_logger
 from ..methods import Quality, make_method
 from ..model_sync.join_state import Stateful
 from ..signature import takes_keywords_of
@@ -32,7 +33,9 @@ from .service import SequencerService
 from .statistics import CommittedBatchNorms
 from .trainer_calls import TrainerCalls
 
+_log = get_logger(__name__)
 _DETACHED = "it has called detach()"
+_UNFINISHED = "it has called detach() without finish(), so that its replica differs from the others"
 _MOST_HELD = 64  # batches: their rows take memory
 _LIFETIME = 2  # times `staleness` + 1: a site that takes part has committed another batch by then
 _SLACK = 4  # part of `staleness` by which a site may be further than the sequencer knows
@@ -120,6 +123,7 @@ class ParameterServer(TrainerCalls, ServerState):
         self._replica = Replica(self._gradients, self._codec, self._method, self._optimizer, sites, norms)
         self._held = UnsentGradients()
         self._detached = False
+        self._unfinished = False  # whether it has made a step in the phase
         self._loader: SiteLoader | None = None  # the last one
         add_announcer(self._announce)
         if self._joined is None:
@@ -152,7 +156,18 @@ class ParameterServer(TrainerCalls, ServerState):
         return CommittedBatchNorms(self.model, *sites, self._collector.counter, by_samples, lifetime)
 
     def _announce(self, reason: str, _: bool) -> None:
+        self._warn_unfinished()
         self._log.leave(reason)
+
+    def _warn_unfinished(self) -> None:
+        """Warn, once, if this site leaves in the middle of a phase."""
+        if self._unfinished:
+            self._unfinished = False
+            _log.warning(
+                "%s leaves the ParameterServer without finish(): its replica differs from those of the other sites. "
+                "Call finish() on all sites after the last batch",
+                self._transport.sites[self.site_rank],
+            )
 
     def _describe(self) -> dict[str, str]:
         rules = self._rules._asdict() | {"deal": self.server_options.deal, "in_trainer": self._in_trainer}
@@ -188,6 +203,7 @@ class ParameterServer(TrainerCalls, ServerState):
         if self._role == "server":
             raise RuntimeError("a process with role='server' takes no steps: call finish() where the others do")
         self._gradients.check_unchanged()
+        self._unfinished = True
         self._collect()
         self._begin_training()
         known = self._replica.version  # by the sequencer, as the one that this site goes on at
@@ -270,7 +286,7 @@ class ParameterServer(TrainerCalls, ServerState):
         if self.options.average_buffers and end.ended:
             average_buffers(self.model, end.ended, self._transport.sites)
         self._epoch_samples = 0
-        self._trains = False
+        self._trains = self._unfinished = False
         self.phases += 1
 
     def loader(self, loader: Any, *, samples: int | None = None, seed: int = 0) -> SiteLoader:
@@ -377,6 +393,7 @@ class ParameterServer(TrainerCalls, ServerState):
         remove_announcer(self._announce)
         self._collector.release()
         self._optimizer.release()
-        self._log.leave(_DETACHED)
+        self._log.leave(_UNFINISHED if self._unfinished else _DETACHED)
+        self._warn_unfinished()
         if self._service is not None:
             self._service.close()

@@ -71,8 +71,10 @@ class ServerState(ReplicatedModel):
         It involves no other site. Each site saves its own, after `finish`.
 
         Raises:
-            RuntimeError: if gradients have not been committed yet.
+            RuntimeError: in the middle of a phase, in which replicas differ.
         """
+        if self._unfinished and not self._in_trainer:
+            raise RuntimeError("this replica differs from those of the other sites: call finish() on all sites before")
         if self._held.samples or self._log.outstanding or self._collector.pending:
             raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
         return {"version": self.version, "epochs": self._log.epochs} | self._replica.state_dict()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+
 import pytest
 import support
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dadplug
@@ -69,3 +73,36 @@ def holds_some_batches() -> tuple[int, int]:
 def test_a_busy_link_holds_so_many_batches_at_most():
     with support.Sites(2) as group:
         assert group.run(holds_some_batches) == [(2, 1)] * 2
+
+
+def leaves_early(leaves: bool) -> tuple[list[str], list[str]]:
+    """What site 0 is told where site 1 leaves the phase without `finish`, and what site 1 itself is told."""
+    model = nn.Linear(4, 3)
+    server = dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), 0.1), mode="dsgd", staleness=2)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("dadplug.parameter_server.server").addHandler(handler)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.randn(5, 4)).square().mean().backward()
+            server.step()
+        with pytest.raises(RuntimeError, match="call finish"):
+            server.state_dict()
+        if not leaves or dist.get_rank() == 0:
+            server.finish()
+            server.state_dict()
+        server.detach()
+    logging.getLogger("dadplug.parameter_server.server").removeHandler(handler)
+    return [str(each.message) for each in warned], messages
+
+
+def test_a_phase_that_a_site_leaves_without_finish_is_told_to_all(sites):
+    (warned, messages), (_, own) = sites(2).run(leaves_early, True)
+    assert any("site 1" in each and "without finish(), so that its replica differs" in each for each in warned)
+    assert not messages
+    assert len(own) == 1
+    assert "leaves the ParameterServer without finish()" in own[0]
+    for _, messages in sites(2).run(leaves_early, False):
+        assert not messages
