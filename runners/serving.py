@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dadplug.serving import ServingOptions
@@ -36,13 +36,20 @@ class PredictionServer:
             raise ValueError("there is no model to serve")
         self._server = lit_server.build(models, options, max_body, read_seconds)
 
-    def run(self, port: int = 8000, host: str = "127.0.0.1", log_level: str = "warning") -> None:
+    def run(
+        self,
+        port: int = 8000,
+        host: str = "127.0.0.1",
+        log_level: str = "warning",
+        ready: Callable[[], object] | None = None,
+    ) -> None:
         """Serve until Ctrl-C or SIGTERM.
 
         Args:
             port: the port, from 1024 to 65535.
             host: ``"127.0.0.1"`` for this machine only, ``"0.0.0.0"`` or ``"::"`` for all networks.
             log_level: level of the HTTP server's log.
+            ready: called once all models are loaded and the server answers, in the process of the HTTP server.
 
         Raises:
             LoadError: if a model cannot be loaded.
@@ -50,7 +57,7 @@ class PredictionServer:
         """
         from ._serving import lit_server
 
-        lit_server.run(self._server, host, port, log_level)
+        lit_server.run(self._server, host, port, log_level, ready)
 
 
 def serve(models: Mapping[str, Any], **options: Any) -> PredictionServer:

@@ -94,7 +94,8 @@ class Call:
             if self._ended:
                 return
             if error is None:
-                assert output is not None and kept is not None
+                assert output is not None
+                assert kept is not None
                 self.outputs[name], self.kept[name] = output, kept
             else:
                 self.errors[name] = error
