@@ -18,7 +18,9 @@ class PredictionServer:
     Args:
         models: as for `dadplug.serving.Predictor`.
         max_body: largest size of a request's body in bytes.
-        read_seconds: time limit for receiving a body.
+        read_seconds: time limit for receiving a head, and for receiving a body.
+        max_connections: largest number of connections; a further one ends the one that has waited longest for a
+            request.
         options: fields of `dadplug.serving.ServingOptions`.
 
     Raises:
@@ -27,14 +29,20 @@ class PredictionServer:
     """
 
     def __init__(
-        self, models: Mapping[str, Any], *, max_body: int = 4 << 20, read_seconds: float = 10.0, **options: Any
+        self,
+        models: Mapping[str, Any],
+        *,
+        max_body: int = 4 << 20,
+        read_seconds: float = 10.0,
+        max_connections: int = 1000,
+        **options: Any,
     ) -> None:
         from ._serving import lit_server
 
         ServingOptions(**options)
         if not models:
             raise ValueError("there is no model to serve")
-        self._server = lit_server.build(models, options, max_body, read_seconds)
+        self._server = lit_server.build(models, options, max_body, read_seconds, max_connections)
 
     def run(
         self,
@@ -65,8 +73,8 @@ def serve(models: Mapping[str, Any], **options: Any) -> PredictionServer:
 
     Args:
         models: by name, each a path, a `dadplug.serving.Model`, a `torch.nn.Module` or a function of arrays.
-        options: fields of `dadplug.serving.ServingOptions`, and ``max_body`` and ``read_seconds`` of
-            `PredictionServer`.
+        options: fields of `dadplug.serving.ServingOptions`, and ``max_body``, ``read_seconds`` and
+            ``max_connections`` of `PredictionServer`.
 
     Returns:
         The server.

@@ -90,7 +90,7 @@ class Face:
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
         if kind == _HTML:
             headers.append((b"content-security-policy", _POLICY))
-        if status in (408, 413):  # the rest of the body is not read
+        if status in (401, 405, 408, 413):  # the rest of the body is not read
             headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -23,6 +23,7 @@ from typing import Any
 from dadplug.serving import LoadError, Predictor
 
 from ...logs import get_logger
+from .bounded_connection import Limits
 from .connection import connection_class
 from .face import Face, Receive, Scope, Send
 
@@ -54,7 +55,8 @@ class _Parts(_Base):
         models: as for `Predictor`.
         options: likewise.
         max_body: largest size of a request's body in bytes.
-        read_seconds: time limit for receiving a body.
+        read_seconds: time limit for receiving a head, and for receiving a body.
+        max_connections: largest number of connections.
 
     Attributes:
         face: what answers requests, in the HTTP server's process while it runs.
@@ -64,11 +66,18 @@ class _Parts(_Base):
     """
 
     def __init__(
-        self, api: Any, models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, read_seconds: float
+        self,
+        api: Any,
+        models: Mapping[str, Any],
+        options: Mapping[str, Any],
+        max_body: int,
+        read_seconds: float,
+        max_connections: int,
     ) -> None:
         super().__init__(api, accelerator="cpu", timeout=False, disable_openapi_url=True)
         self._models, self._options = models, options
         self._max_body, self._read_seconds = max_body, read_seconds
+        self.limits = Limits(max_connections, read_seconds)
         self.face: Face | None = None
         self.ready: Callable[[], object] | None = None
         self.address = ("", 0)
@@ -134,14 +143,17 @@ class _Parts(_Base):
                 return
 
 
-def build(models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, read_seconds: float) -> Any:
+def build(
+    models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, read_seconds: float, max_connections: int
+) -> Any:
     """Return a `litserve.LitServer` for a predictor, which starts when the server does.
 
     Args:
         models: as for `Predictor`.
         options: likewise.
         max_body: largest size of a request's body in bytes.
-        read_seconds: time limit for receiving a body.
+        read_seconds: time limit for receiving a head, and for receiving a body.
+        max_connections: largest number of connections.
 
     Raises:
         ImportError: if LitServe is not installed.
@@ -162,7 +174,7 @@ def build(models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, 
 
     class Server(_Parts, litserve.LitServer): ...
 
-    return Server(Nothing(), models, options, max_body, read_seconds)
+    return Server(Nothing(), models, options, max_body, read_seconds, max_connections)
 
 
 def run(server: Any, host: str, port: int, log_level: str, ready: Callable[[], object] | None = None) -> None:
@@ -189,7 +201,7 @@ def run(server: Any, host: str, port: int, log_level: str, ready: Callable[[], o
             timeout_keep_alive=30,
             access_log=False,
             proxy_headers=False,
-            http=connection_class(lambda: server.face),
+            http=connection_class(lambda: server.face, server.limits),
         )
     if server.errors.poll():
         raise LoadError(server.errors.recv())
