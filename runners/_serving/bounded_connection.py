@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 MOST_CONNECTIONS, READ_SECONDS = 1000, 10.0
 _RESERVED = 128  # descriptors for files, models' processes and the event loop
@@ -28,11 +24,7 @@ class Limits:
     """
 
     def __init__(self, most: int = MOST_CONNECTIONS, seconds: float = READ_SECONDS) -> None:
-        self.most, self.seconds = most, seconds
-        if resource is not None:
-            descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            if descriptors != resource.RLIM_INFINITY:
-                self.most = min(most, max(_FEWEST, descriptors - _RESERVED))
+        self.most, self.seconds = min(most, _most_descriptors()), seconds
         self._open: dict[BoundedConnection, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -72,6 +64,16 @@ class Limits:
                 self._end(connection)
         if self._open:
             self._begin_timer()
+
+
+def _most_descriptors() -> float:
+    """Return the number of connections that the system allows this process."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.inf
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if descriptors == resource.RLIM_INFINITY else max(_FEWEST, descriptors - _RESERVED)
 
 
 class BoundedConnection(_Base):

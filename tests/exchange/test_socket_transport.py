@@ -120,7 +120,8 @@ class LateTransport:
 
 
 def test_a_wait_ends_where_the_helper_thread_ends_the_last_message_at_the_deadline(monkeypatch):
-    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours, theirs = socket.create_connection(listener.getsockname()), listener.accept()[0]
     late = LateTransport()
     sockets = PeerSockets(late, {1: ours})
     polls = []
