@@ -5,13 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import stat
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding
 import numba
-from numba.core.caching import FunctionCache
+from numba.core import caching, config
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.codegen import get_host_cpu_features
 from numba.core.dispatcher import Dispatcher
 
 try:
@@ -25,15 +31,21 @@ _log = get_logger(__name__)
 _LOCK_SECONDS = 60.0  # in which another process can compile a kernel; then this one compiles it, too
 _POLL_SECONDS = 0.02
 
+_PACKAGE = Path(__file__).resolve().parent
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_InTree: Any = getattr(caching, "InTreeCacheLocator", None) or vars(caching)["_InTreeCacheLocator"]  # before numba 0.62
+
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def njit(**options: Any) -> Callable[[Kernel], Kernel]:
-    """Compile a function as `numba.njit(cache=True)` does, with three differences.
+    """Compile a function as `numba.njit(cache=True)` does, with four differences.
 
-    Processes that need a kernel at the same time do not all compile it: the first does, the others wait and load it
-    from the cache. The first kernel that a process really compiles is announced in the log, since it takes seconds.
-    And a cached kernel is compiled again when a kernel or a constant that it uses has changed, in whichever file.
+    Kernels are kept in the user's cache folder, see `cache_folder`, unless NUMBA_CACHE_DIR names another one. Processes
+    that need a kernel at the same time do not all compile it: the first does, the others wait and load it from the
+    cache. The first kernel that is really compiled is announced in the log of one process of a machine, since it takes
+    seconds. And a cached kernel is compiled again when a kernel or a constant that it uses has changed, in whichever
+    file.
 
     Args:
         options: as `numba.njit` takes them; `cache` is implied.
@@ -66,9 +78,93 @@ def njit(**options: Any) -> Callable[[Kernel], Kernel]:
     return decorate
 
 
+def cache_folder(source: str) -> Path:
+    """Return the folder of the kernels in a source file: one for each checkout, target and version of the compiler.
+
+    It is below XDG_CACHE_HOME, or ~/.cache where that is not set.
+
+    Args:
+        source: the file.
+
+    Raises:
+        RuntimeError: if the user has no home.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    path = Path(source).resolve()
+    root = _PACKAGE if path.is_relative_to(_PACKAGE) else path.parent
+    return base / "dadplug" / f"kernels-{hashlib.sha256(f'{root} {_target()}'.encode()).hexdigest()[:16]}"
+
+
+@functools.cache
+def _target() -> str:
+    """Return what compiled code depends on besides its source, the imitated processor of numba's variables included."""
+    name = config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
+    features = config.CPU_FEATURES
+    if features is None:
+        features = get_host_cpu_features()
+    return f"{sys.implementation.cache_tag} {numba.__version__} {name} {features}"
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder of `cache_folder` for this user alone: what is loaded from it is run.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        RuntimeError: if it cannot be created, or others can write there; the message has the reason.
+    """
+    base = folder.parents[1]
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_owner(base, (os.geteuid(), 0), stat.S_IWOTH, base.stat())
+        for each in (folder.parent, folder):
+            each.mkdir(exist_ok=True, mode=0o700)
+            _check_owner(each, (os.geteuid(),), _OTHERS_WRITE, each.lstat())
+    except OSError as error:
+        raise RuntimeError(f"{folder}: {error.strerror or error}") from error
+
+
+def _check_owner(folder: Path, owners: tuple[int, ...], writers: int, found: os.stat_result) -> None:
+    if not stat.S_ISDIR(found.st_mode):
+        raise RuntimeError(f"{folder} is no folder")
+    if found.st_uid not in owners:
+        raise RuntimeError(f"{folder} belongs to another user")
+    if found.st_mode & writers and not (found.st_mode & stat.S_ISVTX and 0 in owners):
+        raise RuntimeError(f"others can write to {folder}: chmod go-w {folder}")
+
+
+class _UserLocator(_InTree):  # type: ignore[misc]
+    """Place of kernels in the user's cache folder."""
+
+    def __init__(self, py_func: Any, py_file: str) -> None:
+        super().__init__(py_func, py_file)
+        self._top = cache_folder(py_file)
+        self._cache_path = str(self._top / self.get_suitable_cache_subpath(py_file))
+
+    def ensure_cache_path(self) -> None:
+        """Create the folder."""
+        if hasattr(os, "geteuid"):
+            make_private(self._top)
+            Path(self._cache_path).mkdir(exist_ok=True, mode=0o700)
+        super().ensure_cache_path()
+
+
+class _Places(CompileResultCacheImpl):
+    """Places of kernels: that of the user's variable, the user's cache folder, and those of code that is in no file."""
+
+    _locator_classes = [
+        _UserLocator if each is _InTree else each
+        for each in CompileResultCacheImpl._locator_classes
+        if "UserWide" not in each.__name__
+    ]
+
+
 class _SharedCache(FunctionCache):
     """Cache of a kernel on disk, with a lock from a failed look-up until the kernel has been compiled."""
 
+    _impl_class = _Places
     _locked = False
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -140,6 +236,16 @@ def _is_plain(value: Any) -> bool:
 
 @functools.cache
 def _announce(folder: str) -> None:
+    """Say that kernels are compiled, in the first process that does it for a folder of kernels."""
+    version = getattr(sys.modules.get(__package__), "__version__", "")
+    target = hashlib.sha256(_target().encode()).hexdigest()[:16]
+    try:
+        place = os.path.join(os.path.dirname(folder), f"dadplug-{version}-{target}.announced")
+        os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return
+    except OSError:  # nothing can be kept there: each process may say so
+        pass
     _log.warning("compiling kernels for this machine, once; they are kept in %s", folder)
 
 

@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             state=arguments.state,
             threads=arguments.threads,
         )
-        print(f"serving {', '.join(models)} on http://{arguments.host}:{arguments.port}/predict", flush=True)
-        server.run(port=arguments.port, host=arguments.host)
+        text = f"serving {', '.join(models)} on http://{arguments.host}:{arguments.port}/predict"
+        server.run(port=arguments.port, host=arguments.host, ready=lambda: print(text, flush=True))
         for number in (signal.SIGTERM, signal.SIGINT):  # all has ended; a second signal need not interrupt the exit
             signal.signal(number, signal.SIG_IGN)
     return 0

@@ -208,7 +208,8 @@ class PeerSockets:
                 deadline, before = now + self._transport.timeout, left
             if now > deadline:
                 self._raise_silence(messages)
-            poll.poll(1e3 * min(_POLL_SECONDS, deadline - now + 0.001))
+            # Past the deadline, where the helper thread has just ended all that was late: a negative time has no end.
+            poll.poll(1e3 * max(0.0, min(_POLL_SECONDS, deadline - now + 0.001)))
         self._wake_helper()
 
     def _raise_silence(self, messages: Sequence[Message]) -> None:

@@ -35,7 +35,10 @@ _MAX_REASON = 1000  # characters of an exit reason
 _REQUEST_SECONDS = 2.0  # that a client has for its request
 _MAX_CLIENTS = 256
 _CLOSED = (errno.ECONNREFUSED, errno.ECONNRESET)
-_WAITING_IN = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("exchange", "adapm"))
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_WAITING_IN = tuple(_PACKAGE + name + os.sep for name in ("exchange", "adapm", "parameter_server", "hub"))
+_TRAINING_IN = (_PACKAGE + os.path.join("parameter_server", "experiment.py"),)  # it calls the program's functions
+_LOADING_IN = ("__iter__", "__next__")  # of loaders: below them are waits of their own, or the program's data set
 
 
 @codec.register
@@ -228,7 +231,8 @@ def _occupation() -> tuple[bool, str]:
     frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_WAITING_IN):
+        file = frame.f_code.co_filename
+        if file.startswith(_WAITING_IN) and file not in _TRAINING_IN and frame.f_code.co_name not in _LOADING_IN:
             return True, place
         frame = frame.f_back
     return False, place

@@ -42,6 +42,7 @@ class Layout:
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: str, processes: int
     ) -> None:
         self.processes = processes
+        self._model, self._named = model, dict(_named(model))
         self.counts = StepCounts(optimizers) if state == "shared" else None
         counters = {id(buffer) for buffer in model.buffers() if buffer.dtype == torch.int64}
         self._shared: list[_Entry] = []
@@ -141,17 +142,30 @@ class Layout:
             self._counts.copy_(self.counts.current)
 
     def check(self) -> None:
-        """Check that every tensor is still in the shared memory.
+        """Check that every tensor is still in the model and in the shared memory.
 
         Raises:
             RuntimeError: if one was replaced instead of being updated in place; the message names it.
         """
+        present = dict(_named(self._model))
+        for name, tensor in self._named.items():
+            if present.get(name) is not tensor:  # the model computes with another one, of this process alone
+                raise RuntimeError(
+                    f"{name} was replaced by another tensor during training, so that the processes no longer share it: "
+                    "update it in place, as by copy_()"
+                )
         for (name, tensor, _), view in zip(self._shared, self._views, strict=True):
             if tensor.data_ptr() != view.data_ptr():
                 raise RuntimeError(
                     f"the storage of {name} was replaced during training, so that the processes no longer share it: "
                     "update it in place, as by copy_()"
                 )
+
+
+def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Yield parameters and buffers under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _view(memory: SharedMemory, tensor: Tensor, offset: int) -> Tensor:

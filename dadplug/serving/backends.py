@@ -14,13 +14,20 @@ Array = np.ndarray[Any, Any]
 
 
 class Backend(Protocol):
-    """Interface of what computes the batches of one model."""
+    """Interface of what computes the batches of one model.
+
+    Attributes:
+        schema: schema of its inputs; None before `start`.
+        pid: its process; None without one.
+        last_good: whether it computes with a copy of the file that was loaded before, since the file is damaged.
+    """
 
     schema: Schema | None
     pid: int | None
+    last_good: bool
 
     def start(self) -> None:
-        """Load the model.
+        """Load the model, or load it again after a failure.
 
         Raises:
             LoadError: if it cannot be loaded.
@@ -48,6 +55,7 @@ class ObjectBackend:
     """
 
     pid: int | None = None
+    last_good = False
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self.schema: Schema | None = None

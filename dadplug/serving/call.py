@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import InputError, ModelError, ServingError, UnavailableError
 from .policies import Choice
+from .tasks import Kept
 from .ticket import Result
 
 
@@ -49,10 +50,15 @@ class Call:
         arrived: time of its arrival.
         straggling: time from which the first answers suffice.
         deadline: time at which it fails.
+        check: returns what is kept of a model's output, by the model's name and the output; raises `ModelError` if the
+            output is no answer, which counts as a failure of the model.
         finish: makes the prediction from the call; called once.
         done: called once with the prediction or the error.
 
     Attributes:
+        outputs: valid outputs by model.
+        kept: what is kept of them until feedback.
+        errors: failures by model.
         answered: whether it has ended with a prediction.
     """
 
@@ -63,27 +69,36 @@ class Call:
         arrived: float,
         straggling: float,
         deadline: float,
+        check: Callable[[str, np.ndarray[Any, Any]], Kept],
         finish: Callable[[Call], Prediction],
         done: Callable[[Prediction | ServingError], object],
     ) -> None:
         self.context, self.choice, self.arrived = context, choice, arrived
         self.straggling, self.deadline = straggling, deadline
         self.outputs: dict[str, np.ndarray[Any, Any]] = {}
+        self.kept: dict[str, Kept] = {}
         self.errors: dict[str, Exception] = {}
-        self._finish, self._done = finish, done
+        self._check, self._finish, self._done = check, finish, done
         self._lock = threading.Lock()
         self._ended = self.answered = False
 
     def receive(self, result: Result) -> None:
         """Take the result of a model; the last one ends the call."""
+        name, output, error, kept = result.model, result.output, result.error, None
+        if output is not None:
+            try:
+                kept = self._check(name, output)
+            except Exception as failure:  # before `expire` can take it for an answer, and give up the others
+                error = failure
         with self._lock:
             if self._ended:
                 return
-            if result.output is not None:
-                self.outputs[result.model] = result.output
+            if error is None:
+                assert output is not None
+                assert kept is not None
+                self.outputs[name], self.kept[name] = output, kept
             else:
-                assert result.error is not None
-                self.errors[result.model] = result.error
+                self.errors[name] = error
             if len(self.outputs) + len(self.errors) < len(self.choice.models):
                 return
             self._ended = True

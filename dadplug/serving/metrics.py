@@ -167,7 +167,12 @@ def gauges_of(status: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     models, cache = status["models"], status["cache"]
     gauges: dict[str, dict[str, float]] = {
         name: {label(model=model): float(values[key]) for model, values in models.items()}
-        for name, key in (("model_ready", "ready"), ("queue_length", "waiting"), ("batch_limit", "batch_limit"))
+        for name, key in (
+            ("model_ready", "ready"),
+            ("model_last_good", "last_good"),
+            ("queue_length", "waiting"),
+            ("batch_limit", "batch_limit"),
+        )
     }
     if cache is not None:
         gauges |= {f"cache_{key}_total": {"": cache[key]} for key in ("hits", "joined", "misses")}

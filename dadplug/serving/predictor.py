@@ -171,7 +171,7 @@ class Predictor:
 
         deadline = arrived + (self.options.longest if timeout is None else timeout)
         straggling = deadline if len(choice.models) == 1 else min(deadline, arrived + self.options.slo)
-        call = Call(key, choice, arrived, straggling, deadline, self._finish, finished)
+        call = Call(key, choice, arrived, straggling, deadline, self._kept_of, self._finish, finished)
         digest = digest_of(x) if self._cache is not None else b""
         hits = [self._models[name].request(x, digest, arrived, deadline, call.receive) for name in choice.models]
         if body is not None and all(hits) and call.answered and not call.errors:
@@ -181,9 +181,8 @@ class Predictor:
     def _learn_body(self, body: bytes, known: KnownInput, call: Call) -> None:
         """Remember a request that was answered from the cache."""
         assert self._cache is not None
-        kept = {name: self._task.digest(output) for name, output in call.outputs.items()}
         versions = [(name, self._models[name].version) for name in call.choice.models]
-        self._cache.learn(body, known, [(known.key(name, version), kept[name]) for name, version in versions])
+        self._cache.learn(body, known, [(known.key(name, version), call.kept[name]) for name, version in versions])
 
     @property
     def recalls(self) -> bool:
@@ -237,25 +236,23 @@ class Predictor:
             raise InputError(f"the request needs {self.options.context!r}, a text of 1 to 200 characters")
         return given
 
+    def _kept_of(self, model: str, output: np.ndarray[Any, Any]) -> Kept:
+        """Return what is kept of an output until feedback.
+
+        Raises:
+            ModelError: if the output is no answer.
+        """
+        if output.dtype.kind == "f" and np.isnan(output).any():
+            raise ModelError(f"model {model!r} returned NaN")
+        return self._task.digest(output)
+
     def _finish(self, call: Call) -> Prediction:
         """Make the answer of a call that has ended."""
-        kept: dict[str, Kept] = {}
-        valid: dict[str, np.ndarray[Any, Any]] = {}
-        for name in call.choice.models:  # not in the order of their answers
-            output = call.outputs.get(name)
-            if output is None:
-                continue
-            try:
-                if output.dtype.kind == "f" and np.isnan(output).any():
-                    raise ModelError(f"model {name!r} returned NaN")
-                kept[name] = self._task.digest(output)
-                valid[name] = output
-            except ModelError as error:
-                call.errors[name] = error
+        valid = {name: call.outputs[name] for name in call.choice.models if name in call.outputs}  # not as they came
         if not valid:
             self._learn_failure(call)
             raise most_telling(call.errors)
-        return self._predicted(call.context, call.choice, valid, kept)
+        return self._predicted(call.context, call.choice, valid, call.kept)
 
     def _predicted(
         self,

@@ -10,14 +10,18 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 from ..errors import BackendFailedError, InputError, LoadError, ModelError
+from ..logs import get_logger
 from . import frames
 from .backends import Array
+from .last_good import LastGood
 from .model import Model
 from .schema import Schema
 
+_log = get_logger("dadplug.serving")
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from dadplug.serving.launcher import main; main()"
 _START_SECONDS = 120.0  # for the launcher to import torch
 INSIDE = "DADPLUG_SERVING_MODEL"  # set in the environment of models' processes
@@ -127,23 +131,40 @@ class ProcessBackend:
             )
         self.schema: Schema | None = None
         self.pid: int | None = None
+        self.last_good = False
         self._model, self._threads = model, threads
+        self._kept = LastGood(model.path)
         self._hang_seconds, self._load_seconds = hang_seconds, load_seconds
         self._connection: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the process and load the model; see `Backend.start`."""
-        description = self._model.description() | {"threads": self._threads}
+        """Start the process and load the model, or the copy of it that was loaded last; see `Backend.start`."""
+        self._end_process()
+        stamp = self._kept.stamp()
+        try:
+            self._load(self._model)
+        except LoadError as error:
+            if self._kept.copy is None:
+                raise
+            self._load(replace(self._model, path=self._kept.copy))
+            self.last_good = True
+            _log.error("%s; its last good version is served, until the file is replaced", error)
+        else:
+            self.last_good = False
+            self._kept.keep(stamp)
+
+    def _load(self, model: Model) -> None:
+        description = model.description() | {"threads": self._threads}
         self._connection, self.pid = LAUNCHER.start(description)
         self._connection.settimeout(self._load_seconds)
         try:
             head, _ = frames.receive(self._connection)
         except (OSError, EOFError, ValueError) as error:
-            self.stop()
-            raise LoadError(f"{self._model.path}: its process ended or did not answer: {error}") from error
+            self._end_process()
+            raise LoadError(f"{model.path}: its process ended or did not answer: {error}") from error
         if "error" in head:
-            self.stop()
-            raise LoadError(f"{self._model.path}: {head['error']}")
+            self._end_process()
+            raise LoadError(f"{model.path}: {head['error']}")
         shape = head["input_shape"]
         self.schema = Schema(None if shape is None else tuple(shape), head["input_dtype"])
         self._connection.settimeout(self._hang_seconds)
@@ -166,7 +187,11 @@ class ProcessBackend:
         return outputs
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, and forget the copy of the file."""
+        self._end_process()
+        self._kept.close()
+
+    def _end_process(self) -> None:
         connection, pid, self._connection, self.pid = self._connection, self.pid, None, None
         if connection is not None:
             connection.close()

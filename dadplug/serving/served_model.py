@@ -220,7 +220,6 @@ class ServedModel:
         pause = _FIRST_PAUSE
         while not self._stopping.is_set():
             self._exchange()
-            self.backend.stop()
             try:
                 self.backend.start()
             except (LoadError, BackendFailedError) as error:
@@ -243,6 +242,7 @@ class ServedModel:
             "ready": self.ready,
             "version": self.version,
             "restarts": self.restarts,
+            "last_good": self.backend.last_good,
             "pid": self.backend.pid,
             "waiting": len(self.queue),
             "batch_limit": round(self.limit.value, 2),

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...logs import get_logger
 from . import bodies
+from .bounded_connection import BoundedConnection, Limits
 from .face import Face
 
 _log = get_logger("dadplug.serving")
@@ -20,19 +21,26 @@ _HELD_SECONDS = 0.05  # that a known head waits for its body, before the parser 
 _Base: Any = object  # uvicorn's protocol in the class that `connection_class` makes
 
 
-def connection_class(find_face: Callable[[], Face | None]) -> Any:
+def connection_class(find_face: Callable[[], Face | None], limits: Limits | None = None) -> Any:
     """Return the protocol for uvicorn's option ``http``.
 
     Args:
         find_face: returns what answers requests, None while there is none.
+        limits: limits of the connections; None for the defaults.
     """
+    limits_of_all = limits or Limits()
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:  # without httptools
-        return "auto"
+        from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Connection(_QuickConnection, HttpToolsProtocol):
-        face = staticmethod(find_face)
+        class PlainConnection(BoundedConnection, H11Protocol):
+            limits = limits_of_all
+
+        return PlainConnection
+
+    class Connection(BoundedConnection, _QuickConnection, HttpToolsProtocol):
+        face, limits = staticmethod(find_face), limits_of_all
 
     return Connection
 
@@ -41,6 +49,7 @@ class _QuickConnection(_Base):
     """Part of the connection that differs from uvicorn's."""
 
     face: Callable[[], Face | None]
+    head_ended: Callable[[], None]
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -129,6 +138,7 @@ class _QuickConnection(_Base):
             kind = (b"content-type", bodies.JSON.encode())
             lines = [name + b": " + value for name, value in (*self._headers, kind)]
             self._start = b"\r\n".join((b"HTTP/1.1 200 OK", *lines, b"content-length: "))
+        self.head_ended()
         self.transport.write(b"".join((self._start, str(len(body)).encode(), _END, body)))
         state.total_requests += 1
         self._quick_time = self.loop.time()

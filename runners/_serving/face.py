@@ -90,7 +90,7 @@ class Face:
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
         if kind == _HTML:
             headers.append((b"content-security-policy", _POLICY))
-        if status in (408, 413):  # the rest of the body is not read
+        if status in (401, 405, 408, 413):  # the rest of the body is not read
             headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -149,6 +149,20 @@ class Face:
     # Routes: each returns status, content type and body
 
     async def _predict(self, scope: Scope, receive: Receive, arrived: float) -> tuple[int, str, bytes]:
+        try:
+            read = await self._read(scope, receive, arrived)
+        except ServingError as error:  # the predictor counts those requests that reach it
+            self._predictor.metrics.request(error.status, time.monotonic() - arrived)
+            raise
+        if isinstance(read, bytes):
+            return 200, bodies.JSON, read
+        prediction = await self._predicted(*read[:2], arrived, read[2])
+        return 200, bodies.JSON, bodies.answer_of(prediction, bodies.output_text(prediction.output))
+
+    async def _read(
+        self, scope: Scope, receive: Receive, arrived: float
+    ) -> bytes | tuple[Any, str | None, Attempt | None]:
+        """Return the answer to a known request, or input and context of another one and the attempt to answer it."""
         kind = _kind(scope)
         body = await self._body(scope, receive)
         if kind not in (bodies.JSON, bodies.NPY):
@@ -157,10 +171,8 @@ class Face:
         if attempt is None and self._predictor.recalls and len(body) <= _LARGE:
             attempt = self._recalled(bodies.digest_of(kind, self._query_context(scope)), body, arrived)
         if attempt is not None and attempt.answer is not None:
-            return 200, bodies.JSON, attempt.answer
-        x, context = await self._input(kind, scope, body)
-        prediction = await self._predicted(x, context, arrived, attempt)
-        return 200, bodies.JSON, bodies.answer_of(prediction, bodies.output_text(prediction.output))
+            return attempt.answer
+        return (*await self._input(kind, scope, body), attempt)
 
     async def _input(self, kind: str, scope: Scope, body: bytes) -> tuple[Any, Any]:
         """Return the input and the context of a request."""
@@ -288,11 +300,15 @@ class Face:
             asyncio.get_running_loop().call_later(self._interval, self._sweep)
 
     async def _feedback(self, scope: Scope, receive: Receive, arrived: float) -> tuple[int, str, bytes]:
-        if _kind(scope) != bodies.JSON:
-            raise RequestError(f"the content type has to be {bodies.JSON}", status=415)
-        request = bodies.parse_json(await self._body(scope, receive))
-        if set(request) != {"id", "y"}:
-            raise InputError("feedback needs 'id' and 'y', and nothing else")
+        try:
+            if _kind(scope) != bodies.JSON:
+                raise RequestError(f"the content type has to be {bodies.JSON}", status=415)
+            request = bodies.parse_json(await self._body(scope, receive))
+            if set(request) != {"id", "y"}:
+                raise InputError("feedback needs 'id' and 'y', and nothing else")
+        except ServingError as error:  # likewise
+            self._predictor.metrics.feedback(error.status)
+            raise
         self._predictor.feedback(request["id"], request["y"])
         return 200, bodies.JSON, b"{}"
 

@@ -16,17 +16,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
 from dadplug.serving import LoadError, Predictor
 
 from ...logs import get_logger
+from .bounded_connection import Limits
 from .connection import connection_class
 from .face import Face, Receive, Scope, Send
 
 _log = get_logger("dadplug.serving")
+_READY_POLL_SECONDS = 0.02
 _SWITCH_SECONDS = 5e-4  # threads of models have their answers and wait for the interpreter: 5 ms, unless it is set
 
 
@@ -53,20 +55,32 @@ class _Parts(_Base):
         models: as for `Predictor`.
         options: likewise.
         max_body: largest size of a request's body in bytes.
-        read_seconds: time limit for receiving a body.
+        read_seconds: time limit for receiving a head, and for receiving a body.
+        max_connections: largest number of connections.
 
     Attributes:
         face: what answers requests, in the HTTP server's process while it runs.
         errors: connection that receives the message of an error at the start of that process.
+        ready: called in the HTTP server's process once it answers.
+        address: host and port that it listens on.
     """
 
     def __init__(
-        self, api: Any, models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, read_seconds: float
+        self,
+        api: Any,
+        models: Mapping[str, Any],
+        options: Mapping[str, Any],
+        max_body: int,
+        read_seconds: float,
+        max_connections: int,
     ) -> None:
         super().__init__(api, accelerator="cpu", timeout=False, disable_openapi_url=True)
         self._models, self._options = models, options
         self._max_body, self._read_seconds = max_body, read_seconds
+        self.limits = Limits(max_connections, read_seconds)
         self.face: Face | None = None
+        self.ready: Callable[[], object] | None = None
+        self.address = ("", 0)
         self.errors, self._report = multiprocessing.Pipe(duplex=False)
 
     def launch_inference_worker(self, lit_api: Any) -> list[Any]:
@@ -106,21 +120,40 @@ class _Parts(_Base):
             app.middleware_stack = _Front(app.middleware_stack, self)  # the outermost, since each one costs time
             sys.setswitchinterval(_SWITCH_SECONDS)
             gc.freeze()  # what was imported is not searched for garbage while requests wait
+            announcing = asyncio.create_task(self._announce())
             try:
                 yield
             finally:
+                announcing.cancel()
                 self.face = None
                 await asyncio.to_thread(predictor.close)
 
+    async def _announce(self) -> None:
+        """Call `ready` once the port accepts connections: uvicorn listens after the start of its application."""
+        host, port = self.address
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        while self.ready is not None:
+            try:
+                _, writer = await asyncio.open_connection(host, port)
+            except OSError:
+                await asyncio.sleep(_READY_POLL_SECONDS)
+            else:
+                writer.close()
+                self.ready()
+                return
 
-def build(models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, read_seconds: float) -> Any:
+
+def build(
+    models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, read_seconds: float, max_connections: int
+) -> Any:
     """Return a `litserve.LitServer` for a predictor, which starts when the server does.
 
     Args:
         models: as for `Predictor`.
         options: likewise.
         max_body: largest size of a request's body in bytes.
-        read_seconds: time limit for receiving a body.
+        read_seconds: time limit for receiving a head, and for receiving a body.
+        max_connections: largest number of connections.
 
     Raises:
         ImportError: if LitServe is not installed.
@@ -141,15 +174,23 @@ def build(models: Mapping[str, Any], options: Mapping[str, Any], max_body: int, 
 
     class Server(_Parts, litserve.LitServer): ...
 
-    return Server(Nothing(), models, options, max_body, read_seconds)
+    return Server(Nothing(), models, options, max_body, read_seconds, max_connections)
 
 
-def run(server: Any, host: str, port: int, log_level: str) -> None:
+def run(server: Any, host: str, port: int, log_level: str, ready: Callable[[], object] | None = None) -> None:
     """Run a server until it is stopped by Ctrl-C or SIGTERM.
+
+    Args:
+        server: result of `build`.
+        host: address to listen on.
+        port: the port.
+        log_level: level of the HTTP server's log.
+        ready: called in the HTTP server's process once it answers.
 
     Raises:
         LoadError: if a model cannot be loaded.
     """
+    server.ready, server.address = ready, (host, port)
     with _interrupted_once():
         server.run(
             host=host,
@@ -160,7 +201,7 @@ def run(server: Any, host: str, port: int, log_level: str) -> None:
             timeout_keep_alive=30,
             access_log=False,
             proxy_headers=False,
-            http=connection_class(lambda: server.face),
+            http=connection_class(lambda: server.face, server.limits),
         )
     if server.errors.poll():
         raise LoadError(server.errors.recv())

@@ -83,7 +83,7 @@ function page(state) {
 }
 
 function table(state) {
-  const columns = ["ready", "version", "restarts", "waiting", "batch_limit", "pid"];
+  const columns = ["ready", "version", "restarts", "last_good", "waiting", "batch_limit", "pid"];
   const row = name => "<tr><td>" + escaped(name) + "</td>" +
     columns.map(c => `<td>${escaped(state.models[name][c])}</td>`).join("") + "</tr>";
   return "<tr><th>model</th>" + columns.map(c => `<th>${c}</th>`).join("") + "</tr>" +

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, membership, open_transport
+from dadplug.exchange import Traffic, membership, open_transport, status
 from dadplug.exchange.exit_reports import Report, ReportHistory
 from dadplug.exchange.membership import ProcessSites, introduce
 from dadplug.exchange.status import StatusServer
@@ -108,3 +111,23 @@ def test_a_history_holds_the_last_report_of_each_of_the_last_sessions():
     assert history.find(19).reason == "19, 1"
     assert history.find(20) is None
     assert history.last == withdrawal
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "exchanging"),
+    [
+        ("exchange/buckets.py", "wait", True),
+        ("adapm/background.py", "wait", True),
+        ("hub/link.py", "wait", True),
+        ("parameter_server/optimizer.py", "step", True),
+        ("parameter_server/experiment.py", "run", False),
+        ("parameter_server/dealing.py", "__iter__", False),
+        ("reducer/reducer.py", "wait", False),
+    ],
+)
+def test_a_site_takes_part_in_an_exchange_where_its_main_thread_waits_in_one(file, function, exchanging):
+    path = Path(status.__file__).parents[1] / file
+    space: dict = {}
+    exec(compile(f"def {function}(inner):\n    return inner()", str(path), "exec"), space)
+    with ThreadPoolExecutor(1) as pool:  # requests are answered by another thread
+        assert space[function](lambda: pool.submit(status._occupation).result())[0] == exchanging

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import dadplug
-from dadplug.exchange import Traffic, open_transport
+from dadplug.exchange import Traffic, open_transport, socket_transport
 from dadplug.exchange.socket_transport import PeerSockets, SocketGather
 from dadplug.exchange.summed_buckets import GatheredBucket, summed_bucket
 from dadplug.exchange.wire import WireFormat
@@ -113,6 +113,36 @@ def test_intruders_are_turned_away(sites):
     assert sites(2).run(meets_a_intruder) == [True, True]
 
 
+class LateTransport:
+    """Transport whose time limit is over at once."""
+
+    rank, timeout = 0, -1.0
+
+
+def test_a_wait_ends_where_the_helper_thread_ends_the_last_message_at_the_deadline(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours, theirs = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    late = LateTransport()
+    sockets = PeerSockets(late, {1: ours})
+    polls = []
+
+    class Poll:
+        def poll(self, milliseconds):
+            polls.append(milliseconds)
+
+    def finish(messages):
+        theirs.sendall(socket_transport._HEADER.pack(socket_transport._MAGIC, 0, 4) + b"four")
+
+    with theirs:
+        messages = sockets.launch({}, {1: memoryview(bytearray(4))})
+        monkeypatch.setattr(sockets, "_poll", Poll)
+        monkeypatch.setattr(sockets, "_raise_silence", finish)
+        sockets.wait(messages)
+    sockets.close()
+    assert messages[0].done
+    assert min(polls) >= 0
+
+
 def disagrees() -> str:
     meeting = transport()
     gather = meeting.gather([4 + meeting.rank] * meeting.world_size, torch.float32)
@@ -179,7 +209,7 @@ def test_a_forked_child_does_not_hold_a_dead_sites_connections(tmp_path):
     known = tmp_path / "known"
     code = f"""
 import os, pathlib, signal, time, warnings
-from dadplug.exchange import Traffic, open_transport
+from dadplug.exchange import Traffic, open_transport, socket_transport
 warnings.simplefilter("ignore")
 meeting = open_transport(None, Traffic(), torch.device("cpu"), 40)
 gather = meeting.gather([4, 4], torch.float32)

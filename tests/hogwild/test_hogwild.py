@@ -243,6 +243,33 @@ def test_a_process_that_fails_is_named_and_ends_the_others(tmp_path):
     run_here("failures", str(tmp_path))
 
 
+def train_replaced(hogwild: Hogwild, kind: str) -> None:
+    if hogwild.rank == 1:
+        layer = next(each for each in hogwild.model.modules() if isinstance(each, nn.Linear))
+        if kind == "parameter":
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+        elif kind == "loaded":
+            state = {name: value.clone() for name, value in layer.state_dict().items()}
+            layer.load_state_dict(state, assign=True)
+        else:
+            hogwild.model.scale = hogwild.model.scale + 1
+    training.train_dealt(hogwild, 0)
+
+
+def replaced() -> None:
+    for kind, name in (("parameter", "weight"), ("loaded", "weight"), ("buffer", "scale")):
+        model = training.network()
+        model.register_buffer("scale", torch.ones(3))
+        hogwild = Hogwild(model, training.OPTIMIZERS["sgd"](model.parameters()), 2, threads=1, start="fork")
+        with pytest.raises(ProcessFailedError, match=rf"{name} was replaced by another tensor") as error:
+            hogwild.run(train_replaced, kind)
+        assert "process 1" in str(error.value)
+
+
+def test_a_tensor_that_a_process_replaces_is_an_error():
+    run_here("replaced")
+
+
 def interrupted(folder: str) -> None:
     model = training.network()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)

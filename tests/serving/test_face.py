@@ -161,6 +161,23 @@ def test_methods_types_and_sizes(opened):
     assert found[2][2][b"connection"] == b"close"
 
 
+def test_requests_that_are_refused_before_the_predictor_count_in_the_metrics(opened):
+    face = opened(max_body=100)
+    predictions = [
+        post("/predict", {"input": [1, 2], "unknown": 1}),
+        (("POST", "/predict", b"[]"), {}),
+        (("POST", "/predict", b"[" * 101), {}),
+        (("POST", "/predict", b"a"), {"headers": ((b"content-type", b"text/plain"),)}),
+        post("/predict", {"input": [1, 2]}),
+    ]
+    run(face, *predictions, post("/feedback", {"id": "a", "y": 1, "unknown": 1}))
+    lines = face._predictor.prometheus().splitlines()
+    for status in (422, 400, 413, 415, 200):
+        assert f'dadplug_requests_total{{status="{status}"}} 1' in lines
+    assert 'dadplug_feedback_total{status="422"} 1' in lines
+    assert sum(each["failures"] for each in face._predictor.metrics.history()) == 4
+
+
 def test_a_key_is_needed_where_one_is_set(opened):
     face = opened(api_key="secret")
     request = post("/predict", {"input": [1, 2]})

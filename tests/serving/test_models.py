@@ -288,3 +288,34 @@ def test_a_changed_file_is_loaded_and_its_former_answers_are_void(builders, tmp_
         watcher.look()
         assert list(predictor.predict([2.0, 2, 3, 0]).output[:3]) == [20, 20, 30]
     assert [message for message in caplog.messages if "its former version goes on" in message]
+
+
+def test_a_process_that_ends_while_its_file_is_damaged_serves_the_last_good_version(builders, tmp_path, caplog):
+    path = tmp_path / "odd.pt"
+    with (
+        caplog.at_level(logging.ERROR, "dadplug.serving"),
+        patient_predictor({"m": odd(builders, path, scale=3.0)}, reload=True, cache_bytes=0) as predictor,
+    ):
+        watcher, copy = predictor._watcher, predictor._models["m"].backend._kept.copy
+        watcher.close()  # the test looks by itself
+        assert (copy.parent.stat().st_mode & 0o777) == 0o700
+        for content in (b"garbage", b"", None):
+            path.unlink() if content is None else path.write_bytes(content)
+            watcher.look()
+            watcher.look()
+            pid = int(predictor.predict([1.0, 2, 3, 0]).output[3])
+            assert pid == predictor.status()["models"]["m"]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            assert list(ask(predictor, [1.0, 2, 3, 0]).output[:3]) == [3, 6, 9]
+            assert predictor.status()["models"]["m"]["last_good"]
+            assert 'dadplug_model_last_good{model="m"} 1' in predictor.prometheus()
+        assert [message for message in caplog.messages if "its last good version is served" in message]
+        odd(builders, path, scale=10.0)
+        watcher.look()
+        watcher.look()
+        wait_until(lambda: list(ask(predictor, [1.0, 2, 3, 0]).output[:3]) == [10, 20, 30])
+        assert not predictor.status()["models"]["m"]["last_good"]
+        assert not copy.exists()
+        copy = predictor._models["m"].backend._kept.copy
+        assert copy.exists()
+    assert not copy.exists()

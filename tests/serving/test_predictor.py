@@ -175,6 +175,36 @@ def test_an_ensemble_answers_without_models_that_fail_or_hang():
         go.set()
 
 
+@pytest.mark.parametrize(
+    "invalid", [lambda batch: batch * np.nan, lambda batch: batch[:, :1]], ids=["nan", "one number"]
+)
+def test_an_ensemble_waits_for_a_slower_model_beside_one_without_a_valid_output(invalid):
+    go, returned, answers = threading.Event(), threading.Event(), []
+
+    def slow(batch):
+        assert go.wait(60)
+        return batch
+
+    def failing(batch):
+        returned.set()
+        return invalid(batch)
+
+    with patient_predictor({"failing": failing, "slow": slow}, policy="exp4") as predictor:
+        call = predictor.submit([0.0, 1.0], answers.append, timeout=120)
+        assert returned.wait(60)
+        while not (call.errors or call.outputs):  # the listener is called after the model has returned
+            returned.clear()
+            returned.wait(0.01)
+        call.expire(call.straggling)
+        assert not answers
+        go.set()
+        p = predictor.predict([0.0, 1.0])
+        assert (p.label, p.models) == (1, ("slow",))
+        predictor.feedback(p.id, 1)
+        assert predictor.weights()["slow"] > predictor.weights()["failing"]
+    assert answers[0].models == ("slow",)
+
+
 def test_a_drawn_model_that_fails_is_chosen_less():
     calls = []
 
