@@ -236,7 +236,11 @@ class GradientReduction(FusedSteps, PlannedModel):
             )
 
     def on_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Record the settings of an optimizer that is about to step parameters of the model."""
+        """Record the settings of an optimizer that is about to step parameters of the model.
+
+        Args:
+            optimizer: the optimizer.
+        """
         self._settings.record(optimizer)
 
     def _digest(self) -> int:
