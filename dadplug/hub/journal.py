@@ -27,12 +27,12 @@ class Journal:
         self._period = 0.0  # its beginning
 
     def write(self, event: str) -> None:
-        """Write a line.
+        """Write a line. Characters that cannot be printed, which a site may have sent, are escaped.
 
         Args:
             event: what has happened.
         """
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC  {event}"
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC  {escaped(event)}"
         self.recent.append(line)
         self._write_line(line)
 
@@ -61,3 +61,8 @@ class Journal:
             if self._refusals > _REFUSALS:
                 self.write(f"refused {self._refusals - _REFUSALS} more connections within {_PERIOD:g} s")
             self._refusals = 0
+
+
+def escaped(text: str) -> str:
+    """Return a text in which line ends, escape codes and all else that cannot be printed are written as escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
