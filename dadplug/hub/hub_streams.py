@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import selectors
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from ..errors import FrameError
@@ -127,16 +127,26 @@ class HubStreams:
                 # The site's next session may choose the same number.
                 self._streams[slot, next(self._freed)] = self._streams.pop((slot, channel))
 
-    def serve(self, ready: Mapping[HubStream, int]) -> None:
-        """Serve the streams whose sockets are ready, or that messages have arrived for."""
+    def serve(self, ready: Mapping[HubStream, int], fail: Callable[[Session, Exception], None]) -> None:
+        """Serve the streams whose sockets are ready, or that messages have arrived for.
+
+        Args:
+            ready: events of the sockets that are ready.
+            fail: takes the session and the error of a stream that cannot be served, which is closed.
+        """
         if not ready and not self._reached:
             return
         for key in [key for key, each in self._streams.items() if each in ready or each in self._reached]:
             stream = self._streams[key]
             events = ready.get(stream, 0)
-            if (stream in self._reached or events & _WRITE) and (grant := stream.peer.pass_on()):
-                stream.send(Tag.ROOM, grant)
-            if events & _READ and not self._send(stream):
+            try:
+                if (stream in self._reached or events & _WRITE) and (grant := stream.peer.pass_on()):
+                    stream.send(Tag.ROOM, grant)
+                over = bool(events & _READ) and not self._send(stream)
+            except Exception as error:
+                fail(stream.session, error)
+                over = True
+            if over:
                 self._remove(key)
         self._reached.clear()
 

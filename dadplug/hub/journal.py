@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -35,6 +36,18 @@ class Journal:
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC  {escaped(event)}"
         self.recent.append(line)
         self._write_line(line)
+
+    def fault(self, what: str, error: BaseException) -> None:
+        """Write that something has failed by a fault of the hub, with the traceback.
+
+        Args:
+            what: what has failed.
+            error: the error.
+        """
+        self.write(f"fault of the hub: {what}: {type(error).__name__}: {error}")
+        for part in traceback.format_exception(error):
+            for line in part.rstrip().splitlines():
+                self.write(f"    {line}")
 
     def refuse(self, address: str, reason: str, now: float) -> None:
         """Write that a connection was refused; after some of them, only their number.

@@ -138,6 +138,10 @@ class Reception:
         except (RefusedError, OSError) as error:
             self._refuse(pending, str(error), now)
             return
+        except Exception as error:
+            self._journal.fault(f"the connection of {pending.address} cannot be served", error)
+            self._refuse(pending, f"{type(error).__name__}: {error}", now)
+            return
         if arrival is not None:
             self._selector.unregister(pending)
             self._pending.remove(pending)

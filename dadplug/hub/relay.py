@@ -161,6 +161,26 @@ class Relay(SessionTable):
         self._lose(session, reason, now)
         self._expelled = None
 
+    def fail(self, session: Session, error: Exception, now: float) -> None:
+        """End a session that cannot be served by a fault of the hub, so that all others go on.
+
+        Args:
+            session: the session.
+            error: the error.
+            now: the time, in seconds.
+        """
+        self.journal.fault(f"{session.name} ({session.channel}) cannot be served", error)
+        reason = f"the hub has failed to serve this site: {type(error).__name__}: {error}"
+        if self.sessions.get((session.channel, session.slot)) is not session:
+            return  # it has ended
+        try:
+            self.drop(session, reason, now)
+        except Exception as again:
+            self._expelled = None
+            self.journal.fault(f"{session.name} ({session.channel}) cannot be dropped", again)
+        if self.sessions.get((session.channel, session.slot)) is session:
+            self._end(session, reason)
+
     def _lose(self, session: Session, reason: str, now: float) -> None:
         """End a session; where the run is elastic, its site may join again."""
         if session.channel == "training" and not session.waits:
@@ -171,27 +191,33 @@ class Relay(SessionTable):
     def tick(self, now: float, dials: bool = False) -> None:
         """Let time pass, while a connection is in its handshake (`dials`) or none is."""
         for session in list(self.sessions.values()):
-            training = session.channel == "training" and not session.waits
-            if session.stream is None:
-                since, reason = session.lost
-                grace = self.run.grace(self._grace, dials)
-                if now >= since + grace:
-                    text = f"its connection was lost ({reason}), and it has not dialled again within {grace:g} s"
-                    self._lose(session, text, now)
-                elif training:
-                    self.membership.heard(session.slot, now)  # the grace counts
-            elif not self.readable(session):
-                session.heard = now
-                if training:
-                    self.membership.heard(session.slot, now)
-            elif not training and now >= session.heard + self.run.rules.site_timeout:
-                self.drop(session, f"silent for {self.run.rules.site_timeout:g} s", now)
-            session.tick(now)
+            try:
+                self._tick_session(session, now, dials)
+            except Exception as error:
+                self.fail(session, error, now)
         for slot, reason in self.run.given_up(self.membership):
             self.drop(self.sessions["training", slot], reason, now)
         if self._recovery.active:
             self._recovery.advance(now)
         self._act(self.membership.tick(now), now)
+
+    def _tick_session(self, session: Session, now: float, dials: bool) -> None:
+        training = session.channel == "training" and not session.waits
+        if session.stream is None:
+            since, reason = session.lost
+            grace = self.run.grace(self._grace, dials)
+            if now >= since + grace:
+                text = f"its connection was lost ({reason}), and it has not dialled again within {grace:g} s"
+                self._lose(session, text, now)
+            elif training:
+                self.membership.heard(session.slot, now)  # the grace counts
+        elif not self.readable(session):
+            session.heard = now
+            if training:
+                self.membership.heard(session.slot, now)
+        elif not training and now >= session.heard + self.run.rules.site_timeout:
+            self.drop(session, f"silent for {self.run.rules.site_timeout:g} s", now)
+        session.tick(now)
 
     def readable(self, session: Session) -> bool:
         """Return whether frames of a site may be read: there is room in all queues that they go to."""

@@ -2,7 +2,7 @@
 
 Members come first: in a turn of the loop, every member that has sent something is read once, everything that can be
 sent is sent, and only then a few handshakes continue. So many unknown connections cost members hardly
-anything.
+anything. A fault while one session is served ends that session, with the traceback in the journal.
 
 Memory is bounded: a connection holds one incomplete frame, and a site is no longer read while a queue that its frames
 go to is full (`session.FULL_BYTES`). Nothing is allocated by a size that the wire announces.
@@ -152,7 +152,7 @@ class Hub:
                 self._wake.recv(64)
         if self._again:
             self._receive(now)
-        self._streams.serve(streams)
+        self._streams.serve(streams, lambda session, error: self.relay.fail(session, error, now))
         self._send(now)
         if pending or accepts:
             self.reception.serve(pending, accepts, now)
@@ -184,6 +184,9 @@ class Hub:
             except OSError as error:
                 self._lose(session, tls.explain(error), now)
                 more = False
+            except Exception as error:
+                self.relay.fail(session, error, now)
+                more = False
             if not more:
                 self._again.discard(session)
 
@@ -200,6 +203,10 @@ class Hub:
                     session.flush()
                 except OSError as error:
                     self._lose(session, tls.explain(error), now)
+                    continue
+                except Exception as error:
+                    self._lose(session, f"{type(error).__name__}: {error}", now)  # what it holds cannot be sent
+                    self.relay.fail(session, error, now)
                     continue
             if session in self._leaving and not session.waiting:
                 self._close_after_last(session, now)
@@ -253,6 +260,17 @@ class Hub:
 
     def _greet(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
         """Attach a site's connection to its session, or refuse it."""
+        try:
+            self._attach(pending, arrival, now)
+        except Exception as error:
+            self.journal.fault(f"{arrival.name} ({arrival.hello.channel}) cannot be accepted", error)
+            for session in list(self.relay.sessions.values()):
+                if (session.channel, session.name) == (arrival.hello.channel, arrival.name):
+                    self.relay.fail(session, error, now)
+            if pending.fileno() >= 0 and not any(each.stream is arrival.stream for each in self._masks):
+                self.reception.close_gracefully(pending.detach(), now)
+
+    def _attach(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
         session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
         if session is None or isinstance(answer, Refuse):
             assert isinstance(answer, Refuse)

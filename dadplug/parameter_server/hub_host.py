@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -91,6 +92,10 @@ class SequencerHost:
             self._events.append(f"{self._names[slot]}: no sequencer: {error}")
             _answer({slot: connected}, str(error), self._names)
         except OSError:
+            connected.close()
+        except Exception as error:  # a fault while one site is served ends its stream
+            for line in traceback.format_exception(error):
+                self._events.append(f"fault of the hub: {self._names[slot]}: {line.rstrip()}")
             connected.close()
 
     def _check(self, message: Any) -> tuple[str, Any]:
