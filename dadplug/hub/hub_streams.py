@@ -136,6 +136,7 @@ class HubStreams:
         """
         if not ready and not self._reached:
             return
+        failed: list[tuple[Session, Exception]] = []
         for key in [key for key, each in self._streams.items() if each in ready or each in self._reached]:
             stream = self._streams[key]
             events = ready.get(stream, 0)
@@ -144,11 +145,13 @@ class HubStreams:
                     stream.send(Tag.ROOM, grant)
                 over = bool(events & _READ) and not self._send(stream)
             except Exception as error:
-                fail(stream.session, error)
+                failed.append((stream.session, error))
                 over = True
             if over:
                 self._remove(key)
         self._reached.clear()
+        for session, error in failed:
+            fail(session, error)
 
     def _send(self, stream: HubStream) -> bool:
         """Send what the service has written; return whether there may be more."""

@@ -88,6 +88,7 @@ def test_a_fault_of_a_stream_at_the_hub_ends_the_session_of_its_site(tmp_path, m
         tunnel.start(SECONDS)
         opened = tunnel.dial(HUB_SLOT)
         opened.send(b"no key")
+        opened.close()
         hub.await_line("fault of the hub: a (parameters) cannot be served: ZeroDivisionError")
         a.send(Kind.PAYLOAD, b"still here")
         assert b.message(10) == b"still here"
