@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import selectors
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ..errors import FrameError
@@ -28,6 +28,9 @@ class StreamService(Protocol):
 
     def accept(self, slot: int, connected: socket.socket) -> None:
         """Take a stream that the site of a slot has opened; must not block."""
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, by slot, where they differ from those before."""
 
     def events(self) -> Iterator[str]:
         """Yield what has happened since the last call, for the journal."""
@@ -187,6 +190,11 @@ class HubStreams:
             else:
                 self._selector.modify(stream.peer.local, wanted, stream)
             stream.mask = wanted
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Begin a run of other sites than before."""
+        if self.service is not None:
+            self.service.begin(names)
 
     def events(self) -> Iterator[str]:
         """Yield what has happened at the service."""

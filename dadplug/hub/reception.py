@@ -62,8 +62,8 @@ class Reception:
         Raises:
             ssl.SSLError: if a file of the kit is damaged.
         """
+        self._kit = kit  # its revocations and sites count even if the files of the certificate are damaged
         self._context = tls.hub_context(kit)
-        self._kit = kit
 
     @property
     def dials(self) -> bool:

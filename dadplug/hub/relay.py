@@ -35,6 +35,7 @@ from .sums import Sums
 
 GRACE = 5.0  # seconds
 _OTHER = Position(0, 1)  # of no history of the hub, so that the site is sent a state
+_COPY = "copy the newest roster.json into"
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
 
@@ -88,7 +89,7 @@ class Relay(SessionTable):
         """
         if reason := check_hello(hello, VERSION):
             return None, Refuse(name, reason, False)
-        slot = self.names.index(name)
+        slot = self.roster.index(name)
         key = hello.channel, slot
         session = self.sessions.get(key)
         if session is not None and session.instance == hello.instance:
@@ -106,14 +107,17 @@ class Relay(SessionTable):
         gone = self._gone.get(key)
         if gone is not None and gone[0] == hello.instance:
             return None, Refuse(name, f"the hub has given this site up: {gone[1]}", False)
-        session = Session(slot, name, hello, serial, len(self.names), now)
+        session = Session(slot, name, hello, serial, len(self.roster), now)
+        if hello.channel == "training" and (reason := self._fit(session, now)):
+            return None, Refuse(name, reason, False)
+        later = hello.channel == "training" and session.sites != len(self.names)
         if session.recovers and (self._ending or (self.membership.started and not self.run.elastic)):
             return None, Refuse(name, "the other sites have begun another run", False)
         if session.recovers and not self.membership.started and not self._recovery.active:
             self.membership = Membership(self.names, self.run.rules, self.membership.life + 1, now)
             self._recovery.begin(now)
         session.waits = hello.channel == "training" and (
-            self._ending or self._recovery.active or (self.run.elastic and self.membership.started)
+            later or self._ending or self._recovery.active or (self.run.elastic and self.membership.started)
         )
         if not self._ending and (reason := self._other_release(session)):
             return None, Refuse(name, reason, False)
@@ -134,9 +138,10 @@ class Relay(SessionTable):
 
     def tell_to_wait(self, session: Session) -> None:
         """Tell a site that it is to join, or to wait for the next run; it knows that by itself during a recovery."""
-        if self._recovery.active:
+        later = session.sites != len(self.names)
+        if self._recovery.active and not later:
             return
-        if not self._ending:
+        if not self._ending and not later:
             self.journal.write(f"{session.name} has dialled in, and joins in the next step")
             session.send(pack_control(Accept(session.slot, None, True, 0), 0))
             return
@@ -311,7 +316,9 @@ class Relay(SessionTable):
 
     def _admit(self, now: float) -> None:
         """Let the sites that wait join in the open round."""
-        waiting = [each for each in self.sessions.values() if each.waits and each.ready]
+        waiting = [
+            each for each in self.sessions.values() if each.waits and each.ready and each.sites == len(self.names)
+        ]
         if not waiting or not self.run.admits or not self.run.round.complete:
             return
         for session in waiting:
@@ -328,7 +335,7 @@ class Relay(SessionTable):
             receiver.send(b"".join((head._replace(slot=session.slot).pack(), body)))
 
     def _take_control(self, session: Session, body: bytes, now: float) -> None:
-        message = read_control(body, len(self.names))
+        message = read_control(body, len(self.roster))
         if isinstance(message, Leave):
             self.drop(session, message.reason, now)
         elif isinstance(message, Report) and session.channel == "training":
@@ -400,6 +407,8 @@ class Relay(SessionTable):
     def begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
         self._ending = False
+        waiting = [each.sites for (channel, _), each in self.sessions.items() if channel == "training"]
+        self._resize(max(waiting, default=len(self.names)))
         self.run.reset()
         self._sums.clear()
         self._early.clear()
@@ -409,6 +418,54 @@ class Relay(SessionTable):
             session.waits = False
             self.journal.write(f"{session.name} has joined")
             self._act(self.membership.dial(session.name, session.instance, FRESH, now), now)
+
+    def extend(self, names: Sequence[str]) -> None:
+        """Take a roster with further sites. A run that has begun goes on without them, and they take part in the next.
+
+        Args:
+            names: names of all sites by slot; those that are known keep theirs.
+        """
+        self.roster = tuple(names)
+
+    def _fit(self, session: Session, now: float) -> str:
+        """Fit the next run to the roster of a site that dials in, or return why it cannot take part with this roster.
+
+        The newest roster counts for a run that has not started. One that has started keeps its sites.
+        """
+        session.sites = session.sites or len(self.names)
+        size, training = (
+            len(self.names),
+            [each for (channel, _), each in self.sessions.items() if channel == "training"],
+        )
+        if session.sites > len(self.roster):
+            return (
+                f"this site's roster has {session.sites} sites, and the hub's {len(self.roster)}: {_COPY} the hub's kit"
+            )
+        free = not (self.membership.started or self._ending or self._recovery.active)
+        if free and (session.sites > size or not training or session.recovers):
+            self._resize(session.sites)
+            if session.sites != size:
+                self.membership = Membership(self.names, self.run.rules, self.membership.life + 1, now)
+        elif session.sites < size:
+            new = ", ".join(self.names[session.sites :])
+            return f"the roster of this site's kit lacks {new}: {_COPY} this site's kit"
+        return ""
+
+    def _resize(self, size: int) -> None:
+        """Make the next run one of the first sites of the roster, and end the sessions of sites that lack some."""
+        if size == len(self.names):
+            return
+        before, self.names = len(self.names), self.roster[:size]
+        new = ", ".join(self.names[before:])
+        for session in [each for (channel, _), each in self.sessions.items() if channel == "training"]:
+            if session.sites < size:
+                self._end(session, f"the project has new sites, {new}: {_COPY} this site's kit, and start it again")
+            session.waits |= session.sites > size
+        self.run.resize(self.names, before)
+        self._sums = Sums(size)
+        self._ahead = [deque() for _ in self.names]
+        if self.streams is not None:
+            self.streams.begin(self.names)
 
     def _end_ahead(self, now: float) -> None:
         """Take the ENDs of the step that has been opened, from sites that have sent theirs before."""

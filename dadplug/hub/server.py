@@ -14,12 +14,13 @@ import contextlib
 import secrets
 import selectors
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ..errors import FrameError, KitError
+from ..logs import get_logger
 from . import tls
 from .actions import Refuse, Rules
 from .frames import pack_control
@@ -32,6 +33,7 @@ from .reception import Reception
 from .relay import GRACE, Relay
 from .session import Session
 
+_log = get_logger(__name__)
 _TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost, for which others may wait
 _REPORT_SECONDS = 0.5
 _LEAVE_SECONDS = 2.0  # for the last frames of a session
@@ -57,6 +59,7 @@ class Hub:
         address: host and port that it listens at.
         relay: sessions of the sites, and the membership.
         reception: connections that do not belong to a session.
+        kit_problems: why parts of the changed kit are not used.
 
     Raises:
         KitError: if the kit is not that of a hub, is not valid now, or the address cannot be listened at.
@@ -92,6 +95,7 @@ class Hub:
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._selector.register(self._wake, _READ)
+        self.kit_problems: list[str] = []
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
         self._leaving: dict[Session, float] = {}  # deadlines
@@ -271,7 +275,11 @@ class Hub:
                 self.reception.close_gracefully(pending.detach(), now)
 
     def _attach(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
-        session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
+        session: Session | None = None
+        if arrival.serial in self.kit.revoked:  # since its handshake
+            answer: Any = Refuse(arrival.name, "its certificate has been revoked", False)
+        else:
+            session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
         if session is None or isinstance(answer, Refuse):
             assert isinstance(answer, Refuse)
             self.reception.refused += 1
@@ -309,16 +317,22 @@ class Hub:
 
     def _reload_kit(self, now: float) -> None:
         """Use the kit's files if they have changed, and end the sessions of revoked certificates."""
-        try:
-            kit = self._watch.changed()
-            if kit is None:
-                return
-            self.reception.use(kit)
-        except (KitError, ssl.SSLError) as error:
-            self.journal.write(f"the kit has changed, and the old one stays in use: {error}")
+        change = self._watch.changed()
+        if change is None:
             return
+        kit, self.kit_problems = change
+        try:
+            self.reception.use(kit)
+        except OSError as error:  # also an ssl.SSLError
+            self.kit_problems.append(f"{kit.folder}: {tls.explain(error)}")
         self.kit = kit
         self.journal.write("the kit has been read again")
+        for problem in self.kit_problems:
+            self.journal.write(f"the kit has changed, and a part of it is not used: {problem}")
+            _log.warning("the kit has changed, and a part of it is not used: %s", problem)
+        if new := kit.roster.sites[len(self.relay.roster) :]:
+            self.relay.extend(kit.roster.sites)
+            self.journal.write(f"the roster has new sites: {', '.join(new)}")
         for session in list(self.relay.sessions.values()):
             if session.serial in kit.revoked:
                 self.relay.drop(session, "its certificate has been revoked", now)

@@ -61,6 +61,7 @@ class Session:
         recovers: whether it took part in a run when it dialled.
         serial: serial number of its certificate.
         release: version of dadplug at the site.
+        sites: number of sites in its roster, with which alone it can train.
         rival: another process that has dialled in as the same site last: its random number, and the time.
         queue: frames to the site.
         received: number of frames of the site.
@@ -84,6 +85,7 @@ class Session:
         self.rival = 0, now
         self.waits = self.ready = False
         self.recovers = hello.channel == "training" and hello.position.life > 0
+        self.sites = hello.sites
         self.queue = SendQueue()
         self.received = 0
         self.stream: Stream | None = None

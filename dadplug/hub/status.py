@@ -38,6 +38,7 @@ class Meter:
             relay: the hub's sessions.
             now: the time, in seconds.
         """
+        self._rates += [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
         if self._before is not None and now < self._before[0] + _RATE_SECONDS:
             return self._rates
         totals = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
@@ -45,7 +46,7 @@ class Meter:
         if last is None:
             return self._rates
         since, before = last
-        sums = [[0.0, 0.0] for _ in self._rates]
+        sums = [[0.0, 0.0] for _ in relay.roster]
         for session in relay.sessions.values():
             received, sent = before.get(id(session), (0, 0))
             sums[session.slot][0] += max(0, session.bytes_in - received)
@@ -81,7 +82,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
     relay, kit = hub.relay, hub.kit
     rates, late = meter.rates(relay, now), late_sites(relay, now)
     sites = []
-    for slot, name in enumerate(relay.names):
+    for slot, name in enumerate(relay.roster):
         session = relay.sessions.get(("training", slot))
         sites.append(
             {
@@ -93,7 +94,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "bytes_per_second_from": round(rates[slot][0]),
                 "bytes_per_second_to": round(rates[slot][1]),
                 "late_seconds": round(late.get(slot, 0.0), 1),
-                "missed_steps": relay.run.missed.counts[slot],
+                "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.names) else 0,
             }
         )
     return {
@@ -104,6 +105,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
         "step": relay.membership.step,
         "waiting": relay.pause,
         "refused": hub.reception.refused,
+        "kit_problems": hub.kit_problems,
         "sites": sites,
         "journal": list(hub.journal.recent),
     }
@@ -139,6 +141,7 @@ def table(status: dict[str, Any]) -> list[str]:
         lines.append(
             f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
         )
+    lines += [f"the kit has changed, and a part of it is not used: {each}" for each in status.get("kit_problems", ())]
     if status["waiting"]:
         lines.append(status["waiting"])
     return lines

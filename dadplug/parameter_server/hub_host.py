@@ -66,6 +66,11 @@ class SequencerHost:
         """Take a stream that a site has opened; return at once."""
         threading.Thread(target=self._greet, args=(slot, connected), name="dadplug-start", daemon=True).start()
 
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, by rank."""
+        with self._changed:
+            self._names = list(names)
+
     def events(self) -> Iterator[str]:
         """Yield what has happened since the last call."""
         while self._events:
