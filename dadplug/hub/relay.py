@@ -230,10 +230,10 @@ class Relay(SessionTable):
             return True
         if session.channel in ("store", "check"):
             return not session.full
-        if session.channel == "training" and self._sums.is_ahead(session.slot):
+        if session.channel == "training" and not session.waits and self._sums.is_ahead(session.slot):
             return False
         return not any(
-            other.full and not (channel == "training" and self.membership.behind(other.slot))
+            other.full and not (channel == "training" and not other.waits and self.membership.behind(other.slot))
             for (channel, _), other in self.sessions.items()
             if channel == session.channel and other is not session
         )

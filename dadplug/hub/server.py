@@ -180,7 +180,7 @@ class Hub:
                     self.relay.take(session, frame, now)
                     if session in self.relay.leaving:
                         break
-                if session.channel == "training":
+                if session.channel == "training" and not session.waits:
                     self.relay.membership.heard(session.slot, now)
             except FrameError as error:
                 self.relay.drop(session, str(error), now)
