@@ -109,6 +109,28 @@ class Kit:
             raise KitError(f"the certificate of {self.folder} has been revoked")
 
 
+SOON_DAYS = 30  # before its end, from which on a certificate is to be renewed
+RENEW = "python -m dadplug renew"
+
+
+def days_left(end: datetime, now: datetime | None = None) -> int:
+    """Return the number of whole days until a time; negative after it."""
+    return (end - (now or current_time())).days
+
+
+def renewal_warning(name: str, end: datetime) -> str:
+    """Return a warning that a certificate of a project ends soon, with the command that renews it; empty if not.
+
+    Args:
+        name: name of the site, or `HUB`.
+        end: its end.
+    """
+    days = days_left(end)
+    if days >= SOON_DAYS:
+        return ""
+    return f"THE CERTIFICATE OF {name} ENDS IN {days} DAYS, on {end:%Y-%m-%d}: run `{RENEW} {name}`, and copy it"
+
+
 class KitChange(NamedTuple):
     """What a changed kit brings.
 

@@ -14,9 +14,11 @@ import contextlib
 import secrets
 import selectors
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any
 
 from ..errors import FrameError, KitError
@@ -26,9 +28,10 @@ from .actions import Refuse, Rules
 from .frames import pack_control
 from .hub_streams import HubStream, HubStreams, StreamService
 from .journal import Journal
-from .kits import Kit, KitWatch
+from .kits import Kit, KitWatch, renewal_warning
 from .loopback import dial_back
 from .pending import Arrival, ClosingConnection, PendingConnection
+from .project import HUB
 from .reception import Reception
 from .relay import GRACE, Relay
 from .session import Session
@@ -36,6 +39,7 @@ from .session import Session
 _log = get_logger(__name__)
 _TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost, for which others may wait
 _REPORT_SECONDS = 0.5
+_DAY_SECONDS = 86400.0
 _LEAVE_SECONDS = 2.0  # for the last frames of a session
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -100,7 +104,7 @@ class Hub:
         self._again: set[Session] = set()  # sessions with bytes that have arrived
         self._leaving: dict[Session, float] = {}  # deadlines
         self._stopped: str | None = None
-        self._next_tick = self._next_report = 0.0
+        self._next_tick = self._next_report = self._next_warning = 0.0
         self._tick_seconds = _TICK
 
     def run(self) -> None:
@@ -292,6 +296,10 @@ class Hub:
         if not self._encrypt_local and (local := dial_back(arrival.stream.connection, arrival.hello)) is not None:
             arrival.stream.connection.continue_over(local)
         session.attach(arrival.stream, answer, now)
+        found: dict[str, Any] = dict(arrival.stream.connection.getpeercert() or {})
+        session.expires = datetime.fromtimestamp(ssl.cert_time_to_seconds(found["notAfter"]), timezone.utc)
+        if not answer.resumed and session.channel == "training":
+            self._warn(renewal_warning(session.name, session.expires))
         self._masks[session] = _READ
         self._selector.register(arrival.stream.connection, _READ, session)
         self._again.add(session)
@@ -313,7 +321,23 @@ class Hub:
         if now >= self._next_report:
             self._next_report = now + _REPORT_SECONDS
             self._reload_kit(now)
+            if now >= self._next_warning:
+                self._warn_of_ends(now)
             self._report(self)
+
+    def _warn(self, text: str) -> None:
+        """Write a warning to the journal and the log; nothing if it is empty."""
+        if text:
+            self.journal.write(text)
+            _log.warning("%s", text)
+
+    def _warn_of_ends(self, now: float) -> None:
+        """Warn once a day of certificates that end soon."""
+        self._next_warning = now + _DAY_SECONDS
+        self._warn(renewal_warning(HUB, self.kit.certificate.not_valid_after_utc))
+        for session in self.relay.sessions.values():
+            if session.channel == "training" and session.expires is not None:
+                self._warn(renewal_warning(session.name, session.expires))
 
     def _reload_kit(self, now: float) -> None:
         """Use the kit's files if they have changed, and end the sessions of revoked certificates."""
@@ -325,7 +349,7 @@ class Hub:
             self.reception.use(kit)
         except OSError as error:  # also an ssl.SSLError
             self.kit_problems.append(f"{kit.folder}: {tls.explain(error)}")
-        self.kit = kit
+        self.kit, self._next_warning = kit, 0.0
         self.journal.write("the kit has been read again")
         for problem in self.kit_problems:
             self.journal.write(f"the kit has changed, and a part of it is not used: {problem}")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .files import write_file
+from .kits import RENEW, SOON_DAYS, days_left
+from .project import HUB
 from .relay import Relay
 from .server import Hub
 from .sites import Phase
@@ -94,6 +96,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "bytes_per_second_from": round(rates[slot][0]),
                 "bytes_per_second_to": round(rates[slot][1]),
                 "late_seconds": round(late.get(slot, 0.0), 1),
+                "certificate_days": days_left(session.expires) if session and session.expires else None,
                 "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.names) else 0,
             }
         )
@@ -105,6 +108,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
         "step": relay.membership.step,
         "waiting": relay.pause,
         "refused": hub.reception.refused,
+        "certificate_days": days_left(kit.certificate.not_valid_after_utc),
         "kit_problems": hub.kit_problems,
         "sites": sites,
         "journal": list(hub.journal.recent),
@@ -141,6 +145,10 @@ def table(status: dict[str, Any]) -> list[str]:
         lines.append(
             f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
         )
+    ends = {HUB: status.get("certificate_days")} | {site["name"]: site.get("certificate_days") for site in sites}
+    for name, days in ends.items():
+        if days is not None and days < SOON_DAYS:
+            lines.append(f"THE CERTIFICATE OF {name} ENDS IN {days} DAYS: run `{RENEW} {name}`")
     lines += [f"the kit has changed, and a part of it is not used: {each}" for each in status.get("kit_problems", ())]
     if status["waiting"]:
         lines.append(status["waiting"])
