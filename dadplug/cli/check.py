@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-before",
         type=_days,
         metavar="DAYS",
-        help=f"exit with status {ENDS_SOON} if a certificate ends within this time, such as 14d, and nothing has failed",
+        help=f"exit with status {ENDS_SOON} if a certificate ends within this time, such as 14d",
     )
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)")
 
