@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 
 ROOT = "dadplug"
+_FIRST_REMINDER, _LONGEST_REMINDER = 5.0, 300.0  # seconds; each one comes after twice the time of the last
 
 
 class _Console(logging.Handler):
@@ -40,3 +42,48 @@ def get_logger(name: str) -> logging.Logger:
         if root.level == logging.NOTSET:
             root.setLevel(logging.INFO)
     return logging.getLogger(name)
+
+
+class Troubles:
+    """Warnings of what lasts: each is logged at once, again at growing intervals, and when it is over.
+
+    Args:
+        log: the logger.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._open: dict[object, tuple[float, float, float, str]] = {}  # since, when next, after which time, text
+
+    def begin(self, key: object, text: str) -> None:
+        """Warn of a trouble, unless it is known; a known one gets the text for its reminders.
+
+        Args:
+            key: what it is about.
+            text: the warning.
+        """
+        now = time.monotonic()
+        since, due, wait, _ = self._open.get(key, (now, now + _FIRST_REMINDER, _FIRST_REMINDER, ""))
+        if key not in self._open:
+            self._log.warning("%s", text)
+        self._open[key] = since, due, wait, text
+
+    def remind(self) -> None:
+        """Warn again of the troubles that have lasted for so long; to be called about every second."""
+        now = time.monotonic()
+        for key, (since, due, wait, text) in list(self._open.items()):
+            if now >= due:
+                wait = min(2 * wait, _LONGEST_REMINDER)
+                self._open[key] = since, now + wait, wait, text
+                self._log.warning("for %.0f s: %s", now - since, text)
+
+    def end(self, key: object, text: str) -> None:
+        """Log that a trouble is over, if it was known.
+
+        Args:
+            key: what it is about.
+            text: the message.
+        """
+        if key in self._open:
+            since, *_ = self._open.pop(key)
+            self._log.warning("%s, after %.0f s", text, time.monotonic() - since)

@@ -97,3 +97,8 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def explain_unresolved(host: str, error: OSError) -> str:
+    """Return what it means that a name has not been resolved."""
+    return f"the DNS name {host} does not resolve ({error.strerror or error}); is it right, and does DNS work here?"

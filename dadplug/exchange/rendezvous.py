@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import SiteError
-from ..logs import get_logger
-from .addresses import choose_interface, gloo_interface
+from ..logs import Troubles, get_logger
+from .addresses import choose_interface, explain_unresolved, gloo_interface
 from .deadline import check_seconds, within
 from .membership import ProcessSites, introduce_default, own_member
 from .roll_call import RollCall, plural
@@ -186,15 +186,13 @@ def _open_store(host: str, port: int, rank: int, timeout: float, noun: str) -> d
                 f"port {port} is in use on this machine: another run may still be going on; end it, or choose another "
                 f"port for all {plural(noun)}"
             ) from error
+        if isinstance(error, socket.gaierror):
+            place = "its meeting point" if rank == 0 else f"{noun} 0"
+            raise SiteError(f"{noun} {rank} cannot find {place}: {explain_unresolved(host, error)}") from error
         if rank == 0:
             raise SiteError(
                 f"{noun} 0 cannot open its meeting point {host}:{port}: the address must be one of this machine's own, "
                 f"and reachable from the others ({_first_line(error)})"
-            ) from error
-        if isinstance(error, socket.gaierror):
-            raise SiteError(
-                f"{noun} {rank} cannot reach {noun} 0: the name {host!r} does not resolve (DNS). Check its "
-                f"spelling, or give an IP address ({_first_line(error)})"
             ) from error
         raise SiteError(
             f"{noun} {rank} did not reach {noun} 0 at {host}:{port} within {timeout:g} s: is it running, is the "
@@ -213,11 +211,16 @@ def _wait_for_host(host: str, port: int, timeout: float) -> None:
         OSError: if that takes too long.
     """
     deadline = time.monotonic() + timeout
+    troubles = Troubles(_log)
     while True:
         try:
             socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+            troubles.end("unresolved", f"{host} resolves now")
             return
-        except OSError:
+        except OSError as error:
+            if isinstance(error, socket.gaierror):
+                troubles.begin("unresolved", explain_unresolved(host, error))
+                troubles.remind()
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.05)

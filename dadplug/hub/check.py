@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import ssl
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +22,9 @@ from .certificates import current_time, revocation_list_end
 from .check_channel import MOST_BYTES, NUMBER, Request
 from .files import REVOKED, read_file
 from .frames import VERSION, FrameReader, Head, Hello, Kind, Leave, Welcome, frames, pack_control, read_control
-from .kits import Kit
+from .kits import RENEW, SOON_DAYS, Kit, days_left
 from .secure_socket import SecureSocket
 
-_SOON = timedelta(days=30)
 _CLOCK_NOTE, _CLOCK_FAILED = (
     5.0,
     3000.0,
@@ -46,12 +46,14 @@ class Finding:
         state: "ok", "note" for something that will need attention, or "failed".
         text: what was found.
         advice: what to do; empty where nothing has to be done.
+        days: days until a certificate or list ends; None where the item has no end.
     """
 
     item: str
     state: State
     text: str
     advice: str = ""
+    days: int | None = None
 
 
 def check_kit(folder: Path, address: tuple[str, int] | None = None, timeout: float = 5.0) -> Iterator[Finding]:
@@ -83,7 +85,7 @@ def check_kit(folder: Path, address: tuple[str, int] | None = None, timeout: flo
 
 def _files(kit: Kit) -> Iterator[Finding]:
     now = current_time()
-    renew = f"Ask the project's operator to run `renew {kit.name}`."
+    renew = f"Ask the project's operator to run `{RENEW} {kit.name}`."
     begin, end = kit.certificate.not_valid_before_utc, kit.certificate.not_valid_after_utc
     yield _dates("certificate", begin, end, now, renew)
     begin, end = kit.authority.not_valid_before_utc, kit.authority.not_valid_after_utc
@@ -110,10 +112,12 @@ def _dates(item: str, begin: datetime | None, end: datetime, now: datetime, advi
         return Finding(item, "failed", text, "Correct this machine's clock.")
     if now > end:
         text = f"expired on {end:%Y-%m-%d %H:%M} UTC; this machine's clock says {now:%Y-%m-%d %H:%M}"
-        return Finding(item, "failed", text, advice)
-    days = (end - now).days
+        return Finding(item, "failed", text, advice, days_left(end, now))
+    days = days_left(end, now)
     text = f"valid until {end:%Y-%m-%d} ({days} days)"
-    return Finding(item, "note", text, advice) if end - now < _SOON else Finding(item, "ok", text)
+    if days >= SOON_DAYS:
+        return Finding(item, "ok", text, days=days)
+    return Finding(item, "note", f"ENDS IN {days} DAYS: {text}", advice, days)
 
 
 # The way to the hub
@@ -214,9 +218,16 @@ def _encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> tuple
     except (RefusedError, OSError) as error:
         return Finding("TLS", "failed", str(error), _advice(str(error), kit)), None
     found: dict[str, Any] = dict(secure.getpeercert() or {})
-    end = f"; the hub's certificate is valid until {found['notAfter']}" if "notAfter" in found else ""
-    cipher = (secure.cipher() or ("", "", 0))[0]
-    return Finding("TLS", "ok", f"{secure.version()}, {cipher}{end}"), secure
+    text = f"{secure.version()}, {(secure.cipher() or ('', '', 0))[0]}"
+    if "notAfter" not in found:
+        return Finding("TLS", "ok", text), secure
+    text += f"; the hub's certificate is valid until {found['notAfter']}"
+    end = datetime.fromtimestamp(ssl.cert_time_to_seconds(found["notAfter"]), timezone.utc)
+    days = days_left(end)
+    if days >= SOON_DAYS:
+        return Finding("TLS", "ok", text, days=days), secure
+    advice = f"Ask the project's operator to run `{RENEW} hub`."
+    return Finding("TLS", "note", f"{text}: IT ENDS IN {days} DAYS", advice, days), secure
 
 
 _ADVICE = {  # by a part of the error

@@ -16,7 +16,8 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 
-from ..errors import FrameError, MismatchError, RefusedError, SealingError, SiteError
+from ..errors import FrameError, MismatchError, RefusedError, SealingError, SiteError, TryAgainError
+from ..logs import Troubles, get_logger
 from . import tls
 from .actions import FRESH, Position
 from .dialing import dial_hub, tell
@@ -26,6 +27,7 @@ from .kits import Kit
 from .numbered import NumberedFrames
 from .secure_socket import SecureSocket
 
+_log = get_logger(__name__)
 REDIAL_SECONDS = 30.0  # after which a hub that cannot be reached is given up
 _DIAL_SECONDS = 5.0  # for each part of the start of a connection
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to dial
@@ -61,6 +63,7 @@ class HubConnection(ABC):
         self._channel = channel
         self._instance = secrets.randbits(62)
         self._connection: SecureSocket | None = None
+        self._troubles = Troubles(_log)  # that the user is told of
         self._frames = NumberedFrames(self.rank, self._room, self._complete)
         self._failure: Exception | None = None
         self.outage = ""  # reason of the present loss of the connection
@@ -121,6 +124,9 @@ class HubConnection(ABC):
             except (OSError, FrameError) as error:
                 if time.monotonic() + pause > deadline:
                     raise SiteError(f"{self.hub} cannot be reached for {timeout:g} s: {error}") from error
+                if not isinstance(error, TryAgainError):
+                    self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {tls.explain(error)}; dialing again")
+                    self._troubles.remind()
                 printed = printed or tell(self.hub, error)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -286,6 +292,8 @@ class HubConnection(ABC):
         """Take note that the connection is lost; the thread dials again."""
         self.outage, self._lost_at = tls.explain(error), time.monotonic()
         self._closed = self._closed or (self.left and self._frames.idle)
+        if self._channel == "training" and not (self.left or self._closed):
+            self._troubles.begin(self.hub, f"the connection to {self.hub} is lost: {self.outage}; dialing again")
         self._disconnect()
         self._wake()
 
@@ -318,6 +326,7 @@ class HubConnection(ABC):
         connection.give_up_after(self._silence)
         self._heard = time.monotonic()
         self._connection, self.outage = connection, ""
+        self._troubles.end(self.hub, f"{self.hub} is connected again")
         self._flush_or_disconnect()
 
     # The thread
@@ -348,6 +357,7 @@ class HubConnection(ABC):
                     self.transfer()
                 if time.monotonic() >= ping:
                     ping = time.monotonic() + _PING_SECONDS
+                    self._troubles.remind()
                     self._frames.ping()
                     self._flush_or_disconnect()
             if ready & select.POLLIN:
@@ -396,5 +406,8 @@ class HubConnection(ABC):
                     self.fail(SiteError(f"{self.hub} cannot be reached for {REDIAL_SECONDS:g} s: {error}"))
                 return
             self.outage = tls.explain(error)
+            if self._channel == "training":
+                self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {self.outage}; dialing again")
+                self._troubles.remind()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

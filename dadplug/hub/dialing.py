@@ -35,7 +35,8 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
         OSError: if the hub cannot be reached, or may accept this site later.
         FrameError: if the hub sends something that is no answer.
     """
-    hello = hello._replace(release=sys.modules[__name__.partition(".")[0]].__version__)
+    release = sys.modules[__name__.partition(".")[0]].__version__
+    hello = hello._replace(release=release, sites=len(kit.roster.sites))
     connection = tls.dial(kit, seconds, address)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import FrameError
@@ -142,6 +143,18 @@ class ElasticRun:
         self.round.clear()
         self.joined.clear()
         self._kind = Round.COLLECTIVE
+
+    def resize(self, names: Sequence[str], before: int) -> None:
+        """Begin a run of other sites than before.
+
+        Args:
+            names: names of the sites.
+            before: number of sites before.
+        """
+        every = self._first.min_sites == before
+        self._first = replace(self._first, min_sites=len(names) if every else min(self._first.min_sites, len(names)))
+        self.reset()
+        self.missed.reset(names)
 
     def reset(self) -> None:
         """Begin a run by the rules of the hub."""

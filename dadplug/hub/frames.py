@@ -44,7 +44,7 @@ from ..exchange.requirements import Requirements
 from .actions import Accept, Close, Drop, Join, Pause, Position, Redo, Refuse, Replay, Resume, SendState, Skip, Start
 from .restart_messages import Continue, Repeat, Report
 
-VERSION = 4
+VERSION = 5
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
@@ -279,6 +279,7 @@ class Hello(NamedTuple):
         mark: result of `dadplug.hub.loopback.connection_mark`; empty where the site requires encryption.
         place: name of the Unix socket at which the site waits for a hub in the same machine; empty without one.
         secret: what that hub has to send there first.
+        sites: number of sites in the roster of the site's kit; 0 for that of the hub's.
     """
 
     version: int
@@ -290,6 +291,7 @@ class Hello(NamedTuple):
     mark: str = ""
     place: str = ""
     secret: str = ""
+    sites: int = 0
 
 
 class Welcome(NamedTuple):

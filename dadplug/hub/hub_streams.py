@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import selectors
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ..errors import FrameError
@@ -28,6 +28,9 @@ class StreamService(Protocol):
 
     def accept(self, slot: int, connected: socket.socket) -> None:
         """Take a stream that the site of a slot has opened; must not block."""
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, by slot, where they differ from those before."""
 
     def events(self) -> Iterator[str]:
         """Yield what has happened since the last call, for the journal."""
@@ -127,18 +130,31 @@ class HubStreams:
                 # The site's next session may choose the same number.
                 self._streams[slot, next(self._freed)] = self._streams.pop((slot, channel))
 
-    def serve(self, ready: Mapping[HubStream, int]) -> None:
-        """Serve the streams whose sockets are ready, or that messages have arrived for."""
+    def serve(self, ready: Mapping[HubStream, int], fail: Callable[[Session, Exception], None]) -> None:
+        """Serve the streams whose sockets are ready, or that messages have arrived for.
+
+        Args:
+            ready: events of the sockets that are ready.
+            fail: takes the session and the error of a stream that cannot be served, which is closed.
+        """
         if not ready and not self._reached:
             return
+        failed: list[tuple[Session, Exception]] = []
         for key in [key for key, each in self._streams.items() if each in ready or each in self._reached]:
             stream = self._streams[key]
             events = ready.get(stream, 0)
-            if (stream in self._reached or events & _WRITE) and (grant := stream.peer.pass_on()):
-                stream.send(Tag.ROOM, grant)
-            if events & _READ and not self._send(stream):
+            try:
+                if (stream in self._reached or events & _WRITE) and (grant := stream.peer.pass_on()):
+                    stream.send(Tag.ROOM, grant)
+                over = bool(events & _READ) and not self._send(stream)
+            except Exception as error:
+                failed.append((stream.session, error))
+                over = True
+            if over:
                 self._remove(key)
         self._reached.clear()
+        for session, error in failed:
+            fail(session, error)
 
     def _send(self, stream: HubStream) -> bool:
         """Send what the service has written; return whether there may be more."""
@@ -174,6 +190,11 @@ class HubStreams:
             else:
                 self._selector.modify(stream.peer.local, wanted, stream)
             stream.mask = wanted
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Begin a run of other sites than before."""
+        if self.service is not None:
+            self.service.begin(names)
 
     def events(self) -> Iterator[str]:
         """Yield what has happened at the service."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -27,14 +28,26 @@ class Journal:
         self._period = 0.0  # its beginning
 
     def write(self, event: str) -> None:
-        """Write a line.
+        """Write a line. Characters that cannot be printed, which a site may have sent, are escaped.
 
         Args:
             event: what has happened.
         """
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC  {event}"
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC  {escaped(event)}"
         self.recent.append(line)
         self._write_line(line)
+
+    def fault(self, what: str, error: BaseException) -> None:
+        """Write that something has failed by a fault of the hub, with the traceback.
+
+        Args:
+            what: what has failed.
+            error: the error.
+        """
+        self.write(f"fault of the hub: {what}: {type(error).__name__}: {error}")
+        for part in traceback.format_exception(error):
+            for line in part.rstrip().splitlines():
+                self.write(f"    {line}")
 
     def refuse(self, address: str, reason: str, now: float) -> None:
         """Write that a connection was refused; after some of them, only their number.
@@ -61,3 +74,8 @@ class Journal:
             if self._refusals > _REFUSALS:
                 self.write(f"refused {self._refusals - _REFUSALS} more connections within {_PERIOD:g} s")
             self._refusals = 0
+
+
+def escaped(text: str) -> str:
+    """Return a text in which line ends, escape codes and all else that cannot be printed are written as escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

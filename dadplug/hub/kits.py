@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import KitError
 from . import policy
@@ -21,6 +22,7 @@ from .certificates import (
 )
 from .files import CA, CERTIFICATE, KEY, NEXT_KEY, REVOKED, read_file
 from .policy import Policy
+from .project import FILE as ROSTER
 from .project import HUB, Roster
 
 
@@ -76,11 +78,7 @@ class Kit:
         folder = Path(folder)
         if not folder.is_dir():
             raise KitError(f"{folder} is not a folder: a kit is one, made by `python -m dadplug provision`")
-        authority = certificate_from_pem(read_file(folder / CA), str(folder / CA))
-        path = folder / CERTIFICATE
-        certificate = certificate_from_pem(read_file(path), str(path))
-        if not is_issued_by(certificate, authority):
-            raise KitError(f"{path} is not signed by the authority of this kit")
+        authority, certificate = _certificates(folder)
         roster, name = Roster.load(folder), certified_name(certificate)
         if name != HUB:
             roster.slot(name)
@@ -111,6 +109,40 @@ class Kit:
             raise KitError(f"the certificate of {self.folder} has been revoked")
 
 
+SOON_DAYS = 30  # before its end, from which on a certificate is to be renewed
+RENEW = "python -m dadplug renew"
+
+
+def days_left(end: datetime, now: datetime | None = None) -> int:
+    """Return the number of whole days until a time; negative after it."""
+    return (end - (now or current_time())).days
+
+
+def renewal_warning(name: str, end: datetime) -> str:
+    """Return a warning that a certificate of a project ends soon, with the command that renews it; empty if not.
+
+    Args:
+        name: name of the site, or `HUB`.
+        end: its end.
+    """
+    days = days_left(end)
+    if days >= SOON_DAYS:
+        return ""
+    return f"THE CERTIFICATE OF {name} ENDS IN {days} DAYS, on {end:%Y-%m-%d}: run `{RENEW} {name}`, and copy it"
+
+
+class KitChange(NamedTuple):
+    """What a changed kit brings.
+
+    Attributes:
+        kit: the kit with all that can be applied; the rest is as before.
+        refused: why the other parts are not applied; each text names its file.
+    """
+
+    kit: Kit
+    refused: list[str]
+
+
 class KitWatch:
     """Watch of a kit's files.
 
@@ -122,32 +154,75 @@ class KitWatch:
         self._kit = kit
         self._seen = self._look()
 
-    def changed(self) -> Kit | None:
+    def changed(self) -> KitChange | None:
         """Read the kit again if one of its files has changed; otherwise return None.
 
-        Raises:
-            KitError: if it cannot be used in place of the old one.
+        Each part is applied by itself: a damaged certificate does not keep a revocation from being applied.
         """
         seen = self._look()
         if seen == self._seen:
             return None
         self._seen = seen
-        kit = Kit.load(self._kit.folder)
-        kit.check_dates()
-        if kit.roster != self._kit.roster or kit.name != self._kit.name:
-            raise KitError(f"the roster of {kit.folder} has changed: it is used once the hub starts again")
+        refused: list[str] = []
+        kit = self._kit
+        for apply in (_with_certificate, _with_revocations, _with_roster):
+            try:
+                kit = apply(kit)
+            except (KitError, OSError) as error:
+                refused.append(str(error))
         self._kit = kit
-        return kit
+        return KitChange(kit, refused)
 
     def _look(self) -> list[tuple[int, int, int] | None]:
         found: list[tuple[int, int, int] | None] = []
-        for name in (CA, CERTIFICATE, KEY, NEXT_KEY, REVOKED):
+        for name in (CA, CERTIFICATE, KEY, NEXT_KEY, REVOKED, ROSTER):
             try:
                 state = (self._kit.folder / name).stat()
                 found.append((state.st_ino, state.st_size, state.st_mtime_ns))
             except OSError:
                 found.append(None)
         return found
+
+
+def _certificates(folder: Path) -> tuple[Certificate, Certificate]:
+    """Return the certificates of a kit's authority and of its member."""
+    authority = certificate_from_pem(read_file(folder / CA), str(folder / CA))
+    path = folder / CERTIFICATE
+    certificate = certificate_from_pem(read_file(path), str(path))
+    if not is_issued_by(certificate, authority):
+        raise KitError(f"{path} is not signed by the authority of this kit")
+    return authority, certificate
+
+
+def _with_certificate(kit: Kit) -> Kit:
+    """Return a kit with the certificate and key of its folder."""
+    authority, certificate = _certificates(kit.folder)
+    if certified_name(certificate) != kit.name:
+        raise KitError(f"{kit.folder / CERTIFICATE} is that of {certified_name(certificate)}, not of {kit.name}")
+    key = find_key(kit.folder, certificate)
+    found = replace(kit, authority=authority, certificate=certificate, key_file=key)
+    if certificate != kit.certificate or authority != kit.authority:
+        found.check_dates()
+    return found
+
+
+def _with_revocations(kit: Kit) -> Kit:
+    """Return a kit with the revocations of its folder."""
+    path = kit.folder / REVOKED
+    revoked, _ = read_revocation_list(read_file(path), kit.authority, str(path))
+    return replace(kit, revoked=frozenset(revoked))
+
+
+def _with_roster(kit: Kit) -> Kit:
+    """Return a kit with the roster of its folder, which may have further sites."""
+    roster, old, path = Roster.load(kit.folder), kit.roster, kit.folder / ROSTER
+    if roster.project != old.project:
+        raise KitError(f"{path} is one of the project {roster.project}, not of {old.project}")
+    if roster.sites[: len(old.sites)] != old.sites:
+        raise KitError(f"{path}: sites have been removed, renamed or moved, and slots are permanent")
+    if roster.hub != old.hub:
+        raise KitError(f"{path}: the address of the hub has changed: it is used once this program starts again")
+    return replace(kit, roster=roster)
 
 
 def find_key(folder: Path, certificate: Certificate) -> Path:

@@ -14,7 +14,7 @@ from functools import partial
 
 from ..errors import DroppedError, FrameError, MismatchError, SiteError
 from ..exchange.exit_reasons import ENDED, add_announcer, remove_announcer
-from .actions import Accept, Drop, Pause, Start
+from .actions import Accept, Drop, Join, Pause, Start
 from .actions import Resume as Resumption
 from .connection import KERNEL_BYTES
 from .continued_link import ContinuedLink
@@ -164,6 +164,8 @@ class HubLink(ContinuedLink):
             self._lose_place(message.reason or _ENDED, for_good=not message.step)
         elif isinstance(message, Drop) and self._started and message.slot != self.rank:
             self.gone.setdefault(message.slot, message.reason or _ENDED)
+            if message.reason:
+                self._troubles.begin(message.slot, f"{self.name(message.slot)} is lost: {message.reason}")
             self._continuation.forget(message.slot)
             if self.rounds.elastic:
                 self._inbox.forget(message.slot, message.step)
@@ -174,6 +176,8 @@ class HubLink(ContinuedLink):
             if message.position is not None:
                 self._begin(message.position)
         else:
+            if isinstance(message, Join):
+                self._troubles.end(message.slot, f"{self.name(message.slot)} is back")
             self._continue(message)
         self.rounds.take(message)
 

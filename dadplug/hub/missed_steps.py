@@ -27,8 +27,9 @@ class MissedSteps:
         self._names, self._journal = names, journal
         self.reset()
 
-    def reset(self) -> None:
-        """Begin a run."""
+    def reset(self, names: Sequence[str] | None = None) -> None:
+        """Begin a run, with other sites if they are given."""
+        self._names = self._names if names is None else names
         self.counts = [0] * len(self._names)
         self._step = 0
         self._first: dict[int, int] = {}  # the first step that a late site has missed, by slot

@@ -62,8 +62,8 @@ class Reception:
         Raises:
             ssl.SSLError: if a file of the kit is damaged.
         """
+        self._kit = kit  # its revocations and sites count even if the files of the certificate are damaged
         self._context = tls.hub_context(kit)
-        self._kit = kit
 
     @property
     def dials(self) -> bool:
@@ -137,6 +137,10 @@ class Reception:
             arrival = pending.advance(now)
         except (RefusedError, OSError) as error:
             self._refuse(pending, str(error), now)
+            return
+        except Exception as error:
+            self._journal.fault(f"the connection of {pending.address} cannot be served", error)
+            self._refuse(pending, f"{type(error).__name__}: {error}", now)
             return
         if arrival is not None:
             self._selector.unregister(pending)

@@ -7,7 +7,8 @@ until all that take part have sent theirs, or `site_timeout` is over.
 **The highest closed round wins.** The old hub may have closed round k for some sites, and not for others, which have
 ended it and wait. No site is further ahead: round k + 1 closes only after all of them. The first ones know the
 contributors. If there are sites of both kinds, all send the frames of round k again (`Repeat`), the new hub passes them
-on to those that lack some, and then announces the close to these, with the same contributors.
+on to those that lack some, and then announces the close to these, with the same contributors. If all sites of the first
+kind are lost meanwhile, round k counts as open again.
 
 **The open round is repeated.** Then all sites send the frames again that they have sent in the open round (`Continue`),
 in their old order, and end it if they had. A site takes the frames of one sender in the order in which that one has
@@ -78,6 +79,8 @@ class Recovery:
         self._since = 0.0
         self._behind: list[Session] = []  # that wait for the end of a round
         self._sending: set[Session] = set()  # that have not sent their frames of it again
+        self._repeated: Position | None = None  # the round
+        self._lost_sender = False
 
     # What arrives
 
@@ -207,27 +210,33 @@ class Recovery:
 
     def _repeat(self, winner: Report, behind: Sequence[Session]) -> None:
         """Have the last closed round repeated for sites that it has not been closed for."""
-        self._behind = list(behind)
+        self._behind, self._repeated, self._lost_sender = list(behind), winner.position, False
         self._sending = {each for each in self._taking_part() if each.slot in winner.contributors}
         for session in self._sending:
             session.send(pack_control(Repeat(winner.position), 0))
 
     def _close_for_those_behind(self) -> None:
         """Announce the end of the round once all frames have been sent again; without it if a sender is lost."""
-        live = self._live()
-        if any(session not in live for session in self._sending):
-            for session in self._behind:
-                self._reports.pop(session, None)  # it joins again
-        elif self._sending:
-            return
-        winner = self._winner()
+        live = set(self._live())
+        self._lost_sender |= not self._sending <= live
+        self._sending &= live
+        if self._sending:
+            return  # also after a loss: what the others still send again must not be taken for the open round
+        ahead = [each for each in self._reports.values() if each.position == self._repeated]
         for session in self._behind:
-            if session in self._reports:
-                for slot in winner.joined:
-                    session.send(pack_control(Join(slot, winner.position.step, 0), 0))
-                session.send(pack_control(Close(winner.position.step, winner.contributors, 0), 0))
-                self._reports[session] = winner._replace(listens=False)
-        self._behind, self._sending = [], set()
+            if session not in self._reports:
+                continue
+            if not ahead:  # all that knew the end of the round are lost: for the others it is still open
+                break
+            if self._lost_sender:
+                del self._reports[session]  # it joins again
+                continue
+            winner = ahead[0]
+            for slot in winner.joined:
+                session.send(pack_control(Join(slot, winner.position.step, 0), 0))
+            session.send(pack_control(Close(winner.position.step, winner.contributors, 0), 0))
+            self._reports[session] = winner._replace(listens=False)
+        self._behind, self._repeated = [], None
 
     # The open round
 
@@ -273,4 +282,4 @@ class Recovery:
 
     def _end(self) -> None:
         self.active, self._host.pause = False, ""
-        self._reports, self._behind, self._sending = {}, [], set()
+        self._reports, self._behind, self._sending, self._repeated = {}, [], set(), None

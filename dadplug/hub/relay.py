@@ -35,6 +35,7 @@ from .sums import Sums
 
 GRACE = 5.0  # seconds
 _OTHER = Position(0, 1)  # of no history of the hub, so that the site is sent a state
+_COPY = "copy the newest roster.json into"
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
 
@@ -88,7 +89,7 @@ class Relay(SessionTable):
         """
         if reason := check_hello(hello, VERSION):
             return None, Refuse(name, reason, False)
-        slot = self.names.index(name)
+        slot = self.roster.index(name)
         key = hello.channel, slot
         session = self.sessions.get(key)
         if session is not None and session.instance == hello.instance:
@@ -106,14 +107,17 @@ class Relay(SessionTable):
         gone = self._gone.get(key)
         if gone is not None and gone[0] == hello.instance:
             return None, Refuse(name, f"the hub has given this site up: {gone[1]}", False)
-        session = Session(slot, name, hello, serial, len(self.names), now)
+        session = Session(slot, name, hello, serial, len(self.roster), now)
+        if hello.channel == "training" and (reason := self._fit(session, now)):
+            return None, Refuse(name, reason, False)
+        later = hello.channel == "training" and session.sites != len(self.names)
         if session.recovers and (self._ending or (self.membership.started and not self.run.elastic)):
             return None, Refuse(name, "the other sites have begun another run", False)
         if session.recovers and not self.membership.started and not self._recovery.active:
             self.membership = Membership(self.names, self.run.rules, self.membership.life + 1, now)
             self._recovery.begin(now)
         session.waits = hello.channel == "training" and (
-            self._ending or self._recovery.active or (self.run.elastic and self.membership.started)
+            later or self._ending or self._recovery.active or (self.run.elastic and self.membership.started)
         )
         if not self._ending and (reason := self._other_release(session)):
             return None, Refuse(name, reason, False)
@@ -134,9 +138,10 @@ class Relay(SessionTable):
 
     def tell_to_wait(self, session: Session) -> None:
         """Tell a site that it is to join, or to wait for the next run; it knows that by itself during a recovery."""
-        if self._recovery.active:
+        later = session.sites != len(self.names)
+        if self._recovery.active and not later:
             return
-        if not self._ending:
+        if not self._ending and not later:
             self.journal.write(f"{session.name} has dialled in, and joins in the next step")
             session.send(pack_control(Accept(session.slot, None, True, 0), 0))
             return
@@ -161,6 +166,26 @@ class Relay(SessionTable):
         self._lose(session, reason, now)
         self._expelled = None
 
+    def fail(self, session: Session, error: Exception, now: float) -> None:
+        """End a session that cannot be served by a fault of the hub, so that all others go on.
+
+        Args:
+            session: the session.
+            error: the error.
+            now: the time, in seconds.
+        """
+        self.journal.fault(f"{session.name} ({session.channel}) cannot be served", error)
+        reason = f"the hub has failed to serve this site: {type(error).__name__}: {error}"
+        if self.sessions.get((session.channel, session.slot)) is not session:
+            return  # it has ended
+        try:
+            self.drop(session, reason, now)
+        except Exception as again:
+            self._expelled = None
+            self.journal.fault(f"{session.name} ({session.channel}) cannot be dropped", again)
+        if self.sessions.get((session.channel, session.slot)) is session:
+            self._end(session, reason)
+
     def _lose(self, session: Session, reason: str, now: float) -> None:
         """End a session; where the run is elastic, its site may join again."""
         if session.channel == "training" and not session.waits:
@@ -171,27 +196,33 @@ class Relay(SessionTable):
     def tick(self, now: float, dials: bool = False) -> None:
         """Let time pass, while a connection is in its handshake (`dials`) or none is."""
         for session in list(self.sessions.values()):
-            training = session.channel == "training" and not session.waits
-            if session.stream is None:
-                since, reason = session.lost
-                grace = self.run.grace(self._grace, dials)
-                if now >= since + grace:
-                    text = f"its connection was lost ({reason}), and it has not dialled again within {grace:g} s"
-                    self._lose(session, text, now)
-                elif training:
-                    self.membership.heard(session.slot, now)  # the grace counts
-            elif not self.readable(session):
-                session.heard = now
-                if training:
-                    self.membership.heard(session.slot, now)
-            elif not training and now >= session.heard + self.run.rules.site_timeout:
-                self.drop(session, f"silent for {self.run.rules.site_timeout:g} s", now)
-            session.tick(now)
+            try:
+                self._tick_session(session, now, dials)
+            except Exception as error:
+                self.fail(session, error, now)
         for slot, reason in self.run.given_up(self.membership):
             self.drop(self.sessions["training", slot], reason, now)
         if self._recovery.active:
             self._recovery.advance(now)
         self._act(self.membership.tick(now), now)
+
+    def _tick_session(self, session: Session, now: float, dials: bool) -> None:
+        training = session.channel == "training" and not session.waits
+        if session.stream is None:
+            since, reason = session.lost
+            grace = self.run.grace(self._grace, dials)
+            if now >= since + grace:
+                text = f"its connection was lost ({reason}), and it has not dialled again within {grace:g} s"
+                self._lose(session, text, now)
+            elif training:
+                self.membership.heard(session.slot, now)  # the grace counts
+        elif not self.readable(session):
+            session.heard = now
+            if training:
+                self.membership.heard(session.slot, now)
+        elif not training and now >= session.heard + self.run.rules.site_timeout:
+            self.drop(session, f"silent for {self.run.rules.site_timeout:g} s", now)
+        session.tick(now)
 
     def readable(self, session: Session) -> bool:
         """Return whether frames of a site may be read: there is room in all queues that they go to."""
@@ -199,10 +230,10 @@ class Relay(SessionTable):
             return True
         if session.channel in ("store", "check"):
             return not session.full
-        if session.channel == "training" and self._sums.is_ahead(session.slot):
+        if session.channel == "training" and not session.waits and self._sums.is_ahead(session.slot):
             return False
         return not any(
-            other.full and not (channel == "training" and self.membership.behind(other.slot))
+            other.full and not (channel == "training" and not other.waits and self.membership.behind(other.slot))
             for (channel, _), other in self.sessions.items()
             if channel == session.channel and other is not session
         )
@@ -285,7 +316,9 @@ class Relay(SessionTable):
 
     def _admit(self, now: float) -> None:
         """Let the sites that wait join in the open round."""
-        waiting = [each for each in self.sessions.values() if each.waits and each.ready]
+        waiting = [
+            each for each in self.sessions.values() if each.waits and each.ready and each.sites == len(self.names)
+        ]
         if not waiting or not self.run.admits or not self.run.round.complete:
             return
         for session in waiting:
@@ -302,7 +335,7 @@ class Relay(SessionTable):
             receiver.send(b"".join((head._replace(slot=session.slot).pack(), body)))
 
     def _take_control(self, session: Session, body: bytes, now: float) -> None:
-        message = read_control(body, len(self.names))
+        message = read_control(body, len(self.roster))
         if isinstance(message, Leave):
             self.drop(session, message.reason, now)
         elif isinstance(message, Report) and session.channel == "training":
@@ -374,6 +407,8 @@ class Relay(SessionTable):
     def begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
         self._ending = False
+        waiting = [each.sites for (channel, _), each in self.sessions.items() if channel == "training"]
+        self._resize(max(waiting, default=len(self.names)))
         self.run.reset()
         self._sums.clear()
         self._early.clear()
@@ -383,6 +418,54 @@ class Relay(SessionTable):
             session.waits = False
             self.journal.write(f"{session.name} has joined")
             self._act(self.membership.dial(session.name, session.instance, FRESH, now), now)
+
+    def extend(self, names: Sequence[str]) -> None:
+        """Take a roster with further sites. A run that has begun goes on without them, and they take part in the next.
+
+        Args:
+            names: names of all sites by slot; those that are known keep theirs.
+        """
+        self.roster = tuple(names)
+
+    def _fit(self, session: Session, now: float) -> str:
+        """Fit the next run to the roster of a site that dials in, or return why it cannot take part with this roster.
+
+        The newest roster counts for a run that has not started. One that has started keeps its sites.
+        """
+        session.sites = session.sites or len(self.names)
+        size, training = (
+            len(self.names),
+            [each for (channel, _), each in self.sessions.items() if channel == "training"],
+        )
+        if session.sites > len(self.roster):
+            return (
+                f"this site's roster has {session.sites} sites, and the hub's {len(self.roster)}: {_COPY} the hub's kit"
+            )
+        free = not (self.membership.started or self._ending or self._recovery.active)
+        if free and (session.sites > size or not training or session.recovers):
+            self._resize(session.sites)
+            if session.sites != size:
+                self.membership = Membership(self.names, self.run.rules, self.membership.life + 1, now)
+        elif session.sites < size:
+            new = ", ".join(self.names[session.sites :])
+            return f"the roster of this site's kit lacks {new}: {_COPY} this site's kit"
+        return ""
+
+    def _resize(self, size: int) -> None:
+        """Make the next run one of the first sites of the roster, and end the sessions of sites that lack some."""
+        if size == len(self.names):
+            return
+        before, self.names = len(self.names), self.roster[:size]
+        new = ", ".join(self.names[before:])
+        for session in [each for (channel, _), each in self.sessions.items() if channel == "training"]:
+            if session.sites < size:
+                self._end(session, f"the project has new sites, {new}: {_COPY} this site's kit, and start it again")
+            session.waits |= session.sites > size
+        self.run.resize(self.names, before)
+        self._sums = Sums(size)
+        self._ahead = [deque() for _ in self.names]
+        if self.streams is not None:
+            self.streams.begin(self.names)
 
     def _end_ahead(self, now: float) -> None:
         """Take the ENDs of the step that has been opened, from sites that have sent theirs before."""

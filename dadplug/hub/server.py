@@ -2,7 +2,7 @@
 
 Members come first: in a turn of the loop, every member that has sent something is read once, everything that can be
 sent is sent, and only then a few handshakes continue. So many unknown connections cost members hardly
-anything.
+anything. A fault while one session is served ends that session, with the traceback in the journal.
 
 Memory is bounded: a connection holds one incomplete frame, and a site is no longer read while a queue that its frames
 go to is full (`session.FULL_BYTES`). Nothing is allocated by a size that the wire announces.
@@ -18,22 +18,28 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
 
 from ..errors import FrameError, KitError
+from ..logs import get_logger
 from . import tls
 from .actions import Refuse, Rules
 from .frames import pack_control
 from .hub_streams import HubStream, HubStreams, StreamService
 from .journal import Journal
-from .kits import Kit, KitWatch
+from .kits import Kit, KitWatch, renewal_warning
 from .loopback import dial_back
 from .pending import Arrival, ClosingConnection, PendingConnection
+from .project import HUB
 from .reception import Reception
 from .relay import GRACE, Relay
 from .session import Session
 
+_log = get_logger(__name__)
 _TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost, for which others may wait
 _REPORT_SECONDS = 0.5
+_DAY_SECONDS = 86400.0
 _LEAVE_SECONDS = 2.0  # for the last frames of a session
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -57,6 +63,7 @@ class Hub:
         address: host and port that it listens at.
         relay: sessions of the sites, and the membership.
         reception: connections that do not belong to a session.
+        kit_problems: why parts of the changed kit are not used.
 
     Raises:
         KitError: if the kit is not that of a hub, is not valid now, or the address cannot be listened at.
@@ -92,11 +99,12 @@ class Hub:
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._selector.register(self._wake, _READ)
+        self.kit_problems: list[str] = []
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
         self._leaving: dict[Session, float] = {}  # deadlines
         self._stopped: str | None = None
-        self._next_tick = self._next_report = 0.0
+        self._next_tick = self._next_report = self._next_warning = 0.0
         self._tick_seconds = _TICK
 
     def run(self) -> None:
@@ -152,7 +160,7 @@ class Hub:
                 self._wake.recv(64)
         if self._again:
             self._receive(now)
-        self._streams.serve(streams)
+        self._streams.serve(streams, lambda session, error: self.relay.fail(session, error, now))
         self._send(now)
         if pending or accepts:
             self.reception.serve(pending, accepts, now)
@@ -176,13 +184,16 @@ class Hub:
                     self.relay.take(session, frame, now)
                     if session in self.relay.leaving:
                         break
-                if session.channel == "training":
+                if session.channel == "training" and not session.waits:
                     self.relay.membership.heard(session.slot, now)
             except FrameError as error:
                 self.relay.drop(session, str(error), now)
                 more = False
             except OSError as error:
                 self._lose(session, tls.explain(error), now)
+                more = False
+            except Exception as error:
+                self.relay.fail(session, error, now)
                 more = False
             if not more:
                 self._again.discard(session)
@@ -200,6 +211,10 @@ class Hub:
                     session.flush()
                 except OSError as error:
                     self._lose(session, tls.explain(error), now)
+                    continue
+                except Exception as error:
+                    self._lose(session, f"{type(error).__name__}: {error}", now)  # what it holds cannot be sent
+                    self.relay.fail(session, error, now)
                     continue
             if session in self._leaving and not session.waiting:
                 self._close_after_last(session, now)
@@ -253,7 +268,22 @@ class Hub:
 
     def _greet(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
         """Attach a site's connection to its session, or refuse it."""
-        session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
+        try:
+            self._attach(pending, arrival, now)
+        except Exception as error:
+            self.journal.fault(f"{arrival.name} ({arrival.hello.channel}) cannot be accepted", error)
+            for session in list(self.relay.sessions.values()):
+                if (session.channel, session.name) == (arrival.hello.channel, arrival.name):
+                    self.relay.fail(session, error, now)
+            if pending.fileno() >= 0 and not any(each.stream is arrival.stream for each in self._masks):
+                self.reception.close_gracefully(pending.detach(), now)
+
+    def _attach(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
+        session: Session | None = None
+        if arrival.serial in self.kit.revoked:  # since its handshake
+            answer: Any = Refuse(arrival.name, "its certificate has been revoked", False)
+        else:
+            session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
         if session is None or isinstance(answer, Refuse):
             assert isinstance(answer, Refuse)
             self.reception.refused += 1
@@ -266,6 +296,10 @@ class Hub:
         if not self._encrypt_local and (local := dial_back(arrival.stream.connection, arrival.hello)) is not None:
             arrival.stream.connection.continue_over(local)
         session.attach(arrival.stream, answer, now)
+        found: dict[str, Any] = dict(arrival.stream.connection.getpeercert() or {})
+        session.expires = datetime.fromtimestamp(ssl.cert_time_to_seconds(found["notAfter"]), timezone.utc)
+        if not answer.resumed and session.channel == "training":
+            self._warn(renewal_warning(session.name, session.expires))
         self._masks[session] = _READ
         self._selector.register(arrival.stream.connection, _READ, session)
         self._again.add(session)
@@ -287,20 +321,42 @@ class Hub:
         if now >= self._next_report:
             self._next_report = now + _REPORT_SECONDS
             self._reload_kit(now)
+            if now >= self._next_warning:
+                self._warn_of_ends(now)
             self._report(self)
+
+    def _warn(self, text: str) -> None:
+        """Write a warning to the journal and the log; nothing if it is empty."""
+        if text:
+            self.journal.write(text)
+            _log.warning("%s", text)
+
+    def _warn_of_ends(self, now: float) -> None:
+        """Warn once a day of certificates that end soon."""
+        self._next_warning = now + _DAY_SECONDS
+        self._warn(renewal_warning(HUB, self.kit.certificate.not_valid_after_utc))
+        for session in self.relay.sessions.values():
+            if session.channel == "training" and session.expires is not None:
+                self._warn(renewal_warning(session.name, session.expires))
 
     def _reload_kit(self, now: float) -> None:
         """Use the kit's files if they have changed, and end the sessions of revoked certificates."""
-        try:
-            kit = self._watch.changed()
-            if kit is None:
-                return
-            self.reception.use(kit)
-        except (KitError, ssl.SSLError) as error:
-            self.journal.write(f"the kit has changed, and the old one stays in use: {error}")
+        change = self._watch.changed()
+        if change is None:
             return
-        self.kit = kit
+        kit, self.kit_problems = change
+        try:
+            self.reception.use(kit)
+        except OSError as error:  # also an ssl.SSLError
+            self.kit_problems.append(f"{kit.folder}: {tls.explain(error)}")
+        self.kit, self._next_warning = kit, 0.0
         self.journal.write("the kit has been read again")
+        for problem in self.kit_problems:
+            self.journal.write(f"the kit has changed, and a part of it is not used: {problem}")
+            _log.warning("the kit has changed, and a part of it is not used: %s", problem)
+        if new := kit.roster.sites[len(self.relay.roster) :]:
+            self.relay.extend(kit.roster.sites)
+            self.journal.write(f"the roster has new sites: {', '.join(new)}")
         for session in list(self.relay.sessions.values()):
             if session.serial in kit.revoked:
                 self.relay.drop(session, "its certificate has been revoked", now)

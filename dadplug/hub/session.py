@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import NamedTuple
 
 from ..errors import FrameError
@@ -61,6 +62,8 @@ class Session:
         recovers: whether it took part in a run when it dialled.
         serial: serial number of its certificate.
         release: version of dadplug at the site.
+        sites: number of sites in its roster, with which alone it can train.
+        expires: end of its certificate, once it is known.
         rival: another process that has dialled in as the same site last: its random number, and the time.
         queue: frames to the site.
         received: number of frames of the site.
@@ -84,6 +87,8 @@ class Session:
         self.rival = 0, now
         self.waits = self.ready = False
         self.recovers = hello.channel == "training" and hello.position.life > 0
+        self.sites = hello.sites
+        self.expires: datetime | None = None
         self.queue = SendQueue()
         self.received = 0
         self.stream: Stream | None = None

@@ -26,7 +26,8 @@ class SessionTable:
         journal: log of who comes and goes.
 
     Attributes:
-        names: names of the sites by slot.
+        names: names of the sites of this run by slot, the first ones of the roster.
+        roster: names of all sites by slot; those that were added during a run take part in the next one.
         journal: log of who comes and goes.
         sessions: sessions by channel and slot.
         leaving: sessions that have ended, whose last frames are still to be sent.
@@ -34,7 +35,7 @@ class SessionTable:
     """
 
     def __init__(self, names: Sequence[str], journal: Journal) -> None:
-        self.names = tuple(names)
+        self.names = self.roster = tuple(names)
         self.journal = journal
         self.sessions: dict[tuple[str, int], Session] = {}
         self.leaving: list[Session] = []

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .files import write_file
+from .kits import RENEW, SOON_DAYS, days_left
+from .project import HUB
 from .relay import Relay
 from .server import Hub
 from .sites import Phase
@@ -38,6 +40,7 @@ class Meter:
             relay: the hub's sessions.
             now: the time, in seconds.
         """
+        self._rates += [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
         if self._before is not None and now < self._before[0] + _RATE_SECONDS:
             return self._rates
         totals = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
@@ -45,7 +48,7 @@ class Meter:
         if last is None:
             return self._rates
         since, before = last
-        sums = [[0.0, 0.0] for _ in self._rates]
+        sums = [[0.0, 0.0] for _ in relay.roster]
         for session in relay.sessions.values():
             received, sent = before.get(id(session), (0, 0))
             sums[session.slot][0] += max(0, session.bytes_in - received)
@@ -81,7 +84,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
     relay, kit = hub.relay, hub.kit
     rates, late = meter.rates(relay, now), late_sites(relay, now)
     sites = []
-    for slot, name in enumerate(relay.names):
+    for slot, name in enumerate(relay.roster):
         session = relay.sessions.get(("training", slot))
         sites.append(
             {
@@ -93,7 +96,8 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "bytes_per_second_from": round(rates[slot][0]),
                 "bytes_per_second_to": round(rates[slot][1]),
                 "late_seconds": round(late.get(slot, 0.0), 1),
-                "missed_steps": relay.run.missed.counts[slot],
+                "certificate_days": days_left(session.expires) if session and session.expires else None,
+                "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.names) else 0,
             }
         )
     return {
@@ -104,6 +108,8 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
         "step": relay.membership.step,
         "waiting": relay.pause,
         "refused": hub.reception.refused,
+        "certificate_days": days_left(kit.certificate.not_valid_after_utc),
+        "kit_problems": hub.kit_problems,
         "sites": sites,
         "journal": list(hub.journal.recent),
     }
@@ -139,6 +145,11 @@ def table(status: dict[str, Any]) -> list[str]:
         lines.append(
             f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
         )
+    ends = {HUB: status.get("certificate_days")} | {site["name"]: site.get("certificate_days") for site in sites}
+    for name, days in ends.items():
+        if days is not None and days < SOON_DAYS:
+            lines.append(f"THE CERTIFICATE OF {name} ENDS IN {days} DAYS: run `{RENEW} {name}`")
+    lines += [f"the kit has changed, and a part of it is not used: {each}" for each in status.get("kit_problems", ())]
     if status["waiting"]:
         lines.append(status["waiting"])
     return lines

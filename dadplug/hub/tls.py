@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RefusedError
+from ..exchange.addresses import explain_unresolved
 from .blocking import read_exactly
 from .files import CA, CERTIFICATE, REVOKED
 from .project import HUB
@@ -152,7 +153,11 @@ def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> Se
         OSError: if the hub cannot be reached, or the connection is lost.
     """
     host, port = address or kit.roster.address()
-    secure = encrypt(kit, socket.create_connection((host, port), timeout), host, port)
+    try:
+        connection = socket.create_connection((host, port), timeout)
+    except socket.gaierror as error:
+        raise ConnectionError(explain_unresolved(host, error)) from error
+    secure = encrypt(kit, connection, host, port)
     read_verdict(kit, secure, host, port)
     return secure
 

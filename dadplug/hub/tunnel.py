@@ -292,6 +292,12 @@ class Tunnel(HubConnection):
     # The thread
 
     def _run(self) -> None:
+        super()._run()
+        with self.lock:
+            for stream in list(self._streams.values()):
+                self._remove(stream)
+
+    def _maintain(self) -> None:
         """Send what the writing threads have left, pass on what arrives, ping, and dial again."""
         ping = time.monotonic() + _PING_SECONDS
         while not self.closed:
@@ -315,9 +321,6 @@ class Tunnel(HubConnection):
                     self._flush_or_disconnect()
                     if time.monotonic() - self._heard > self._silence:
                         self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
-        with self.lock:
-            for stream in list(self._streams.values()):
-                self._remove(stream)
 
     def _serve(self, ready: dict[int, int]) -> None:
         """Serve the streams that have become ready, or that messages have arrived for."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -65,6 +66,11 @@ class SequencerHost:
         """Take a stream that a site has opened; return at once."""
         threading.Thread(target=self._greet, args=(slot, connected), name="dadplug-start", daemon=True).start()
 
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, by rank."""
+        with self._changed:
+            self._names = list(names)
+
     def events(self) -> Iterator[str]:
         """Yield what has happened since the last call."""
         while self._events:
@@ -91,6 +97,10 @@ class SequencerHost:
             self._events.append(f"{self._names[slot]}: no sequencer: {error}")
             _answer({slot: connected}, str(error), self._names)
         except OSError:
+            connected.close()
+        except Exception as error:  # a fault while one site is served ends its stream
+            for line in traceback.format_exception(error):
+                self._events.append(f"fault of the hub: {self._names[slot]}: {line.rstrip()}")
             connected.close()
 
     def _check(self, message: Any) -> tuple[str, Any]:

@@ -16,8 +16,10 @@ from contextlib import suppress
 
 from ..errors import StreamError
 from ..exchange import Traffic
+from ..logs import get_logger
 from .frames import Frame, Kind
 
+_log = get_logger(__name__)
 _HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
 _LARGEST = 1 << 62  # number in a head, so that the next one can be sent
 _CHUNK = 1 << 18  # bytes read at a time
@@ -283,6 +285,25 @@ class StreamThread:
             self._wake_writer.send(b"!")
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:  # all connections end: nobody waits for this thread for ever
+            _log.exception("the thread %s has failed", self._thread.name)
+            for peer in list(self._streams):
+                with suppress(Exception):
+                    self.drop(peer)
+        with suppress(Exception):
+            self._shut_down(time.monotonic() + _CLOSE_SECONDS)
+        _open.discard(self)
+        self._ended = True
+        self._close_adopted()
+        for peer in list(self._streams):
+            self.drop(peer)
+        self._selector.close()
+        self._wake_writer.close()
+        self._wake_reader.close()
+
+    def _serve(self) -> None:
         last = time.monotonic()
         while not self._ending:
             due, wait = self._on_due(), self._timeout / _BEATS
@@ -294,15 +315,6 @@ class StreamThread:
                     stream.heard = now
             last = now
             self._beat(now)
-        self._shut_down(time.monotonic() + _CLOSE_SECONDS)
-        _open.discard(self)
-        self._ended = True
-        self._close_adopted()
-        for peer in list(self._streams):
-            self.drop(peer)
-        self._selector.close()
-        self._wake_writer.close()
-        self._wake_reader.close()
 
     def _shut_down(self, deadline: float) -> None:
         """Send the last frames, and wait until the other ends have closed.
@@ -338,7 +350,9 @@ class StreamThread:
             if events & selectors.EVENT_READ:
                 try:
                     arrived += [(key.data, frame) for frame in stream.read()]
-                except OSError as error:
+                except Exception as error:  # also a fault of this end: the others go on
+                    if not isinstance(error, OSError):
+                        _log.exception("the connection to site %s cannot be served", key.data)
                     lost[key.data] = error
                     self.drop(key.data)
         if arrived and deliver:

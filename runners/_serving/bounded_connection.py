@@ -112,6 +112,8 @@ class BoundedConnection(_Base):
         if self.waiting_since is None and self.idle:
             self.waiting_since = self.touched
         super().data_received(data)
+        if self._lingering:  # refused by the parser
+            return
         if not self.idle:
             self.head_ended()
             return

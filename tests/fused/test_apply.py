@@ -171,7 +171,7 @@ def test_wrong_calls(sites):
         assert "optimizers" in errors[0]
         assert "NaN or Inf at site 1" in errors[1]
         assert all("apply(optimizer)" in error for error in errors[3:])
-        assert "agreed" in errors[2]
+        assert "before gradients were synchronized" in errors[2]
 
 
 def clips_what_is_not_finite() -> None:

@@ -20,6 +20,7 @@ from dadplug.hub.actions import Refuse
 from dadplug.hub.certificates import current_time
 from dadplug.hub.check_channel import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.frames import Frame, Head, Kind
+from dadplug.hub.status import Meter, snapshot, table
 
 ITEMS = [
     "kit",
@@ -204,7 +205,7 @@ def test_certificates_that_have_expired_or_will_soon(tmp_path):
         found = {each.item: each for each in findings(kits / "a")}
         assert found["certificate"].state == "note"
         assert "(9 days)" in found["certificate"].text or "(10 days)" in found["certificate"].text
-        assert "`renew a`" in found["certificate"].advice
+        assert "`python -m dadplug renew a`" in found["certificate"].advice
         assert found["rate"].state == "ok"
         provision.renew(kits, "b", days=1, now=current_time() - timedelta(days=5))
         found = {each.item: each for each in findings(kits / "b")}
@@ -212,6 +213,30 @@ def test_certificates_that_have_expired_or_will_soon(tmp_path):
         assert "expired on" in found["certificate"].text
         assert "expired by the other end's clock" in found["hub"].text
         assert hub.log
+
+
+def test_certificates_that_end_soon_have_an_exit_status_and_are_told_by_the_hub(tmp_path, capsys):
+    with running_hub(tmp_path / "kits"):
+        pass
+    provision.renew(tmp_path / "kits", "a", days=20)
+    provision.renew(tmp_path / "kits", "hub", days=10)
+    with running_hub(tmp_path / "kits") as hub:
+        kit = tmp_path / "kits" / "a"
+        assert running(capsys, kit)[0] == 0
+        assert running(capsys, kit, "--fail-before", "5d")[0] == 0
+        status, text = running(capsys, kit, "--fail-before", "14d")
+        assert status == 3
+        assert "ENDS IN" in text
+        assert "these end within 14 days: TLS (" in text
+        assert "`python -m dadplug renew hub`" in text
+        hub.await_line("run `python -m dadplug renew hub`")
+        site = TestSite(hub.kit("a"), hub.address)
+        hub.await_line("run `python -m dadplug renew a`")
+        found = snapshot(hub.hub, Meter(2))
+        assert found["certificate_days"] in (9, 10)
+        assert found["sites"][0]["certificate_days"] in (19, 20)
+        assert any("THE CERTIFICATE OF a ENDS IN" in line for line in table(found))
+        site.close()
 
 
 def test_a_certificate_of_the_future(tmp_path):

@@ -142,10 +142,10 @@ def test_streams_of_lost_sessions_are_closed_though_they_had_one_number():
             streams.take(session, Head(Kind.MESSAGE, HUB_SLOT, 0, 1 << 31, 0, 5, Tag.DATA), memoryview(b"hello"))
             streams.update()
             streams.end(session)
-            streams.serve({})
+            streams.serve({}, _fail)
         assert len(selector.get_map()) == 3
         service.close()
-        streams.serve({key.data: events for key, events in selector.select(SECONDS)})
+        streams.serve({key.data: events for key, events in selector.select(SECONDS)}, _fail)
         assert not selector.get_map()
         streams.close()
 
@@ -155,3 +155,7 @@ def test_a_hub_without_a_service_ends_each_stream(tmp_path):
         first, _ = together(hub, "ab", "parameters")
         write(first, b"hello")
         assert first.take(Kind.MESSAGE).head.tag == Tag.END
+
+
+def _fail(session, error):
+    raise error

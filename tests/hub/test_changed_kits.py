@@ -1,0 +1,180 @@
+"""Kits that change while the hub runs, by the real commands: revocations, renewals, new sites."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import forkserver
+import pytest
+import support
+from elastic_site import Case
+from json_lines import read_lines
+from running_hub import TestSite, free_port, until
+
+from dadplug.errors import RefusedError
+from dadplug.hub.actions import Drop, Pause, Start
+from dadplug.hub.kits import Kit
+
+ROOT = Path(__file__).parents[2]
+ENDED = 100.0  # seconds for a process, on a busy machine
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "dadplug", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=ENDED,
+        check=False,
+    )
+
+
+class Project:
+    """A project with a hub that runs by its command, from a copy of its kit.
+
+    Args:
+        folder: folder for all of it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.address = folder, f"127.0.0.1:{free_port()}"
+        self.provision("a", "b")
+        shutil.copytree(folder / "kits" / "hub", folder / "copy")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dadplug", "hub", "copy", "--status", "status.json", "--journal", "journal"],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        until(lambda: (folder / "status.json").exists() or self.process.poll() is not None)
+
+    def provision(self, *sites: str) -> None:
+        lines = ['name = "study"', f'hub = "{self.address}"', f"sites = {list(sites)}", 'hub_at = "a"']
+        (self.folder / "project.toml").write_text("\n".join(lines))
+        made = command(self.folder, "provision", "project.toml")
+        assert made.returncode == 0, made.stderr
+
+    def copy(self, name: str, kit: str = "copy") -> None:
+        shutil.copy(self.folder / "kits" / "hub" / name, self.folder / kit / name)
+
+    def kit(self, name: str) -> Kit:
+        return Kit.load(self.folder / "kits" / name)
+
+    def dial(self, name: str) -> TestSite:
+        kit = self.kit(name)
+        return TestSite(kit, kit.roster.address(), sites=len(kit.roster.sites))
+
+    def check(self, name: str) -> subprocess.CompletedProcess:
+        return command(self.folder, "check", f"kits/{name}")
+
+    def journal(self) -> str:
+        return (self.folder / "journal").read_text()
+
+    def await_line(self, text: str) -> None:
+        until(lambda: text in self.journal(), self.journal, ENDED)
+
+    def status(self) -> dict:
+        return json.loads((self.folder / "status.json").read_text())
+
+
+@pytest.fixture
+def project(tmp_path):
+    project = Project(tmp_path)
+    yield project
+    project.process.kill()
+    project.process.communicate()
+
+
+def test_a_site_is_revoked_after_another_one_was_added(project):
+    sites = [project.dial(name) for name in "ab"]
+    for site in sites:
+        site.action(Start)
+    project.provision("a", "b", "c")
+    project.copy("roster.json")
+    project.await_line("the roster has new sites: c")
+    assert [site["name"] for site in project.status()["sites"]] == ["a", "b", "c"]
+    assert "ok: this site can take part" in project.check("c").stdout
+    assert command(project.folder, "revoke", "b").returncode == 0
+    project.copy("revoked.pem")
+    for site in sites:
+        assert site.action(Drop) == Drop(1, 1, "its certificate has been revoked")
+    found = project.check("b")
+    assert found.returncode == 1
+    assert "revoked" in found.stdout
+
+
+def test_a_revocation_is_applied_though_other_parts_of_the_kit_are_of_no_use(project):
+    sites = [project.dial(name) for name in "ab"]
+    for site in sites:
+        site.action(Start)
+    roster = json.loads((project.folder / "copy" / "roster.json").read_text())
+    roster["sites"].reverse()
+    for slot, site in enumerate(roster["sites"]):
+        site["slot"] = slot
+    (project.folder / "copy" / "roster.json").write_text(json.dumps(roster))
+    shutil.copy(project.folder / "kits" / "a" / "certificate.pem", project.folder / "copy" / "certificate.pem")
+    assert command(project.folder, "revoke", "a").returncode == 0
+    project.copy("revoked.pem")
+    for site in sites:
+        assert site.action(Drop) == Drop(0, 1, "its certificate has been revoked")
+    with pytest.raises((RefusedError, AssertionError)):
+        project.dial("a")
+    parts = ("copy/certificate.pem is that of a, not of hub", "copy/roster.json: sites have been removed, renamed")
+    until(lambda: all(part in str(project.status()["kit_problems"]) for part in parts))
+    project.process.terminate()
+    _, errors = project.process.communicate(timeout=ENDED)
+    for part in parts:
+        assert part in project.journal()
+        assert part in errors
+
+
+def test_a_site_that_is_added_in_the_middle_of_a_run_trains_in_the_next_one(project, tmp_path):
+    def start(name: str, **settings: object) -> forkserver.Program:
+        case = Case(str(tmp_path / "kits" / name), str(tmp_path / f"{name}.log"), min_sites=1, **settings)  # type: ignore[arg-type]
+        return forkserver.start(case.start(), os.environ | support.ONE_THREAD)
+
+    def lines(name: str) -> list[dict]:
+        return read_lines(tmp_path / f"{name}.log")
+
+    first = [start(name, stop=str(tmp_path / "stop"), pause=0.02) for name in "ab"]
+    until(lambda: len(lines("a")) > 3, project.journal, ENDED)
+    project.provision("a", "b", "c")
+    project.copy("roster.json")
+    project.await_line("the roster has new sites: c")
+    second = [start("c", steps=5)]
+    project.await_line("c has dialled in for the next run: waiting for a, b to leave the last one")
+    step = len(lines("a"))
+    until(lambda: len(lines("a")) > step + 5, project.journal, ENDED)
+    (tmp_path / "stop").write_text("1")
+    for site in first:
+        assert site.wait(ENDED) == 0, site.read()
+    assert all(line["present"] == [0, 1] for line in lines("a"))
+    (tmp_path / "a.log").unlink()
+    for name in "ab":
+        project.copy("roster.json", f"kits/{name}")
+        second.append(start(name, steps=5))
+    for site in second:
+        assert site.wait(ENDED) == 0, (site.read(), project.journal())
+    assert [line["present"] for line in lines("a")] == [[0, 1, 2]] * 5
+    assert [line["digest"] for line in lines("a")] == [line["digest"] for line in lines("c")]
+
+
+def test_a_site_with_an_older_roster_is_told_the_remedy(project):
+    project.provision("a", "b", "c")
+    project.copy("roster.json")
+    project.await_line("the roster has new sites: c")
+    a = project.dial("a")
+    assert a.action(Pause).reason == "1 of 2 sites are here: waiting for b"
+    c = project.dial("c")
+    assert "the project has new sites, c: copy the newest roster.json into this site's kit" in a.action(Drop).reason
+    assert c.action(Pause).reason == "1 of 3 sites are here: waiting for a, b"
+    assert "lacks c: copy the newest roster.json into this site's kit" in project.dial("b").answer.reason
