@@ -301,6 +301,29 @@ while True:
     assert "has not answered for 2 s" in finished[0].errors
 
 
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [
+        ("raise OSError('the disk is full')", "is gone: OSError: the disk is full"),
+        ("raise SystemExit(3)", "is gone: SystemExit: 3"),
+        ("continue", "is gone: it has closed its parameter manager, while this site waits for it"),
+    ],
+)
+def test_a_site_that_leaves_its_block_early_ends_the_barriers_of_the_others(tmp_path, ends, reason):
+    code = f"""
+with manager:
+    for step in range(3):
+        if rank == 1 and step == 2:
+            {ends}
+        manager.wait_sync(everywhere=True)
+"""
+    finished = run(code, tmp_path, 3)
+    for rank in (0, 2):
+        assert "SiteError: site 1 (" in finished[rank].errors, finished[rank].errors
+        assert reason in finished[rank].errors, finished[rank].errors
+        assert "has not answered" not in finished[rank].errors  # not the end of a timeout
+
+
 def test_sites_leave_in_peace(tmp_path):
     for each in run("manager.barrier()\nmanager.close()", tmp_path, 3):
         assert each.status == 0, each.errors

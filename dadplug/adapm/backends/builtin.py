@@ -97,13 +97,16 @@ class BuiltinBackend(Backend):
             raise RuntimeError("the parameter manager cannot go on: it has been closed")
 
     def close(self) -> None:
+        self._close(aborts=False)
+
+    def _close(self, *, aborts: bool) -> None:
         if self._closed:
             return
         self._closed = True
         if self._background is not None:
-            self._background.close()
+            self._background.close(aborts=aborts)
             self.transport.close()
 
     def abandon(self, reason: str) -> None:
         self.transport.sites.announce(reason)
-        self.close()
+        self._close(aborts=True)
