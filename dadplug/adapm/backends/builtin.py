@@ -96,8 +96,11 @@ class BuiltinBackend(Backend):
         elif self._closed:
             raise RuntimeError("the parameter manager cannot go on: it has been closed")
 
-    def close(self) -> None:
+    def leave(self) -> None:
         self._close(aborts=False)
+
+    def close(self) -> None:
+        self._close(aborts=True)  # at the end of the program, which `Sites` has announced
 
     def _close(self, *, aborts: bool) -> None:
         if self._closed:
