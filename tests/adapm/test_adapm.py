@@ -250,9 +250,9 @@ manager.wait_sync(everywhere=True)
 """
 
 
-def run(code, tmp_path, world_size=2):
+def run(code, tmp_path, world_size=2, timeout=200):
     code = SITE + code
-    return support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=200, destructors=True)
+    return support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=timeout, destructors=True)
 
 
 @pytest.mark.parametrize(
@@ -317,11 +317,10 @@ with manager:
             {ends}
         manager.wait_sync(everywhere=True)
 """
-    finished = run(code, tmp_path, 3)
+    finished = run(code, tmp_path, 3, timeout=100)  # less than the manager's, which would name the site too
     for rank in (0, 2):
         assert "SiteError: site 1 (" in finished[rank].errors, finished[rank].errors
         assert reason in finished[rank].errors, finished[rank].errors
-        assert "has not answered" not in finished[rank].errors  # not the end of a timeout
 
 
 def test_sites_leave_in_peace(tmp_path):
