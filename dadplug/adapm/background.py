@@ -56,9 +56,10 @@ class Background:
         self._due = math.inf  # time of the next check of the thread
         self._awake = threading.Event()
         self._barriers = 0
-        self._awaited = 0  # number of the barrier at which a worker waits; 0 for none
         self._arrived: dict[int, set[int]] = {}
+        self._awaited: dict[int, set[int]] = {}  # sites that this one waits for, by number of the barrier
         self._left: set[int] = set()
+        self._aborted: set[int] = set()  # those of the sites that have left which have told why to `Sites`
         self._missing: dict[int, float] = {}
         self._closed = False
         self._receiving = threading.Lock()
@@ -117,16 +118,16 @@ class Background:
         others = set(range(self.world_size)) - {self.rank}
         for peer in others:
             self.send(peer, Message(Kind.BARRIER, 0, self.rank, number))
-        self._awaited = number
+        self._awaited[number] = others
         try:
-            self._until(lambda: not others - self._come(), lambda: min(others - self._come()))
+            self._until(lambda: self._at(number) == others, lambda: min(others - self._at(number)))
         finally:
-            self._awaited = 0
-        self._arrived.pop(number, None)
+            del self._awaited[number]
+        del self._arrived[number]
 
-    def _come(self) -> set[int]:
-        """Return the other sites that have come to the barrier at which a worker waits."""
-        return self._arrived.get(self._awaited, set())
+    def _at(self, number: int) -> set[int]:
+        """Return the sites that have arrived at a barrier."""
+        return self._arrived.get(number, set())
 
     def _until(self, condition: Callable[[], bool], culprit: Callable[[], int | None]) -> None:
         """Wait for a condition.
@@ -292,6 +293,8 @@ class Background:
                 self._progress.notify_all()
         elif kind is Kind.BYE:
             self._left.add(sender)
+            if message.extra:
+                self._aborted.add(sender)
         elif kind in _SYNCS:
             with self._sync_timing.counted():
                 self._engine.receive(sender, message)
@@ -299,29 +302,46 @@ class Background:
             self._engine.receive(sender, message)
 
     def _check_lost(self, lost: dict[int, Exception]) -> None:
-        """Fail for sites that are lost. Sites that have left (BYE) count as lost only if a worker waits."""
+        """Fail for sites that are lost.
+
+        Sites that have left (BYE) count as lost only if a worker waits, at a barrier only if it waits for them.
+        """
         for peer, reason in lost.items():
             if isinstance(reason, (TimeoutError, ProtocolError)):
                 self.fail(reason, peer)
             elif peer not in self._left:
                 self._missing.setdefault(peer, time.monotonic() + _GRACE)
         waits = self._engine.waits or self._urgent
+        # A worker may end its barrier meanwhile, so copies are read.
+        absent = {peer for number, others in tuple(self._awaited.items()) for peer in others - self._at(number)}
         for peer in self._left:
-            if waits or (self._awaited and peer not in self._come()):
+            if waits or peer in absent:
                 self._missing.setdefault(peer, time.monotonic() + _GRACE)
             else:
                 self._missing.pop(peer, None)
         for peer, deadline in self._missing.items():
             if time.monotonic() > deadline:
-                self.fail(ConnectionError("the connection was lost"), peer)
+                self.fail(self._loss(peer), peer)
 
-    def close(self) -> None:
-        """Leave the other sites, and end the thread."""
+    def _loss(self, peer: int) -> Exception:
+        if peer not in self._left or peer in self._aborted:
+            return ConnectionError("the connection was lost")  # `Sites` knows why
+        return SiteError(
+            f"{self._transport.sites[peer]} is gone: it has closed its parameter manager, while this site waits for "
+            "it. All sites must make the same calls of barrier() and wait_sync(everywhere=True)."
+        )
+
+    def close(self, *, aborts: bool = False) -> None:
+        """Leave the other sites, and end the thread.
+
+        Args:
+            aborts: whether this site leaves after an error, which it has announced.
+        """
         if self._failure is None:
             for peer in range(self.world_size):
                 if peer != self.rank and peer not in self._left:
                     with suppress(OSError):
-                        self.send(peer, Message(Kind.BYE, 0, self.rank))
+                        self.send(peer, Message(Kind.BYE, 0, self.rank, extra=int(aborts)))
         self._closed = True
         self.fail(RuntimeError("it has been closed"))
         self._network.wake()

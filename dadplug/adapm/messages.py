@@ -71,7 +71,7 @@ class Kind(IntEnum):
     SYNCED = 9  # keys, codes, versions, values of the new ones
     OWNER = 10  # keys, moves; origin: the owner
     BARRIER = 11  # request: number of the barrier
-    BYE = 12  # the site leaves
+    BYE = 12  # the site leaves; extra: 1 after an error, which it has announced
     ALIVE = 13  # heartbeat, sent if no other message is
 
 

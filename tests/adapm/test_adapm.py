@@ -250,9 +250,9 @@ manager.wait_sync(everywhere=True)
 """
 
 
-def run(code, tmp_path, world_size=2):
+def run(code, tmp_path, world_size=2, timeout=200):
     code = SITE + code
-    return support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=200, destructors=True)
+    return support.run_programs(support.site_scripts(code, tmp_path, world_size), timeout=timeout, destructors=True)
 
 
 @pytest.mark.parametrize(
@@ -328,6 +328,28 @@ while True:
     finished = run(code, tmp_path)
     assert "SiteError: site 1 (" in finished[0].errors
     assert "has not answered for 2 s" in finished[0].errors
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [
+        ("raise OSError('the disk is full')", "is gone: OSError: the disk is full"),
+        ("raise SystemExit(3)", "is gone: SystemExit: 3"),
+        ("continue", "is gone: it has closed its parameter manager, while this site waits for it"),
+    ],
+)
+def test_a_site_that_leaves_its_block_early_ends_the_barriers_of_the_others(tmp_path, ends, reason):
+    code = f"""
+with manager:
+    for step in range(3):
+        if rank == 1 and step == 2:
+            {ends}
+        manager.wait_sync(everywhere=True)
+"""
+    finished = run(code, tmp_path, 3, timeout=100)  # less than the manager's, which would name the site too
+    for rank in (0, 2):
+        assert "SiteError: site 1 (" in finished[rank].errors, finished[rank].errors
+        assert reason in finished[rank].errors, finished[rank].errors
 
 
 def test_sites_leave_in_peace(tmp_path):

@@ -155,6 +155,10 @@ class Backend(ABC):
             RuntimeError: if the manager has been closed.
         """
 
+    def leave(self) -> None:
+        """Leave the other sites by `ParameterManager.close`, without an error."""
+        self.close()
+
     @abstractmethod
     def close(self) -> None:
         """Leave the other sites; may be called twice."""

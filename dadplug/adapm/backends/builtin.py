@@ -96,14 +96,20 @@ class BuiltinBackend(Backend):
         elif self._closed:
             raise RuntimeError("the parameter manager cannot go on: it has been closed")
 
+    def leave(self) -> None:
+        self._close(aborts=False)
+
     def close(self) -> None:
+        self._close(aborts=True)  # at the end of the program, which `Sites` has announced
+
+    def _close(self, *, aborts: bool) -> None:
         if self._closed:
             return
         self._closed = True
         if self._background is not None:
-            self._background.close()
+            self._background.close(aborts=aborts)
             self.transport.close()
 
     def abandon(self, reason: str) -> None:
         self.transport.sites.announce(reason)
-        self.close()
+        self._close(aborts=True)
