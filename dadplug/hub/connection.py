@@ -97,6 +97,9 @@ class HubConnection(ABC):
     def control(self, message: object) -> None:  # noqa: B027  (not every channel gets announcements)
         """Take an announcement of the hub."""
 
+    def tick(self) -> None:  # noqa: B027
+        """Do what has to be done about every second; errors as in `room`."""
+
     @property
     def position(self) -> Position:
         """The last step that this site has closed, for a hub that has been restarted."""
@@ -358,6 +361,11 @@ class HubConnection(ABC):
                 if time.monotonic() >= ping:
                     ping = time.monotonic() + _PING_SECONDS
                     self._troubles.remind()
+                    try:
+                        self.tick()
+                    except SealingError as error:
+                        self.fail(error)
+                        continue
                     self._frames.ping()
                     self._flush_or_disconnect()
             if ready & select.POLLIN:

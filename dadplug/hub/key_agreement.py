@@ -102,6 +102,11 @@ class Agreement:
         """Size of each site's second message."""
         return _DIGEST + _WRAPPED * (len(self.slots) - 1) + _SIGNATURE
 
+    @property
+    def serials(self) -> dict[int, int]:
+        """Serial numbers of the certificates of the other sites, by slot; only after `share`."""
+        return {slot: certificate.serial_number for slot, certificate in self._certificates.items()}
+
     def share(self, offers: Mapping[int, bytes]) -> bytes:
         """Check the other sites' offers, and return this site's second message.
 

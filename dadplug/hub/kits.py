@@ -132,7 +132,7 @@ def renewal_warning(name: str, end: datetime) -> str:
 
 
 class KitChange(NamedTuple):
-    """What a changed kit brings.
+    """Parts of a changed kit.
 
     Attributes:
         kit: the kit with all that can be applied; the rest is as before.

@@ -181,6 +181,9 @@ class HubLink(ContinuedLink):
             self._continue(message)
         self.rounds.take(message)
 
+    def tick(self) -> None:
+        self.sealing.check_kit()
+
     # Messages
 
     def new_channel(self) -> int:

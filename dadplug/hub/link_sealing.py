@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ..errors import SealingError
+from ..logs import get_logger
 from .frames import Head, Kind, frames
 from .key_agreement import CONFIRMATION_BYTES, OFFER_BYTES, Agreement
-from .kits import Kit
+from .kits import Kit, KitWatch
 from .sealing import Keys, Opener, Sealer, opened_offset
 
+_log = get_logger(__name__)
 AGREEMENT = 0xFF << 24  # exchanges of the agreement itself, in a channel that nothing else uses
 
 Swap = Callable[[int, bytes, int], Mapping[int, bytes]]
@@ -32,6 +34,8 @@ class LinkSealing:
         self._names = kit.roster.sites
         self._sealer: Sealer | None = None
         self._openers: dict[int, Opener] = {}
+        self._serials: dict[int, int] = {}  # of the certificates of the others, by slot
+        self._watch = KitWatch(kit)
 
     def negotiate(self, kit: Kit, swap: Swap) -> None:
         """Agree on keys with all other sites.
@@ -54,6 +58,24 @@ class LinkSealing:
         agreement.check(swap(AGREEMENT | 2, confirmation, CONFIRMATION_BYTES))
         self._sealer = agreement.keys.sealer()
         self.keys = agreement.keys
+        self._serials = agreement.serials
+
+    def check_kit(self) -> None:
+        """Read this site's kit again if it has changed: sites do not rely on the hub to tell them of revocations.
+
+        Raises:
+            SealingError: if the certificate of another site has been revoked.
+        """
+        change = self._watch.changed() if self.required and self.keys is not None else None
+        if change is None:
+            return
+        for problem in change.refused:
+            _log.warning("the kit has changed, and a part of it is not used: %s", problem)
+        if new := change.kit.roster.sites[len(self._names) :]:
+            _log.warning("the roster has new sites, which take part in the next run: %s", ", ".join(new))
+        for slot, serial in self._serials.items():
+            if serial in change.kit.revoked:
+                raise SealingError(f"site {slot} ({self._names[slot]}): its certificate has been revoked")
 
     def covers(self, head: Head) -> bool:
         """Return whether the frames of a message are sealed.

@@ -9,7 +9,7 @@ import hub_kits
 import pytest
 import torch
 from hub_sites import TIMEOUT, link_all, open_link, together, transports
-from running_hub import running_hub
+from running_hub import running_hub, until
 from sealed_sites import SENTINEL, SITES, flip, make_kits, opened, packed, sealed_hub, sealed_links
 
 from dadplug.errors import SealingError, SiteError
@@ -296,3 +296,15 @@ def test_large_sums_are_formed_by_the_sites_to_the_same_bits(tmp_path, reader):
             totals[sealed] = together(lambda rank: add(made[rank]), 3)  # noqa: B023
         assert any(head.kind is Kind.SUMMAND for head, _ in reader.seen) is not sealed
     assert all(torch.equal(total, totals[True][0]) for total in totals[True] + totals[False])
+
+
+def test_a_site_that_is_revoked_during_a_run_is_cut_off_by_sites_though_the_hub_keeps_it(tmp_path, caplog):
+    with sealed_links(tmp_path) as links:
+        folder = links[0].kit.folder
+        (folder / "roster.json").write_bytes(b"damaged")
+        provision.revoke(folder.parent, "b")
+        (folder / "revoked.pem").write_bytes((folder.parent / "authority" / "revoked.pem").read_bytes())
+        until(lambda: links[0].closed)
+        with pytest.raises(SealingError, match=r"site 1 \(b\): its certificate has been revoked"):
+            links[0].check()
+        assert "roster.json is not a roster" in caplog.text
