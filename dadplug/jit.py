@@ -135,7 +135,7 @@ def _check_owner(folder: Path, owners: tuple[int, ...], writers: int, found: os.
         raise RuntimeError(f"others can write to {folder}: chmod go-w {folder}")
 
 
-class _UserLocator(_InTree):  # type: ignore[misc]
+class _UserLocator(_InTree):
     """Place of kernels in the user's cache folder."""
 
     def __init__(self, py_func: Any, py_file: str) -> None:

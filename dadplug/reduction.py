@@ -93,7 +93,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
             counter = self._counter if self.options.weighting == "samples" else None
-            self._norms = SyncedBatchNorms(model, self._open_transport(process_group), counter)
+            self._norms = SyncedBatchNorms(model, self._open_transport(process_group), counter, announces=True)
         self._renormalised = replicas.tables_with_max_norm(model)
         self._syncing = True
         self._agreed_samples = 0
@@ -185,6 +185,8 @@ class GradientReduction(FusedSteps, PlannedModel):
         self._drop_cleared()
         self._warn_of_changes()
         planner.before_synchronization()
+        if self._norms is not None:
+            self._norms.end_micro_batches()
         self._pending |= planner.holds_gradients or self._has_attached
         self._counter.follow()
         for table in self._renormalised:
@@ -319,17 +321,15 @@ class GradientReduction(FusedSteps, PlannedModel):
             RuntimeError: with ``sync_batchnorm``, in the first step.
             SiteError: as in `synchronize`, like its other errors.
         """
-        if self._norms is not None:
-            self._norms.idle()
-            self._norms.end_micro_batch()
         if self._syncing:
             self.synchronize(stop=stop)
+        elif self._norms is not None:
+            self._norms.idle_micro_batch()
 
     def join(self, step: Callable[[], object] | None = None) -> None:
         """Take part in the steps of the other sites, without data, until all sites have called it.
 
-        All sites must call it, each after its last batch. It clears the gradients before each step. With
-        ``sync_batchnorm``, all steps need as many micro-batches as the last one before it.
+        All sites must call it, each after its last batch. It clears the gradients before each step.
 
         Args:
             step: called after each synchronization, such as ``optimizer.step``.
@@ -341,9 +341,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         """
         while True:
             self.model.zero_grad()
-            if self._norms is not None:
-                self._norms.idle_step()
-            self.synchronize()
+            self.idle()
             if not self._agreed_samples:
                 return
             if step is not None:
@@ -365,7 +363,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         finally:
             self._syncing = before
             if self._norms is not None:
-                self._norms.end_micro_batch()
+                self._norms.end_step()
 
     @property
     def syncing(self) -> bool:

@@ -153,8 +153,8 @@ class HubStreams:
             if over:
                 self._remove(key)
         self._reached.clear()
-        for session, error in failed:
-            fail(session, error)
+        for session, fault in failed:
+            fail(session, fault)
 
     def _send(self, stream: HubStream) -> bool:
         """Send what the service has written; return whether there may be more."""

@@ -262,10 +262,11 @@ def exact(operator: Operator, k: int, search: Search) -> Tensor:
     deltas, activations = operator.deltas, operator.activations
     if isinstance(operator, Formed) or len(deltas) >= min(operator.shape):
         whole = operator.formed if operator.formed is not None else deltas.T @ activations
-        return torch.linalg.svd(whole, full_matrices=False)[0].T[:k].contiguous()
+        heads: Tensor = torch.linalg.svd(whole, full_matrices=False)[0]
+        return heads.T[:k].contiguous()
     basis, triangle = torch.linalg.qr(deltas.T)
-    heads = torch.linalg.svd(triangle @ torch.linalg.qr(activations.T)[1].T)[0]
-    return (basis @ heads[:, :k]).T.contiguous()
+    heads = basis @ torch.linalg.svd(triangle @ torch.linalg.qr(activations.T)[1].T)[0]
+    return heads[:, :k].T.contiguous()
 
 
 Algorithm = Callable[[Operator, int, Search], Tensor]

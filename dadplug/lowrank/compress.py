@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .algorithms import ALGORITHMS, Algorithm, Formed, Operator, Search, direct, exact
+from . import portable
 from .cost import choose
 from .dispatch import kernels_for
 from .scratch import scratch
@@ -255,7 +256,7 @@ def _compress_in_double(
     left, right = (torch.empty_like(part, dtype=torch.float64) for part in result)
     search = replace(search, left=None, right=None)  # which may be of another scale, or not finite
     for find in (_basis_by(operator, len(left), algorithm), exact):
-        with suppress(torch.linalg.LinAlgError):
+        with suppress(portable.LinAlgError):
             further, found = _project(operator, find, search, (left, right))
             if bool(found.isfinite().all()) and (found[0] > 0 or find is exact):  # rows may cancel to zero
                 break

@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+LinAlgError: type[RuntimeError] = vars(torch.linalg)["LinAlgError"]  # its own module does not export it to mypy
 TINY, HUGE = 1e-30, 1e20  # squared lengths of rows, of which one is tiny and the other huge: the tiny may have vanished
 DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}  # what is left of a unit row when it is rounding error
 
@@ -52,7 +53,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Diagonalise a small symmetric matrix by LAPACK; see `dispatch.Kernels.eigh`."""
     matrix = matrix.double()
     if bool(torch.isfinite(matrix).all()):
-        with suppress(torch.linalg.LinAlgError):
+        with suppress(LinAlgError):
             values, vectors = torch.linalg.eigh(matrix)  # ascending
             return values.flip(0), vectors.flip(1).T
     return matrix.new_full(matrix.shape[:1], math.nan), torch.full_like(matrix, math.nan)

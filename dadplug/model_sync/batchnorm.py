@@ -17,6 +17,9 @@ from ..hooks import ForwardOverride
 from .samples import SampleCounter
 
 
+_END, _NO_BATCH, _BATCH = 0, 1, 2  # announcements of a site: the end of its step, or a micro-batch without or with data
+
+
 class RowSums(Protocol):
     """Sums over rows of a layer's inputs and deltas, at the sites that a batch is normalised with.
 
@@ -43,17 +46,20 @@ class SyncedBatchNorms:
         model: the model; its layers derived from `nn.BatchNorm1d`, `2d` and `3d` are synchronised.
         transport: a transport that nothing else uses, since its exchanges happen in the middle of forward and backward.
         samples: counter of the samples of a forward pass; None where all sites have the same weight.
+        announces: whether sites announce each micro-batch to each other, and the end of a step, so that a site with
+            fewer micro-batches takes part in those of the others, see `end_micro_batches`.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, samples: SampleCounter | None) -> None:
+    def __init__(
+        self, model: nn.Module, transport: Transport, samples: SampleCounter | None, announces: bool = False
+    ) -> None:
+        self._announces = announces
+        self._flags: Gather | None = None
         self.own_row = transport.rank
         self._transport = transport
         self._samples = samples
-        # Sizes and types of exchanges: a site without data takes part in those of its last micro-batch or step.
-        self._kinds: list[tuple[int, torch.dtype]] = []  # since the last micro-batch
-        self._last: list[tuple[int, torch.dtype]] = []  # of the last micro-batch
-        self._of_step: list[list[tuple[int, torch.dtype]]] = []  # of the micro-batches since the last step
-        self._last_step: list[list[tuple[int, torch.dtype]]] = []
+        self._kinds: list[tuple[int, torch.dtype]] = []  # sizes and types of the exchanges since the last step
+        self._last: list[tuple[int, torch.dtype]] = []  # those of the last step: a site without data takes part in them
         self._gathers: dict[tuple[int, torch.dtype], Gather] = {}
         layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
         self._forwards = [SyncedForward(layer, lambda: self, samples) for layer in layers]
@@ -67,6 +73,8 @@ class SyncedBatchNorms:
     def _gather(self, values: Tensor) -> Tensor:
         """Gather a vector of shape (n,) from each site; return a matrix of shape (sites, n)."""
         kind = (values.numel(), values.dtype)
+        if self._announces and not self._kinds:
+            self._announce(_BATCH)
         self._kinds.append(kind)
         if kind not in self._gathers:
             self._gathers[kind] = self._transport.gather([kind[0]] * self._transport.world_size, kind[1])
@@ -75,8 +83,38 @@ class SyncedBatchNorms:
         gather.launch()
         return torch.stack(gather.wait()).to(values.device)
 
+    def _announce(self, flag: int) -> set[int]:
+        """Announce what this site does next; return what all sites do."""
+        if self._flags is None:
+            self._flags = self._transport.gather([1] * self._transport.world_size, torch.int64)
+        self._flags.payload.fill_(flag)
+        self._flags.launch()
+        return {int(each) for each in self._flags.wait()}
+
+    def idle_micro_batch(self) -> None:
+        """Take part in one micro-batch of the other sites, if any has one, without data."""
+        if self._forwards and _BATCH in self._announce(_NO_BATCH):
+            self._take_part()
+
+    def end_micro_batches(self) -> None:
+        """End this site's step: take part in further micro-batches of the others, until none has any."""
+        if not self._forwards:
+            return
+        self.end_step()
+        while (flags := self._announce(_END)) != {_END}:
+            if _BATCH in flags:
+                self._take_part()
+
+    def _take_part(self) -> None:
+        self._announces = False  # this has been done
+        try:
+            self.idle()
+        finally:
+            self._announces = True
+            self.end_step()
+
     def idle(self) -> None:
-        """Take part in a micro-batch without data, whose exchanges are assumed to be those of the last one.
+        """Take part in the exchanges of a step without data, which are assumed to be those of the last step.
 
         Raises:
             RuntimeError: if there has been no step yet.
@@ -86,33 +124,15 @@ class SyncedBatchNorms:
         for size, dtype in self._last:
             self._gather(torch.zeros(size, dtype=dtype))
 
-    def idle_step(self) -> None:
-        """Take part in a step without data, which is assumed to have as many micro-batches as the last one.
-
-        Raises:
-            RuntimeError: as in `idle`.
-        """
-        for kinds in self._last_step or [self._last]:
-            self._last = kinds
-            self.idle()
-            self.end_micro_batch()
-
     @property
     def has_exchanged(self) -> bool:
         """Whether there has been an exchange since the last step."""
-        return bool(self._kinds or self._of_step)
-
-    def end_micro_batch(self) -> None:
-        """Remember the exchanges of a micro-batch, for `idle`."""
-        if self._kinds:
-            self._of_step.append(self._kinds)
-            self._last, self._kinds = self._kinds, []
+        return bool(self._kinds)
 
     def end_step(self) -> None:
-        """Remember the exchanges of a step, for `idle_step`."""
-        self.end_micro_batch()
-        if self._of_step:
-            self._last_step, self._of_step = self._of_step, []
+        """Remember the step's exchanges, for `idle`."""
+        if self._kinds:
+            self._last, self._kinds = self._kinds, []
 
     def close(self) -> None:
         """Close the connections to the other sites."""

@@ -20,6 +20,8 @@ class ServerState(ReplicatedModel):
     """Part of `dadplug.ParameterServer` that reads and restores its state."""
 
     phases: int
+    _in_trainer: bool
+    _unfinished: bool
     _log: Log
     _replica: Replica
     _collector: GradientCollector

@@ -171,7 +171,7 @@ class DividedHandler(MergedHandler):
                 grams = []
                 for first in (start, start + size):
                     parts = [payload[first : first + size].double() for payload in received]
-                    grams.append(_symmetric(sum(_unpacked(part) for part in parts), rows))
+                    grams.append(_symmetric(torch.stack([_unpacked(part) for part in parts]).sum(0), rows))
                 start += 2 * size
                 merging = merge_coefficients(grams[0], grams[1], rank + kept, self._precision)
                 found += [part.reshape(-1) for part in merging]

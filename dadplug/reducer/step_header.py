@@ -83,9 +83,10 @@ class StepHeader:
         units = (len(integers) - _HEAD) // 2
         flags, extra = integers[_HEAD : _HEAD + units], list(integers[_HEAD + units :])
         present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
-        step, version, samples, stop, fault, culprit, finite, *digests = integers[:_HEAD]
-        head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), *digests
-        return cls(*head, present, dense, void, extra)
+        step, version, samples, stop, fault, culprit, finite, noise, *digests = integers[:_HEAD]
+        head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
+        deferred, settings, digest = digests
+        return cls(*head, deferred, settings, digest, present, dense, void, extra)
 
 
 class HeaderExchange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from contextlib import nullcontext
 
@@ -177,3 +178,30 @@ def test_alone_it_is_ordinary_batch_normalisation():
         torch.testing.assert_close(p.grad, q.grad)
     reduction.detach()
     assert "forward" not in vars(model.spatial)
+
+
+def ends_uneven_steps(counts: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+    """Train steps of different numbers of micro-batches at each site; the site with fewer steps joins."""
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    model = Net().double()
+    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True, timeout=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, micro_batches in enumerate(counts[rank]):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            inputs, targets = batch(4, seed=100 * rank + 10 * step + micro)
+            with reduction.no_sync() if micro + 1 < micro_batches else contextlib.nullcontext():
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+        reduction.synchronize()
+        optimizer.step()
+    reduction.join(optimizer.step)
+    assert reduction.first_difference() is None
+    steps = reduction.step
+    reduction.detach()
+    return steps
+
+
+@pytest.mark.parametrize("counts", [((2, 2), (2, 2, 2, 1)), ((1, 3, 2), (3, 1)), ((2,), (2, 1, 2))])
+def test_sites_with_other_numbers_of_micro_batches_train_and_join(sites, counts):
+    assert sites(2).run(ends_uneven_steps, counts) == [max(map(len, counts)) + 1] * 2
