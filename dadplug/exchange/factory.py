@@ -16,7 +16,7 @@ from .hierarchy import HierarchicalTransport
 from .membership import introduce
 from .objects import gather_objects
 from .requirements import Requirements
-from .single_site import SingleSite
+from .single_site import SingleSite, report_alone
 from .sites import Sites
 from .topology import Hierarchy, Nodes, members_of, node_id
 from .traffic import Traffic
@@ -69,12 +69,14 @@ def open_transport(
     """
     if not (dist.is_available() and dist.is_initialized()):
         _check_not_alone()
+        report_alone()
         return SingleSite(traffic, device, timeout)
     parent = group if group is not None else dist.group.WORLD
     if not isinstance(parent, dist.ProcessGroup):
         raise TypeError(f"process_group must be a torch.distributed process group with this process, got {parent!r}")
     ranks = dist.get_process_group_ranks(parent)
     if len(ranks) == 1:
+        report_alone()
         return SingleSite(traffic, device, timeout)
     for recognise, open_network in _networks:
         if recognise(parent):

@@ -54,7 +54,6 @@ def connect(
     if dist.is_initialized():
         return
     if num_nodes is None and rank is None and dist_url is None and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-        _log.warning("this site trains alone: no launcher names others (start it by torchrun, or pass num_nodes)")
         return
     rank, num_nodes, host, port = _meeting_point(rank, num_nodes, dist_url)
     check_seconds("timeout", timeout)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..logs import get_logger
 from .membership import ProcessSites, own_name
 from .status import Member
 from .traffic import Traffic
 from .transport import Gather, Reduction, Transport
+
+_log = get_logger(__name__)
+_reported: list[int] = []  # processes that have reported, not the parents that they were forked from
+
+
+def report_alone() -> None:
+    """Log once in a process that it trains alone: without a launcher there is no error."""
+    if os.getpid() not in _reported:
+        _reported.append(os.getpid())
+        _log.info(
+            "this site trains alone (rank 0 of 1 site): start the program by torchrun or `python -m dadplug launch`, "
+            "or pass rank, num_nodes and dist_url, to train with others"
+        )
 
 
 class _FinishedReduction(Reduction):

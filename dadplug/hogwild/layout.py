@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..model_sync.guards import refuse_wrapped
 from .board import Board
 from .memory import SharedMemory, aligned
 from .optimizer_state import STEP, StepCounts
@@ -215,8 +216,7 @@ def check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
-        raise ValueError(f"pass the module inside of {type(model).__name__}: Hogwild! shares its parameters itself")
+    refuse_wrapped(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no parameter to train")
     for name, tensor in _tensors(model, optimizers, True):

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from ..errors import KitError
 from ..exchange import DEFAULT_TIMEOUT, rendezvous
 from ..exchange.deadline import check_seconds
+from ..logs import get_logger
 from .kits import Kit
 from .local_site import LocalPlace
 from .site_connection import Connection, current_connection
+
+_log = get_logger(__name__)
 
 
 def connect(
@@ -62,6 +65,9 @@ def connect(
     while (connection := current_connection()) is not None:  # of an earlier run
         connection.close_transports()
     Connection(loaded, timeout, LocalPlace.find(os.environ))
+    host, port = loaded.roster.address()
+    names = ", ".join(loaded.roster.sites)
+    _log.info("connected to the hub %s:%d as site %d of %s", host, port, loaded.slot, names)
 
 
 def load_site_kit(folder: str | Path, **places: object) -> Kit:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..exchange import Gather, Transport
-from ..model_sync import replicas
+from ..model_sync import replicas, sameness
 from ..model_sync.batchnorm import SyncedBatchNorms
 from ..model_sync.replicated_model import ReplicatedModel
 from ..model_sync.samples import SampleCounter
@@ -133,7 +133,13 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
         del settings["timeout"], settings["fused"]  # a site's own
         if callable(settings["every"]):
             settings["every"] = f"a function, {settings['every'](0)} at first"
-        return replicas.describe(self.model, settings)
+        optimizer = sameness.OptimizerSettings(self.local_options.may_differ)
+        optimizer.record(self.optimizer)
+        return (
+            sameness.described(self.local_options.may_differ)
+            | optimizer.described()
+            | replicas.describe(self.model, settings)
+        )
 
     def _begin_local_steps(self) -> None:
         """Begin with the model's parameters, which are equal on all sites."""

@@ -43,6 +43,7 @@ class LocalOptions:
     sync_batchnorm: bool = _option(False, "normalise by the statistics of all sites' rows, in every step")
     check_finite: bool = _option(True, "NaN or Inf in a synchronous gradient is an error; not under a GradScaler")
     fused: bool = _option(False, "apply gradients of linear layers in local steps without forming them")
+    may_differ: tuple[str, ...] = _option((), 'settings that may differ between sites, such as ("lr",)')
     timeout: float = _option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost")
 
     def __post_init__(self) -> None:
@@ -98,6 +99,7 @@ class LocalOptions:
             weighting=self.weighting,
             sync_batchnorm=self.sync_batchnorm,
             check_finite=self.check_finite,
+            may_differ=self.may_differ,
             timeout=self.timeout,
         )
 

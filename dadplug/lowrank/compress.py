@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .algorithms import ALGORITHMS, Algorithm, Formed, Operator, Search, direct, exact
 from . import portable
+from .algorithms import ALGORITHMS, Algorithm, Formed, Operator, Search, direct, exact
 from .cost import choose
 from .dispatch import kernels_for
 from .scratch import scratch

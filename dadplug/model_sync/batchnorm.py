@@ -16,7 +16,6 @@ from ..exchange import Gather, Transport
 from ..hooks import ForwardOverride
 from .samples import SampleCounter
 
-
 _END, _NO_BATCH, _BATCH = 0, 1, 2  # announcements of a site: the end of its step, or a micro-batch without or with data
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from ..hooks import OwnHook, overridden
 from .structure import is_managed
 
-_REMEDIES = dict.fromkeys(("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"), ", model.module")
-_WRAPPERS = {*_REMEDIES, "FSDPModule", "FSDP"}  # the last two are of fully_shard, of newer and of older versions
+_DISTRIBUTED = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule")
 
 
 class Synchronized(Protocol):
@@ -36,11 +35,11 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         TypeError: if it is no module.
-        ValueError: if a parameter has no shape yet, or if a layer is captured already.
+        ValueError: if a parameter has no shape yet, if a layer is captured already, or if torch itself distributes it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
-    check_unwrapped(model)
+    refuse_wrapped(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")
@@ -49,20 +48,27 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")
 
 
-def check_unwrapped(model: nn.Module) -> None:
-    """Check that no part of a model synchronizes its gradients, or divides its parameters, by itself.
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise ValueError if torch itself reduces or shards the gradients of a model or of a part of it.
 
-    Raises:
-        ValueError: if a module is wrapped by DistributedDataParallel, DataParallel or FSDP.
+    Both would exchange the same gradients: the traffic of the one with the losses of the other. The classes are found
+    by name, since the import of torch's FSDP takes longer than that of dadplug.
     """
     for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
-                where = f"its part {name!r}" if name else "it"
-                raise ValueError(
-                    f"the model synchronizes gradients already: {where} is wrapped by torch's {kind.__name__}. Pass "
-                    f"the model as it was before{_REMEDIES.get(kind.__name__, '')}"
-                )
+        found = next((each for each in type(module).__mro__ if each.__name__ in _DISTRIBUTED), None)
+        if found is None or not found.__module__.startswith("torch."):
+            continue
+        part = f"layer {name!r}" if name else "the model"
+        if found.__name__ == "FSDPModule":
+            raise ValueError(f"{part} is sharded by torch's fully_shard: pass a model without it, dadplug replaces it")
+        own = "model" + (f".{name}" if name else "") + ".module"
+        raise ValueError(
+            f"{part} is wrapped in torch's {found.__name__}, which dadplug replaces: pass the unwrapped model ({own}), "
+            "and use it in the training loop"
+        )
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "DTensor":
+            raise ValueError(f"parameter {name!r} is a DTensor, sharded by torch: pass a model with whole parameters")
 
 
 def check_elastic(model: nn.Module) -> None:

@@ -123,9 +123,7 @@ class ReplicatedModel:
 
     def _describe(self) -> dict[str, str]:
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
-        ignored = {name for each in self.options.may_differ for name in (each, f"version of {each}")}
-        around = {name: value for name, value in sameness.environment().items() if name not in ignored}
-        return around | replicas.describe(self.model, settings)
+        return sameness.described(self.options.may_differ) | replicas.describe(self.model, settings)
 
     @property
     def rank(self) -> int:

@@ -27,6 +27,9 @@ _ROUNDING = 64.0  # differences of weights, in units of rounding, that optimizer
 _WHOLE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes of an element
 
 
+_OF_MACHINES = {"params", "foreach", "fused", "capturable", "differentiable"}  # groups' entries that change no result
+
+
 def environment() -> dict[str, str]:
     """Return what has to be the same at all sites beside model and options: versions, and the kernels in use."""
     from ..lowrank import portable
@@ -39,6 +42,12 @@ def environment() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[f"version of {package}"] = "unknown"
     return found | {"kernels": "torch" if cpu_kernels() is portable else "numba"}
+
+
+def described(may_differ: Collection[str]) -> dict[str, str]:
+    """Return `environment` without what may differ between sites."""
+    ignored = {name for each in may_differ for name in (each, f"version of {each}")}
+    return {name: value for name, value in environment().items() if name not in ignored}
 
 
 class OptimizerSettings:
@@ -60,7 +69,7 @@ class OptimizerSettings:
         settings = {} if "class" in self._ignored else {"class": type(optimizer).__name__}
         for number, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                if name in self._ignored or name == "params" or (isinstance(value, Tensor) and value.is_cuda):
+                if name in self._ignored or name in _OF_MACHINES or (isinstance(value, Tensor) and value.is_cuda):
                     continue
                 value = value.tolist() if isinstance(value, Tensor) else value
                 if isinstance(value, (bool, int, float, str, tuple, list, type(None))):

@@ -57,6 +57,7 @@ class ServerOptions:
     error_feedback: bool | None = _as_in_reductions("error_feedback")
     weighting: str = _as_in_reductions("weighting")
     wire: str = _as_in_reductions("wire")
+    may_differ: tuple[str, ...] = _as_in_reductions("may_differ")
     dense: str = _as_in_reductions("dense")
     share_inputs: bool = _as_in_reductions("share_inputs")
     sync_batchnorm: bool = _option(

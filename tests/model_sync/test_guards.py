@@ -85,5 +85,5 @@ def refuses_another_order() -> str:
 
 def test_layers_in_another_order_are_told(sites):
     for message in sites(2).run(refuses_another_order):
-        assert "tensor a.weight at site 0" in message
-        assert "tensor b.weight at site 1" in message
+        assert "has tensor a.weight, site 1" in message
+        assert "has tensor b.weight. Define layers" in message
