@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from . import codec
 
-MAX_BYTES = 1 << 34  # of one process's object
+MAX_BYTES = 1 << 34  # of what is sent of tensors, whose sizes follow from the model
+MAX_OBJECT_BYTES = 1 << 30  # of one process's object, such as metrics or predictions
 
 
 @codec.register
@@ -78,8 +79,10 @@ def check_lengths(lengths: Iterable[int]) -> None:
         ValueError: if one is out of range.
     """
     for rank, length in enumerate(lengths):
-        if not 0 <= length <= MAX_BYTES:
-            raise ValueError(f"process {rank} announces an object of {length} bytes: there may be {MAX_BYTES} at most")
+        if not 0 <= length <= MAX_OBJECT_BYTES:
+            raise ValueError(
+                f"process {rank} announces an object of {length} bytes: there may be {MAX_OBJECT_BYTES} at most"
+            )
 
 
 def decode_objects(contents: Iterable[bytes | memoryview], refusal: Exception | None) -> list[Any]:

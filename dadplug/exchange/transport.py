@@ -260,10 +260,13 @@ class Transport(ABC):
     def begin_plan(self) -> None:  # noqa: B027  (most number nothing)
         """Take note that the gathers of a new plan follow; all sites call it together, in the middle of no exchange."""
 
-    def receive_state(self) -> Any:
+    def receive_state(self, most: int) -> Any:
         """Return what `donate` has returned at another site, where this site joins in mid-training; else None.
 
         Until it is called, the others do not wait for this site.
+
+        Args:
+            most: largest size of a state in bytes; one that is announced as larger is refused.
 
         Raises:
             SiteError: if it does not arrive.

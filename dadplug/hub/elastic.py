@@ -109,11 +109,11 @@ class ElasticTransport(HubTransport):
         self.joins = self.listens = True
         self._in_step = False
 
-    def receive_state(self) -> Any:
+    def receive_state(self, most: int) -> Any:
         if not self.joins:
             return None
         self.link.rounds.begin(self._requirements)
-        return codec.decode(self.link.rounds.receive_state(self.timeout))
+        return codec.decode(self.link.rounds.receive_state(self.timeout, most))
 
     def take_part(self) -> None:
         self.link.rounds.confirm()

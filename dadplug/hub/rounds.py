@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..errors import DroppedError, MismatchError, SiteError
-from ..exchange.objects import MAX_BYTES
 from ..exchange.requirements import Requirements
 from .actions import IDLE, Accept, Close, Drop, Join, Pause, Position, Round, SendState, Start
 from .actions import Resume as Resumption
@@ -303,8 +302,8 @@ class Rounds:
         for exchange, part in ((_SIZE_EXCHANGE, _SIZE.pack(len(content))), (_STATE_EXCHANGE, content)):
             self._link.send(exchange, memoryview(part), Kind.STATE, 0, request.joiner)
 
-    def receive_state(self, timeout: float) -> bytes:
-        """Receive the state of another site; from the beginning where it leaves meanwhile.
+    def receive_state(self, timeout: float, most: int) -> bytes:
+        """Receive the state of another site, of so many bytes at most; from the beginning where it leaves meanwhile.
 
         Raises:
             SiteError: if none arrives in time.
@@ -316,8 +315,11 @@ class Rounds:
             if size is None:
                 continue
             (nbytes,) = _SIZE.unpack(size)
-            if nbytes > MAX_BYTES:
-                raise SiteError(f"{self._link.name(donor or 0)} announces a state of {nbytes} bytes: it is no state")
+            if nbytes > most:
+                raise SiteError(
+                    f"{self._link.name(donor or 0)} announces a state of {nbytes} bytes, where this site's model allows "
+                    f"{most}: do all sites train the same model?"
+                )
             state = self._receive_part(donor, _STATE_EXCHANGE, nbytes, timeout)
             if state is not None:
                 return state

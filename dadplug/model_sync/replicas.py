@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError
 from ..exchange import Transport
 
+_STATES, _FURTHER_BYTES = 16, 1 << 28  # bound of a state: times the model's tensors, and besides
 _ROUNDS = 8  # of renormalisation; two are enough, but with NaN there is always a change
 
 
@@ -32,6 +33,12 @@ def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Replace the values of a model's parameters and buffers, whose shapes have been compared."""
     for name, tensor in _tensors(model).items():
         tensor.copy_(tensors[name])
+
+
+def largest_state(model: nn.Module) -> int:
+    """Return a bound in bytes of the state of a training: the model, and several times that of optimizer and method."""
+    tensors = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(model).values())
+    return _STATES * tensors + _FURTHER_BYTES
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ class ReplicatedModel:
 
     def _receive_state(self) -> JoinState | None:
         """Receive the state of another site, where this one joins in mid-training, and load its model."""
-        state: JoinState | None = self._transport.receive_state()
+        state: JoinState | None = self._transport.receive_state(replicas.largest_state(self.model))
         if state is not None:
             others, own = "the other sites", self._transport.sites[self.site_rank]
             replicas.compare(state.description, self._describe(), others, own)

@@ -164,7 +164,7 @@ class ReturnedTransport(Transport):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return cls(sites, traffic, device, options.timeout, log)
 
-    def receive_state(self) -> Any:
+    def receive_state(self, most: int) -> Any:
         self.log.wait(lambda: self.log.snapshot is not None, entries=False)
         return codec.decode(self.log.snapshot or b"")
 

@@ -101,7 +101,7 @@ def lies_about_its_size(size: int) -> str:
     return message
 
 
-@pytest.mark.parametrize("size", [1 << 62, -1])
+@pytest.mark.parametrize("size", [1 << 62, (1 << 30) + 1, -1])
 def test_sizes_are_checked_before_memory_is_taken(sites, size):
     message, _ = sites(2).run(lies_about_its_size, size)
     assert f"process 1 announces an object of {size} bytes" in message
