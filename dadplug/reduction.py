@@ -250,7 +250,10 @@ class GradientReduction(FusedSteps, PlannedModel):
         if self.world_size == 1:
             return 0
         if self._first_batch is not None:
-            return self._first_batch.take()
+            digest = self._first_batch.take()
+            if self._step == 0:
+                return digest
+            self._first_batch = None  # of a site that has lost its place meanwhile, or a training that goes on
         return self._weights.digest() if self._weights.is_due(self._step) else 0
 
     def _compare(self, headers: Sequence[StepHeader]) -> None:

@@ -317,8 +317,8 @@ class Rounds:
             (nbytes,) = _SIZE.unpack(size)
             if nbytes > most:
                 raise SiteError(
-                    f"{self._link.name(donor or 0)} announces a state of {nbytes} bytes, where this site's model allows "
-                    f"{most}: do all sites train the same model?"
+                    f"{self._link.name(donor or 0)} announces a state of {nbytes} bytes, where this site's model "
+                    f"allows {most}: do all sites train the same model?"
                 )
             state = self._receive_part(donor, _STATE_EXCHANGE, nbytes, timeout)
             if state is not None:

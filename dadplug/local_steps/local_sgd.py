@@ -135,6 +135,7 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
             settings["every"] = f"a function, {settings['every'](0)} at first"
         optimizer = sameness.OptimizerSettings(self.local_options.may_differ)
         optimizer.record(self.optimizer)
+        optimizer.take()
         return (
             sameness.described(self.local_options.may_differ)
             | optimizer.described()
