@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"numerical tests on an imitated processor ({name}): skipped, {reason}", flush=True)
         return 0
     print(f"numerical tests on an imitated processor ({name})", flush=True)
-    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir=.pytest_cache/{name}", "-q", *given, *TESTS]
+    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir=.pytest_cache/{name}", *given, *TESTS]
     variables = environment(name)
     Path(variables["NUMBA_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
     return subprocess.run(command, check=False, env=os.environ | variables).returncode
