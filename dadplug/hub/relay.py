@@ -428,7 +428,7 @@ class Relay(SessionTable):
         self.roster = tuple(names)
 
     def _fit(self, session: Session, now: float) -> str:
-        """Fit the next run to the roster of a site that dials in, or return why it cannot take part with this roster.
+        """Fit the next run to the roster of a site that connects; if the site cannot take part, return the reason.
 
         The newest roster counts for a run that has not started. One that has started keeps its sites.
         """

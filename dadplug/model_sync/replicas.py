@@ -62,7 +62,7 @@ def check_alike(description: dict[str, str], transport: Transport) -> None:
         compare(first, other, transport.sites[lowest], transport.sites[rank])
 
 
-def compare(first: dict[str, str], second: dict[str, str], first_site: str, second_site: str) -> None:
+def compare(first: dict[str, str], second: dict[str, str], first_site: str, second_site: str, remedy: str = "") -> None:
     """Compare two results of `describe`.
 
     Args:
@@ -70,6 +70,7 @@ def compare(first: dict[str, str], second: dict[str, str], first_site: str, seco
         second: that of another.
         first_site: name of the one.
         second_site: name of the other.
+        remedy: end of the message.
 
     Raises:
         MismatchError: naming the first difference.
@@ -85,6 +86,7 @@ def compare(first: dict[str, str], second: dict[str, str], first_site: str, seco
         if here != there:
             raise MismatchError(
                 f"configuration differs between sites: {what} is {here} at {first_site} and {there} at {second_site}"
+                f"{remedy}"
             )
 
 

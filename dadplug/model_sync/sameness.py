@@ -21,6 +21,7 @@ from ..errors import MismatchError
 from ..exchange import Transport
 from ..hooks import OwnHook
 from ..logs import get_logger
+from . import replicas
 from .structure import is_managed
 
 _log = get_logger(__name__)
@@ -124,16 +125,9 @@ class OptimizerSettings:
         every = transport.gather_present(self.described())
         compared = {rank: each for rank, each in every.items() if digests[rank]}
         lowest, first = next(iter(compared.items()))
+        remedy = f", before step {step}. If intended, name it at all sites, such as may_differ=('lr',)"
         for rank, other in compared.items():
-            for what in [*first, *other]:
-                here, there = first.get(what, "absent"), other.get(what, "absent")
-                if here != there:
-                    name = what.partition(" ")[0]
-                    raise MismatchError(
-                        f"configuration differs between sites: before step {step}, {what} was {here} at "
-                        f"{transport.sites[lowest]} and {there} at {transport.sites[rank]}. If that is meant, pass "
-                        f"may_differ={(name,)!r} at all sites"
-                    )
+            replicas.compare(first, other, transport.sites[lowest], transport.sites[rank], remedy)
 
 
 class Weights:

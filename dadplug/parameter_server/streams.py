@@ -287,7 +287,7 @@ class StreamThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception:  # all connections end: nobody waits for this thread for ever
+        except Exception:  # close all connections, since waiting peers would block
             _log.exception("the thread %s has failed", self._thread.name)
             for peer in list(self._streams):
                 with suppress(Exception):

@@ -38,6 +38,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         self._merger = context.method.merger
         self._merger.refer(context.reference)
         self._owners = [context.owners[unit.name] for unit in units]
+        self._results: list[FactorPayload] = []  # of this step, by slot
         super().__init__(units, context, senders)
 
     def _rank(self, unit: FactorUnit) -> int:
@@ -96,32 +97,34 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         return False
 
     def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
-        with self.timing("wait"):
-            self.bucket.wait()
-        _, payloads = self.bucket.receive()
-        wanted = zip(self.units, payloads, self._wanted(headers), strict=True)
-        return [
-            unit.name
-            for slot, (unit, by_sender, want) in enumerate(wanted)
-            if want and not self._result(slot, by_sender).finite()
-        ]
+        results = self._receive_results()
+        wanted = zip(self.units, results, self._wanted(headers), strict=True)
+        return [unit.name for unit, merged, want in wanted if want and not merged.finite()]
+
+    def _receive_results(self) -> list[FactorPayload]:
+        """Wait for the merged factors of this step, and return them by slot."""
+        if not self._results:
+            with self.timing("wait"):
+                self.bucket.wait()
+            _, payloads = self.bucket.receive()
+            self._results = [self._result(slot, by_sender) for slot, by_sender in enumerate(payloads)]
+        return self._results
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        with self.timing("wait"):
-            self.bucket.wait()
-        _, payloads = self.bucket.receive()
+        results = self._receive_results()
         samples, void, wanted = self._samples_of(headers), self._void(headers), self._wanted(headers)
         method = self.context.method
         for slot, unit in enumerate(self.units):
             merged = None
             if write and wanted[slot]:
                 with self.timing("decode", unit):
-                    merged = self._result(slot, payloads[slot])
+                    merged = results[slot]
                     self._decode_unit(unit, [merged], samples)
                 self._write(unit)
             counts = keep and (merged is None or merged.finite())  # sums of finite payloads may overflow
             (method.commit if counts else method.rollback)(unit.name)
             (self._merger.commit if counts and not any(void[slot]) else self._merger.rollback)(unit.name)
+        self._results = []
         self._present.clear()
         self._gradients.clear()
         self._deferred.clear()

@@ -1,4 +1,4 @@
-"""Bounds of the HTTP server's connections, in number and in time: whoever has no key can hold up nobody."""
+"""Limits on the number and duration of HTTP connections, so that clients without a key cannot block others."""
 
 from __future__ import annotations
 
