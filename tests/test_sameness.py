@@ -52,7 +52,7 @@ CASES = [
     (
         "class",
         (torch.optim.SGD, torch.optim.Adam),
-        "class of optimizer 0 is 'SGD' .* and 'Adam' at site 1",
+        "class of optimizer 0 is SGD .* and Adam at site 1",
         {},
     ),
     ("lr", (0.1, 0.2), None, {"may_differ": ("lr",), "compare_every": 0}),
