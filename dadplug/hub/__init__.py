@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .policy import Policy
-from .project import HUB, Project, Roster
+from .project import HUB, Policy, Project, Roster
 
 __all__ = ["HUB", "Policy", "Project", "Roster"]

@@ -12,8 +12,9 @@ from typing import Any
 
 from ..errors import KitError
 
-# The files of a kit, beside its roster and its policy.
+# The files of a kit.
 CA, CERTIFICATE, KEY, REVOKED = "ca.pem", "certificate.pem", "key.pem", "revoked.pem"
+ROSTER, POLICY = "roster.json", "policy.toml"
 # A renewed key waits under this name until its certificate has replaced the old one, so that at any time one of the two
 # keys fits the certificate.
 NEXT_KEY = "key.next.pem"

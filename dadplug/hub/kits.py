@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import KitError
-from . import policy
 from .certificates import (
     Certificate,
     certificate_from_pem,
@@ -20,10 +19,8 @@ from .certificates import (
     key_from_pem,
     read_revocation_list,
 )
-from .files import CA, CERTIFICATE, KEY, NEXT_KEY, REVOKED, read_file
-from .policy import Policy
-from .project import FILE as ROSTER
-from .project import HUB, Roster
+from .files import CA, CERTIFICATE, KEY, NEXT_KEY, POLICY, REVOKED, ROSTER, read_file
+from .project import HUB, Policy, Roster
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Kit:
         if name != HUB:
             roster.slot(name)
         revoked, _ = read_revocation_list(read_file(folder / REVOKED), authority, str(folder / REVOKED))
-        allowed = Policy() if name == HUB else Policy.load(folder / policy.FILE)
+        allowed = Policy() if name == HUB else Policy.load(folder / POLICY)
         return cls(
             folder, name, roster, authority, certificate, find_key(folder, certificate), frozenset(revoked), allowed
         )

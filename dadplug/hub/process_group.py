@@ -12,39 +12,383 @@ a certain site has sent: they raise an error at all sites, where it is absent.
 
 from __future__ import annotations
 
+import math
+import threading
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
-from .collectives import BACKEND, Collectives
+from ..exchange.objects import MAX_BYTES
+from ..exchange.worker_threads import WorkerThreads
+from .link import HubLink
 from .site_transport import SiteTransport
 from .transport import bytes_of
-from .work import HubWork
+
+_FUTURES = "futures"  # name of a worker thread
+
+
+class HubWork(dist.Work):
+    """Collective in progress.
+
+    Args:
+        wait: function of a timeout in seconds that waits for what has to arrive.
+        finish: function that writes the results, once it has arrived.
+        tensors: the results.
+        seconds: timeout of the collective.
+        threads: threads that complete futures.
+    """
+
+    def __init__(
+        self,
+        wait: Callable[[float], object],
+        finish: Callable[[], object],
+        tensors: Sequence[Tensor],
+        seconds: float,
+        threads: WorkerThreads,
+    ) -> None:
+        super().__init__()
+        self._wait = wait
+        self._finish = finish
+        self._tensors = list(tensors)
+        self._seconds = seconds
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._over = False
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the collective.
+
+        Args:
+            timeout: time to wait at most; none or 0 for that of the collective.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+        """
+        with self._lock:
+            if not self._over:
+                try:
+                    self._wait((timeout.total_seconds() if timeout else 0.0) or self._seconds)
+                    self._finish()
+                except BaseException as error:
+                    self._error = error
+                finally:
+                    self._over = True
+            if self._error is not None:
+                raise self._error
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the results, which another thread completes."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def complete() -> None:
+            try:
+                self.wait()
+            except BaseException as error:
+                # Its waiters get a copy: torch tells the message of a RuntimeError only.
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            else:
+                future.set_result(self._tensors)
+
+        self._threads.submit((_FUTURES, complete))
+        return future
+
+    def is_completed(self) -> bool:
+        return self._over
+
+    def is_success(self) -> bool:
+        return self._over and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+
+if TYPE_CHECKING:
+
+    class _ProcessGroup:
+        """The part of `dist.ProcessGroup` that is used here; torch overloads the collectives for its own callers."""
+
+        def __init__(self, rank: int, size: int) -> None: ...
+
+        def size(self) -> int: ...
+
+else:
+    _ProcessGroup = dist.ProcessGroup
+
+BACKEND = "dadplug"
+_NARROW = (torch.float16, torch.bfloat16)  # added in float32, and rounded once
+
+
+class Collectives(_ProcessGroup):
+    """Process group whose collectives are gathers; sums are formed by each process, in the order of ranks.
+
+    Args:
+        ranks: ranks of its processes in the default group.
+        rank: rank of this process in the group.
+        world_size: number of processes in the default group.
+        seconds: timeout of a collective.
+
+    Attributes:
+        seconds: timeout of a collective.
+        threads: threads that complete futures.
+
+    Raises:
+        ValueError: if the group has several processes, but not all.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, world_size: int, seconds: float) -> None:
+        super().__init__(rank, len(ranks))
+        if 1 < len(ranks) < world_size:
+            raise ValueError(
+                f"ranks {list(ranks)} of {world_size}: over the hub a process group holds all sites, or one"
+            )
+        self._own = rank
+        self.seconds = seconds
+        self.threads = WorkerThreads()
+        self._name = ""
+
+    # torch stores the name of a group in its backends, and this group has none beside itself.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group in torch.distributed."""
+        return self._name
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def shutdown(self) -> None:
+        """End the threads of the group."""
+        self.threads.close(0.0)
+
+    # Collectives; their names and arguments are those of torch.distributed's process groups.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> HubWork:
+        """Replace tensors by their reduction over the sites."""
+        return self._reduce(tensors, opts.reduceOp, lambda total: _put(total, tensors))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> HubWork:
+        """Replace tensors by their reduction over the sites, at one site."""
+        here = self._own == opts.rootRank
+        return self._reduce(tensors, opts.reduceOp, lambda total: _put(total, tensors if here else []))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> HubWork:
+        """Replace tensors by those of one site."""
+        own = self._own == opts.rootRank
+        sizes = [0] * self.size()
+        sizes[opts.rootRank] = sum(each.numel() for each in tensors)
+        flat = _flat(tensors) if own else _flat(tensors)[:0]
+        return self._gather(flat, sizes, lambda parts: _put(parts[opts.rootRank], [] if own else tensors), tensors)
+
+    def barrier(self, opts: Any = None) -> HubWork:
+        """Wait until all sites have called it."""
+        own = torch.zeros(1, dtype=torch.uint8)
+        return self._gather(own, [1] * self.size(), lambda parts: None, [], needs_all=False)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HubWork:
+        """Gather a tensor of each site at all sites."""
+        rooms = outputs[0]
+        sizes = [room.numel() for room in rooms]
+        return self._gather(_flat(inputs), sizes, lambda parts: _put(torch.cat(parts), rooms), rooms)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> HubWork:
+        """Gather a tensor of each site in one tensor, at all sites."""
+        sizes = [own.numel()] * self.size()
+        return self._gather(_flat([own]), sizes, lambda parts: _put(torch.cat(parts), [output]), [output])
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HubWork:
+        """Gather a tensor of each site at one site. The hub passes it on to all: the others discard it."""
+        rooms = outputs[0] if self._own == opts.rootRank else []
+        sizes = [inputs[0].numel()] * self.size()
+        return self._gather(_flat(inputs), sizes, lambda parts: _put(torch.cat(parts), rooms), rooms)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> HubWork:
+        """Send one of a site's tensors to each site. The hub passes all on to all: a site discards the others'."""
+        count, root = outputs[0].numel(), opts.rootRank
+        sizes = [0] * self.size()
+        sizes[root] = count * self.size()
+        flat = _flat(inputs[0]) if self._own == root else _flat(outputs)[:0]
+        start = count * self._own
+        return self._gather(flat, sizes, lambda parts: _put(parts[root][start : start + count], outputs), outputs)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> HubWork:
+        """Reduce a list of tensors over the sites; each site gets the one of its rank."""
+        start = sum(each.numel() for each in inputs[0][: self._own])
+        count = outputs[0].numel()
+        return self._reduce(inputs[0], opts.reduceOp, lambda total: _put(total[start : start + count], outputs))
+
+    def reduce_scatter_single(self, output: Tensor, own: Tensor, opts: Any) -> HubWork:
+        """Reduce a tensor over the sites; each site gets the part of its rank."""
+        return self.reduce_scatter([output], [list(own.reshape(self.size(), -1))], opts)
+
+    _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> HubWork:
+        """Send one tensor to each site, and receive one of each."""
+        table = self._tables([each.numel() for each in inputs])
+        starts = [sum(row[: self._own]) for row in table]
+
+        def put(parts: list[Tensor]) -> None:
+            pieces = [
+                part[start : start + room.numel()] for part, start, room in zip(parts, starts, outputs, strict=True)
+            ]
+            _put(torch.cat(pieces), outputs)
+
+        return self._gather(_flat(inputs), [sum(row) for row in table], put, outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, own: Tensor, output_sizes: list[int], sizes: list[int], opts: Any
+    ) -> HubWork:
+        """Send a part of a tensor to each site, and receive one of each, in one tensor."""
+        even = [1] * self.size()
+        rooms = list(_split(output, output_sizes or even))
+        return self.alltoall(rooms, list(_split(own, sizes or even)), opts)
+
+    alltoall_base = all_to_all_single  # its name before torch 2.13
+
+    def send(self, *_: Any) -> HubWork:
+        """Refuse to send: the hub passes all on to all sites."""
+        raise RuntimeError("the hub's process group has collectives only: use broadcast, gather or scatter")
+
+    recv = send
+    recv_anysource = send
+
+    # The two kinds of exchange
+
+    def _reduce(self, tensors: Sequence[Tensor], operation: Any, put: Callable[[Tensor], object]) -> HubWork:
+        flat = _flat(tensors)
+        combine = _reduction(operation)
+        sizes = [len(flat)] * self.size()
+        return self._gather(flat, sizes, lambda parts: put(combine(parts)), tensors, needs_all=False)
+
+    @abstractmethod
+    def _gather(
+        self,
+        own: Tensor,
+        sizes: Sequence[int],
+        put: Callable[[list[Tensor]], object],
+        tensors: Sequence[Tensor],
+        needs_all: bool = True,
+    ) -> HubWork:
+        """Start a gather.
+
+        Args:
+            own: this site's tensor, flat and on the CPU.
+            sizes: number of elements of each site's tensor, by rank.
+            put: function that writes the results, given the flat tensors by rank.
+            tensors: the results.
+            needs_all: whether `put` needs the tensors of all sites that send one; those of the sites that are present
+                otherwise.
+
+        Raises:
+            ValueError: if this site's tensor does not have the size that it should have.
+            SiteError: at all sites, if a tensor that is needed is that of a site which is absent.
+        """
+
+    def _check_size(self, own: Tensor, sizes: Sequence[int]) -> None:
+        if len(own) != sizes[self._own]:
+            raise ValueError(f"the tensor of rank {self._own} has {len(own)} elements, not {sizes[self._own]}")
+
+    def _work(
+        self,
+        tensors: Sequence[Tensor],
+        wait: Callable[[float], object] = lambda seconds: None,
+        finish: Callable[[], object] = lambda: None,
+    ) -> HubWork:
+        """Return a handle; one of a collective that is complete if there is nothing to wait for."""
+        return HubWork(wait, finish, tensors, self.seconds, self.threads)
+
+    def _tables(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Gather the numbers of elements that each site sends to each.
+
+        Raises:
+            ValueError: if a number is out of range.
+        """
+        rows: list[Tensor] = []
+        own = torch.tensor(list(sizes), dtype=torch.int64)
+        self._gather(own, [self.size()] * self.size(), rows.extend, []).wait()
+        table = [[int(each) for each in row] for row in rows]
+        for rank, row in enumerate(table):
+            if not all(0 <= each <= MAX_BYTES for each in row) or sum(row) > MAX_BYTES:
+                raise ValueError(f"rank {rank} announces {row} elements: there may be {MAX_BYTES} at most")
+        return table
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors as one flat tensor on the CPU."""
+    flat = [each.detach().reshape(-1).cpu() for each in tensors]
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+
+def _put(flat: Tensor, rooms: Sequence[Tensor]) -> None:
+    """Write a flat tensor into tensors one after the other.
+
+    Raises:
+        ValueError: if it does not have as many elements as they have.
+    """
+    if not rooms:
+        return
+    count = sum(room.numel() for room in rooms)
+    if len(flat) != count:
+        raise ValueError(f"{len(flat)} elements have arrived, and there is room for {count}")
+    with torch.no_grad():
+        for room, part in zip(rooms, flat.split([room.numel() for room in rooms]), strict=True):
+            room.copy_(part.view(room.shape))
+
+
+def _split(tensor: Tensor, shares: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return views of a tensor's rows, as many for each site as its share of them."""
+    rows = len(tensor) // sum(shares) if sum(shares) else 0
+    return torch.split(tensor, [share * rows for share in shares])
+
+
+def _reduction(operation: Any) -> Callable[[list[Tensor]], Tensor]:
+    """Return the function that reduces the tensors of all sites.
+
+    Raises:
+        ValueError: if the operation is not known.
+    """
+    op = dist.ReduceOp
+    functions: dict[Any, Callable[[list[Tensor]], Tensor]] = {
+        op.SUM: _sum,
+        op.AVG: lambda parts: _sum(parts, len(parts)),
+        op.PRODUCT: lambda parts: math.prod(parts[1:], start=parts[0]),
+        op.MIN: lambda parts: torch.stack(parts).amin(0),
+        op.MAX: lambda parts: torch.stack(parts).amax(0),
+    }
+    for each, function in functions.items():
+        if operation == each:
+            return function
+    raise ValueError("the operations of the hub's process group are SUM, AVG, PRODUCT, MIN and MAX")
+
+
+def _sum(parts: list[Tensor], count: int = 1) -> Tensor:
+    """Add tensors in their order, and divide by a count."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.float32 if dtype in _NARROW else dtype)
+    for part in parts[1:]:
+        total = total + part
+    return (total if count == 1 else total / count).to(dtype)
+
 
 _NUMBERS = 1 << 23  # of the collectives of a channel, before they begin again
-
-
-class Link(Protocol):
-    """The part of `dadplug.hub.link.HubLink` that a process group needs. Its methods may be called in any thread."""
-
-    rank: int
-    world_size: int
-    step: int
-    rounds: Any
-
-    def name(self, slot: int) -> str: ...
-
-    def new_channel(self) -> int: ...
-
-    def send(self, exchange: int, content: memoryview) -> None: ...
-
-    def expect(self, slot: int, exchange: int, buffer: memoryview) -> Any: ...
-
-    def wait(self, incoming: Sequence[Any], timeout: float) -> None: ...
 
 
 def register(open_group: Callable[[Sequence[int], int, float], Collectives]) -> None:
@@ -75,7 +419,7 @@ class HubGroup(Collectives):
         ValueError: if the group has several sites, but not all.
     """
 
-    def __init__(self, link: Link, slots: Sequence[int], rank: int, seconds: float) -> None:
+    def __init__(self, link: HubLink, slots: Sequence[int], rank: int, seconds: float) -> None:
         super().__init__(slots, rank, link.world_size, seconds)
         self._link = link
         self._slots = list(slots)

@@ -1,4 +1,4 @@
-"""Projects: their name, hub and sites, as written in project.toml and as every kit holds them."""
+"""Projects: their hub and sites, as in project.toml and as every kit holds them, and the policies of the sites."""
 
 from __future__ import annotations
 
@@ -8,13 +8,108 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ..errors import KitError
-from .files import check_keys, read_file, read_toml
-from .policy import Policy
+from ..errors import KitError, PolicyError
+from .files import ROSTER, check_keys, read_file, read_toml
 
-FILE = "roster.json"
+
+class Restricted(Protocol):
+    """The options that a policy restricts: `dadplug.options.Options` or an object with the same attributes."""
+
+    @property
+    def mode(self) -> str:
+        """Method of agreement."""
+
+    @property
+    def share_inputs(self) -> bool:
+        """Whether factors of layers that are fed by raw data leave the site."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The options that a site allows. The site's administrator sets them in its kit; a program cannot change them.
+
+    Attributes:
+        modes: modes that are allowed; None allows all.
+        share_inputs: False requires the option `share_inputs=False`.
+        encrypt_local: whether messages to a hub in the same machine are encrypted, too.
+    """
+
+    modes: tuple[str, ...] | None = None
+    share_inputs: bool = True
+    encrypt_local: bool = False
+
+    def check(self, options: Restricted) -> None:
+        """Check the options of a reduction.
+
+        Args:
+            options: options to check.
+
+        Raises:
+            PolicyError: if one of them is not allowed.
+        """
+        if self.modes is not None and options.mode not in self.modes:
+            allowed = ", ".join(map(repr, self.modes)) or "none"
+            raise PolicyError(f"the policy of this site's kit does not allow mode={options.mode!r}; allowed: {allowed}")
+        if not self.share_inputs and options.share_inputs is not False:
+            raise PolicyError(
+                f"the policy of this site's kit requires share_inputs=False, got share_inputs={options.share_inputs!r}"
+            )
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any], place: str) -> Policy:
+        """Build a policy from the entries of a TOML table.
+
+        Args:
+            table: the entries `modes`, `share_inputs` and `encrypt_local`, all optional.
+            place: file or table, for messages.
+
+        Raises:
+            KitError: if an entry is unknown or has a wrong type.
+        """
+        check_keys(table, ("modes", "share_inputs", "encrypt_local"), place)
+        modes, share_inputs = table.get("modes"), table.get("share_inputs", True)
+        encrypt_local = table.get("encrypt_local", False)
+        if modes is not None and not (isinstance(modes, list) and all(isinstance(mode, str) for mode in modes)):
+            raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {modes!r}')
+        if not isinstance(share_inputs, bool):
+            raise KitError(f"{place}: share_inputs must be true or false, got {share_inputs!r}")
+        if not isinstance(encrypt_local, bool):
+            raise KitError(f"{place}: encrypt_local must be true or false, got {encrypt_local!r}")
+        return cls(None if modes is None else tuple(modes), share_inputs, encrypt_local)
+
+    @classmethod
+    def load(cls, path: Path) -> Policy:
+        """Read a policy file.
+
+        Args:
+            path: path of the file.
+
+        Raises:
+            KitError: if the file is missing or damaged: a kit without a policy does not allow everything.
+        """
+        return cls.parse(read_toml(path), str(path))
+
+    def text(self) -> str:
+        """Return the policy as the content of a kit's policy file."""
+        modes = "# modes = []" if self.modes is None else f"modes = [{', '.join(map(_quoted, self.modes))}]"
+        return (
+            "# Local policy of this site. Options of training that it does not allow are refused.\n"
+            '# modes: the modes that are allowed, such as ["dsgd", "rankdad"]; without this entry all are.\n'
+            f"{modes}\n"
+            "# share_inputs: false requires share_inputs=False, so that layers fed by raw data send no factors.\n"
+            f"share_inputs = {str(self.share_inputs).lower()}\n"
+            "# encrypt_local: true encrypts messages to a hub in the same machine, too; by default they are not.\n"
+            f"encrypt_local = {str(self.encrypt_local).lower()}\n"
+        )
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
 HUB = "hub"
 AUTHORITY = "authority"
 _FORMAT = 1
@@ -85,7 +180,7 @@ class Roster:
         Raises:
             KitError: if the file is missing or damaged.
         """
-        path = folder / FILE
+        path = folder / ROSTER
         try:
             found = json.loads(read_file(path))
             if found["format"] != _FORMAT:
@@ -259,3 +354,64 @@ def check_days(name: str, value: object) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 36500:
         raise KitError(f"{name} must be a whole number of days from 1 to 36500, got {value!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Restrictions:
+    """Restrictions of one connection to a hub.
+
+    Attributes:
+        policy: policy of the site's kit.
+        roster: members of the project.
+    """
+
+    policy: Policy
+    roster: Roster
+
+    def check(self, options: Restricted, *, sends_factors: bool) -> None:
+        """Check the options of a reduction.
+
+        Args:
+            options: the options.
+            sends_factors: whether the mode sends layers' inputs and gradients of outputs, compressed or not.
+
+        Raises:
+            PolicyError: if one of the options is not allowed.
+        """
+        self.policy.check(options)
+        if sends_factors and self.roster.hub_at is None and not self.roster.sealed:
+            raise PolicyError(
+                f"mode={options.mode!r} sends factors of gradients, which the hub of {self.roster.project} could read: "
+                "it decrypts what it passes on, and a third party runs it. Choose a mode without factors, such as "
+                "dsgd or topk, or add sealed = true to the project file, so that sites encrypt for each other; if a "
+                'site runs the hub, add hub_at = "NAME OF THE SITE". Then repeat `provision`, and copy roster.json to '
+                "all kits"
+            )
+
+
+_in_force: list[Restrictions] = []
+
+
+def impose_restrictions(restrictions: Restrictions) -> None:
+    """Put restrictions into force; several hold together."""
+    _in_force.append(restrictions)
+
+
+def lift_restrictions(restrictions: Restrictions) -> None:
+    """End restrictions, when their connection is closed; may be called twice."""
+    if restrictions in _in_force:
+        _in_force.remove(restrictions)
+
+
+def check_restrictions(options: Restricted, *, sends_factors: bool) -> None:
+    """Check options against all restrictions in force; without a connection to a hub there are none.
+
+    Args:
+        options: the options.
+        sends_factors: as for `Restrictions.check`.
+
+    Raises:
+        PolicyError: if one of the options is not allowed.
+    """
+    for restrictions in _in_force:
+        restrictions.check(options, sends_factors=sends_factors)

@@ -16,15 +16,14 @@ from ..exchange.requirements import Requirements
 from ..exchange.topology import Nodes
 from ..exchange.traffic import Traffic
 from ..exchange.transport import Transport
-from . import process_group, restrictions
-from .collectives import BACKEND, Collectives
+from . import process_group
 from .elastic import ElasticTransport
 from .kits import Kit
 from .link import HubLink, current_link, set_current_link
 from .local_site import LocalPlace, LocalSite
 from .members import HubSites
-from .process_group import HubGroup, SiteGroup
-from .restrictions import Restrictions
+from .process_group import BACKEND, Collectives, HubGroup, SiteGroup
+from .project import Restrictions, impose_restrictions, lift_restrictions
 from .site_members import SiteMembers
 from .site_store import HubStore
 from .site_transport import SiteTransport
@@ -65,7 +64,7 @@ class Connection:
         self._local = None if place is None else LocalSite(place, self._site, timeout)
         _networks_ready()
         self._restrictions = Restrictions(kit.policy, kit.roster)
-        restrictions.impose(self._restrictions)
+        impose_restrictions(self._restrictions)
         _connections.append(self)
         try:
             counts = self._meet(timeout)
@@ -268,7 +267,7 @@ class Connection:
                 set_current_link(None)
         if self._store is not None:
             self._store.close()
-        restrictions.lift(self._restrictions)
+        lift_restrictions(self._restrictions)
         if self in _connections:
             _connections.remove(self)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..exchange import Transport
 from ..hooks import OwnHook
-from ..hub import restrictions
+from ..hub.project import check_restrictions
 from ..model_sync.structure import is_managed
 
 
@@ -37,7 +37,7 @@ class Steps(Protocol):
 
 def check_policy() -> None:
     """Raise PolicyError if the kit by which this site has dialed a hub does not allow ``"localsgd"``."""
-    restrictions.check(_Restricted(), sends_factors=False)
+    check_restrictions(_Restricted(), sends_factors=False)
 
 
 def raise_problems(problem: str, transport: Transport) -> None:

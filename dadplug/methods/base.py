@@ -13,7 +13,7 @@ from torch import Tensor
 from ..exchange.payload import FactorPayload
 from ..exchange.wire import wire_format
 from ..hooks import LINEAR, Factor, Form
-from ..hub import restrictions
+from ..hub.project import check_restrictions
 from ..lowrank import sum_of_products, sum_one_by_one
 from ..registry import Registry
 from ..schedules import Decoding
@@ -296,7 +296,7 @@ def check_allowed(options: MethodOptions) -> None:
     Raises:
         PolicyError: if one of them is not allowed.
     """
-    restrictions.check(options, sends_factors=METHODS[options.mode].traits.takes_factors)
+    check_restrictions(options, sends_factors=METHODS[options.mode].traits.takes_factors)
 
 
 def make_method(options: MethodOptions) -> Method:

@@ -247,10 +247,11 @@ def _dial_sequencer(folder: str, rank: int, timeout: float) -> StreamToHub:
 
 def _dial_hub(folder: str, timeout: float) -> Tunnel:
     """Dial the hub, and put the restrictions of this site's kit into force."""
-    from ..hub import restrictions, tunnels  # only hubs need what they import
+    from ..hub import tunnels  # only hubs need what they import
     from ..hub.kits import Kit
+    from ..hub.project import Restrictions, impose_restrictions
 
     kit = Kit.load(folder)
     kit.check_dates()
-    restrictions.impose(restrictions.Restrictions(kit.policy, kit.roster))
+    impose_restrictions(Restrictions(kit.policy, kit.roster))
     return tunnels.open_alone(kit, timeout)

@@ -12,8 +12,8 @@ import pytest
 from hub_kits import PUBLIC, connects, contents
 
 from dadplug.hub import provision
-from dadplug.hub.authority import Authority
 from dadplug.hub.kits import Kit
+from dadplug.hub.provision import Authority
 
 
 @pytest.fixture

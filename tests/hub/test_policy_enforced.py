@@ -15,8 +15,8 @@ from torch import nn
 from dadplug import GradientReduction
 from dadplug.errors import PolicyError
 from dadplug.exchange.single_site import SingleSite
-from dadplug.hub import Policy, Roster, restrictions
-from dadplug.hub.restrictions import Restrictions
+from dadplug.hub import Policy, Roster
+from dadplug.hub.project import Restrictions, impose_restrictions, lift_restrictions
 
 MEMBER = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a", "b"), "a")
 THIRD_PARTY = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a", "b"))
@@ -32,12 +32,12 @@ def impose():
 
     def put(policy: Policy, roster: Roster = MEMBER) -> Restrictions:
         imposed.append(Restrictions(policy, roster))
-        restrictions.impose(imposed[-1])
+        impose_restrictions(imposed[-1])
         return imposed[-1]
 
     yield put
     for each in imposed:
-        restrictions.lift(each)
+        lift_restrictions(each)
 
 
 @pytest.fixture
@@ -106,12 +106,12 @@ def test_gradients_pass_a_hub_of_a_third_party_and_factors_that_of_a_member_or_s
     third = impose(Policy(), THIRD_PARTY)
     for mode in OTHER_MODES:
         step(GradientReduction(network(), mode=mode))
-    restrictions.lift(third)
+    lift_restrictions(third)
     for roster in (MEMBER, SEALED):
         found = impose(Policy(), roster)
         for mode in (*FACTOR_MODES, *OTHER_MODES):
             step(GradientReduction(network(), mode=mode))
-        restrictions.lift(found)
+        lift_restrictions(found)
 
 
 def test_restrictions_of_several_connections_hold_together(impose):
@@ -120,10 +120,10 @@ def test_restrictions_of_several_connections_hold_together(impose):
         with pytest.raises(PolicyError):
             GradientReduction(network(), mode=mode)
     GradientReduction(network(), mode="dsgd")
-    restrictions.lift(first)
-    restrictions.lift(first)
+    lift_restrictions(first)
+    lift_restrictions(first)
     GradientReduction(network(), mode="topk")
-    restrictions.lift(second)
+    lift_restrictions(second)
     GradientReduction(network(), mode="rankdad")
 
 

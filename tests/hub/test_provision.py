@@ -14,10 +14,10 @@ from hub_kits import PUBLIC, connects, contents, dial, meet
 
 from dadplug.errors import KitError
 from dadplug.hub import Policy, provision
-from dadplug.hub.authority import Authority
 from dadplug.hub.certificates import current_time, fingerprint, make_request, new_key, to_pem
 from dadplug.hub.files import write_file
 from dadplug.hub.kits import Kit
+from dadplug.hub.provision import Authority
 
 
 @pytest.fixture
