@@ -10,9 +10,7 @@ from torch import Tensor
 
 from .payload import finite
 from .transport import Gather, Reduction, Transport
-from .wire import WireFormat
-
-_ROW = 512  # elements of a quantised gradient that share a scale
+from .wire import BLOCK, WireFormat
 
 
 class SummedBucket(ABC):
@@ -158,12 +156,12 @@ class QuantisedBucket(SummedBucket):
         self._transport = transport
         self._wire = wire
         self.feedback = feedback
-        elements = -(-sum(sizes) // _ROW) * _ROW
-        self._rows = torch.zeros(elements // _ROW, _ROW, device=transport.device)
+        padding = -sum(sizes) % BLOCK  # whole blocks are encoded without a copy
+        self._flat = torch.zeros(sum(sizes) + padding, device=transport.device)
         self._parts: Sequence[Tensor]
-        *self._parts, self._padding = self._rows.view(-1).split([*sizes, elements - sum(sizes)])
+        *self._parts, self._padding = self._flat.split([*sizes, padding])
         self._sizes = list(sizes)
-        self._lost, self._next = (torch.zeros_like(self._rows) if feedback else self._rows[:0] for _ in range(2))
+        self._lost, self._next = (torch.zeros_like(self._flat) if feedback else self._flat[:0] for _ in range(2))
         self._loss_scales = [1.0] * len(self._sizes)
         self._gather: Gather | None = None
 
@@ -171,8 +169,8 @@ class QuantisedBucket(SummedBucket):
     def lost(self) -> Sequence[Tensor]:
         return self._split(self._lost) if self.feedback else ()
 
-    def _split(self, rows: Tensor) -> Sequence[Tensor]:
-        parts: Sequence[Tensor] = rows.view(-1)[: sum(self._sizes)].split(self._sizes)
+    def _split(self, flat: Tensor) -> Sequence[Tensor]:
+        parts: Sequence[Tensor] = flat[: sum(self._sizes)].split(self._sizes)
         return parts
 
     def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
@@ -191,19 +189,19 @@ class QuantisedBucket(SummedBucket):
 
     def launch(self) -> None:
         self._padding.zero_()  # the sums of the last step are there, and may have been NaN
-        payload = self._wire.encode(self._rows)
+        payload = self._wire.encode_flat(self._flat)
         if self.feedback:
-            torch.sub(self._rows, self._wire.decode(payload), out=self._next)
+            torch.sub(self._flat, self._wire.decode_flat(payload, len(self._flat)), out=self._next)
         if self._gather is None:
             self._gather = self._transport.gather([payload.numel()] * self._transport.world_size, self._wire.dtype)
-        self._gather.payload.copy_(payload.view(-1))
+        self._gather.payload.copy_(payload)
         self._gather.launch()
 
     def wait(self) -> Sequence[Tensor]:
         assert self._gather is not None
-        self._rows.zero_()
+        self._flat.zero_()
         for payload in self._gather.wait():
-            self._rows += self._wire.decode(payload.view(len(self._rows), -1))
+            self._flat += self._wire.decode_flat(payload, len(self._flat))
         return self._parts
 
     def commit(self, kept: Sequence[bool]) -> None:

@@ -6,10 +6,14 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..lowrank import dequantise, quantise
 from ..registry import Registry
+
+BLOCK = 512
+"""Elements of a flat tensor that share a scale in a quantised format."""
 
 _SCALE_SIZE = torch.float32.itemsize  # bytes of a row's scale, behind its int8 elements
 
@@ -61,6 +65,33 @@ class WireFormat:
         """
         return payload
 
+    def flat_size(self, count: int) -> int:
+        """Return the number of payload elements of a flat tensor of `count` values."""
+        return count
+
+    def encode_flat(self, values: Tensor) -> Tensor:
+        """Encode a flat tensor; in a quantised format by blocks, each with a scale of its own.
+
+        Args:
+            values: of shape (n,), any floating-point type.
+
+        Returns:
+            A tensor of shape (flat_size(n),) and type `dtype`.
+        """
+        return self.encode(values)
+
+    def decode_flat(self, payload: Tensor, count: int) -> Tensor:
+        """Decode what `encode_flat` has made.
+
+        Args:
+            payload: flat_size(count) elements of type `dtype`, in any shape.
+            count: number of values.
+
+        Returns:
+            The values, of shape (count,) and a floating-point type.
+        """
+        return self.decode(payload.reshape(-1))
+
     def round_trip(self, rows: Tensor) -> Tensor:
         """Return the values after rounding to the wire format, in the type that they had.
 
@@ -100,6 +131,20 @@ class QuantisedFormat(WireFormat):
         rows = torch.empty(quantised.shape, device=quantised.device)
         dequantise(quantised, scales, rows)
         return rows
+
+    def flat_size(self, count: int) -> int:
+        width = min(count, BLOCK)
+        return -(-count // width) * self.row_size(width) if count else 0
+
+    def encode_flat(self, values: Tensor) -> Tensor:
+        width = max(1, min(len(values), BLOCK))
+        missing = -len(values) % width
+        blocks = F.pad(values, (0, missing)) if missing else values
+        return self.encode(blocks.view(-1, width)).view(-1)
+
+    def decode_flat(self, payload: Tensor, count: int) -> Tensor:
+        width = max(1, min(count, BLOCK))
+        return self.decode(payload.view(-1, self.row_size(width))).view(-1)[:count]
 
     def round_trip(self, rows: Tensor) -> Tensor:
         quantised = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..model_sync import replicas
+from ..model_sync.buffers import MovingBuffers
 from .agreed import AgreedModel
-from .buffers import MovingBuffers
 from .deltas import DeltaFormat
 from .header import Header, HeaderGather, fingerprint
 from .options import LocalOptions

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..exchange.wire import WireFormat, wire_format
 from ..lowrank import Carry, compress_matrix, sum_of_products
+from ..methods.feedback import ErrorFeedback
 
-_ROW = 512  # elements of a whole tensor that share a scale on the int8 wire
 _ITERATIONS = 2  # power iterations of the first compression
 _WARM_ITERATIONS = 1  # of those that begin with the basis of the last one
 
@@ -60,9 +60,9 @@ class DeltaFormat:
     """
 
     def __init__(self, wire: str, rank: int | None, error_feedback: bool) -> None:
-        self._wire, self._rank, self._error_feedback = wire, rank, error_feedback
+        self._wire, self._rank = wire, rank
         self._slots: dict[str, _Slot] = {}
-        self._errors: dict[str, Tensor] = {}
+        self._errors = ErrorFeedback(error_feedback)
         self._carries: dict[str, Tensor] = {}
 
     def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
@@ -83,9 +83,8 @@ class DeltaFormat:
             start = sizes.get(wire.dtype, 0)
             self._slots[name] = _Slot(tensor.shape, tensor.dtype, wire, rank, start, size)
             sizes[wire.dtype] = start + size
-        for kept in (self._errors, self._carries):
-            for name in kept.keys() - self._slots.keys():
-                del kept[name]
+        self._errors.retain(self._slots)
+        self._carries = {name: carry for name, carry in self._carries.items() if name in self._slots}
         return sizes
 
     def _rank_of(self, tensor: Tensor) -> int | None:
@@ -106,13 +105,13 @@ class DeltaFormat:
             delta = deltas[name]
             if not delta.numel():
                 continue
-            error = self._errors.get(name)
-            if error is not None and error.shape == delta.shape:
-                delta = delta.add_(error.to(delta))
+            error = self._errors.find(name, delta)
+            if error is not None:
+                delta = delta.add_(error)
             place = payloads[slot.wire.dtype][slot.start : slot.start + slot.size]
             sent = _encode_whole(delta, slot, place) if slot.rank is None else self._encode_factors(name, delta, place)
-            if self._error_feedback and (slot.rank is not None or slot.wire.dtype != slot.dtype):
-                self._errors[name] = delta.sub_(sent)
+            if self._errors.enabled and (slot.rank is not None or slot.wire.dtype != slot.dtype):
+                torch.sub(delta, sent, out=self._errors.of(name, delta))
 
     def _encode_factors(self, name: str, delta: Tensor, place: Tensor) -> Tensor:
         slot = self._slots[name]
@@ -162,16 +161,13 @@ class DeltaFormat:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the error memory and of the bases from which compression starts."""
-        return {kind: {name: each.clone() for name, each in kept.items()} for kind, kept in self._kept().items()}
+        carries = {name: each.clone() for name, each in self._carries.items()}
+        return {"errors": self._errors.state_dict()["errors"], "carries": carries}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        for kind, kept in self._kept().items():
-            kept.clear()
-            kept.update({name: each.clone() for name, each in state[kind].items()})
-
-    def _kept(self) -> dict[str, dict[str, Tensor]]:
-        return {"errors": self._errors, "carries": self._carries}
+        self._errors.load_state_dict({"reference": 0, "errors": state["errors"]})
+        self._carries = {name: each.clone() for name, each in state["carries"].items()}
 
 
 def _size(shape: torch.Size, wire: WireFormat, rank: int | None) -> int:
@@ -179,27 +175,18 @@ def _size(shape: torch.Size, wire: WireFormat, rank: int | None) -> int:
     count = shape.numel()
     if rank is not None:
         return rank * (wire.row_size(shape[0]) + wire.row_size(count // shape[0]))
-    if not wire.quantised or not count:
-        return count
-    width = min(count, _ROW)
-    return -(-count // width) * wire.row_size(width)
+    return wire.flat_size(count)
 
 
 def _encode_whole(delta: Tensor, slot: _Slot, place: Tensor) -> Tensor:
     """Write a delta to its place in the payload; return the values that are decoded from it."""
-    count = delta.numel()
-    width = min(count, _ROW) if slot.wire.quantised else count
-    rows = torch.nn.functional.pad(delta.reshape(-1), (0, -count % width)).view(-1, width)
-    encoded = slot.wire.encode(rows)
-    place.copy_(encoded.reshape(-1))
-    return slot.wire.decode(encoded).to(delta).reshape(-1)[:count].view(slot.shape)
+    encoded = slot.wire.encode_flat(delta.reshape(-1))
+    place.copy_(encoded)
+    return slot.wire.decode_flat(encoded, delta.numel()).to(delta).view(slot.shape)
 
 
 def _decode_whole(part: Tensor, slot: _Slot) -> Tensor:
-    count = slot.shape.numel()
-    width = (min(count, _ROW) if slot.wire.quantised else count) or 1
-    rows = slot.wire.decode(part.view(-1, slot.wire.row_size(width)))
-    return rows.to(slot.dtype).reshape(-1)[:count].view(slot.shape)
+    return slot.wire.decode_flat(part, slot.shape.numel()).to(slot.dtype).view(slot.shape)
 
 
 def _decode_factors(part: Tensor, slot: _Slot) -> tuple[Tensor, Tensor]:

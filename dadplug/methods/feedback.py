@@ -5,6 +5,7 @@ Source: arXiv:1901.09847 (error feedback fixes sign descent and other compressio
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -85,6 +86,11 @@ class ErrorFeedback:
         """Drop the memory of a weight, and its buffers."""
         for kept in (self._errors, self._staged, self._spare):
             kept.pop(name, None)
+
+    def retain(self, names: Container[str]) -> None:
+        """Drop the memory of all other weights."""
+        for name in [name for name in self._errors if name not in names]:
+            self.forget(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the memory."""

@@ -1,8 +1,8 @@
-"""Functions that compare the replicas of a model, and make their parameters and buffers equal."""
+"""Functions that compare the replicas of a model, and make their parameters equal."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ def broadcast_model(model: nn.Module, transport: Transport) -> None:
 
     What is equal at all sites already, as by the same seed, is not sent: on a slow link that takes long.
     """
-    groups = list(_flattened(list(_tensors(model).values())))
+    groups = list(flattened(list(_tensors(model).values())))
     equal = [False] * len(groups)
     if transport.device.type == "cpu" and transport.world_size > 1:  # between GPUs, sending is faster than comparing
         every = [*transport.gather_present([fingerprint(flat) for flat, _ in groups]).values()]
@@ -158,51 +158,6 @@ def renormalise(table: nn.Embedding | nn.EmbeddingBag) -> None:
             break
 
 
-@torch.no_grad()
-def average_buffers(model: nn.Module, transport: Transport, weight: float) -> None:
-    """Replace every site's float buffers by their weighted mean over sites, and counters by their maximum.
-
-    Args:
-        model: the model.
-        transport: the transport.
-        weight: this site's weight; weights need not sum to one.
-    """
-    buffers = [buffer for _, buffer in model.named_buffers() if buffer.numel()]
-    if transport.world_size == 1 or not buffers:
-        return
-    weights = transport.gather_present(weight)
-    total, equal = sum(weights.values()), 1 / len(weights)
-    average_tensors(buffers, transport, {rank: each / total if total else equal for rank, each in weights.items()})
-
-
-@torch.no_grad()
-def average_tensors(buffers: Sequence[Tensor], transport: Transport, shares: Mapping[int, float]) -> None:
-    """Replace tensors by their weighted mean over sites, those of integers by their maximum.
-
-    Args:
-        buffers: the tensors, in the same order on all sites.
-        transport: the transport.
-        shares: share in the mean of each site that takes part, by rank, the same on all sites.
-    """
-    for flat, tensors in _flattened(buffers):
-        gather = transport.gather_once([flat.numel()] * transport.world_size, flat.dtype)
-        gather.payload.copy_(flat)
-        gather.launch()
-        transport.close_round()
-        payloads = gather.wait()
-        every = {rank: payloads[rank] for rank in shares if rank not in transport.absent}
-        first = next(iter(every.values()))
-        if flat.is_floating_point():
-            agreed = torch.zeros_like(first)
-            left = 1.0 if len(every) == len(shares) else sum(shares[rank] for rank in every)
-            for rank, other in every.items():
-                agreed.add_(other, alpha=shares[rank] / left if left else 1 / len(every))
-        else:
-            agreed = torch.stack([*every.values()]).amax(0) if flat.dtype != torch.bool else first
-        for tensor, part in zip(tensors, agreed.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-
 def first_difference(model: nn.Module, transport: Transport) -> str | None:
     """Compare the sites' parameters bit by bit.
 
@@ -225,7 +180,7 @@ def fingerprint(tensor: Tensor) -> str:
     return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest() if plain.numel() else ""
 
 
-def _flattened(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, list[Tensor]]]:
+def flattened(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, list[Tensor]]]:
     """Group tensors by type and device; yield each group, flattened into one tensor and as the tensors."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

@@ -15,7 +15,7 @@ from ..exchange import Traffic, Transport, open_transport
 from ..methods import check_allowed
 from ..methods.warm_up import warm_up
 from ..options import Options
-from . import replicas, sameness
+from . import buffers, replicas, sameness
 from .guards import check_elastic, check_model
 from .join_state import JoinState, Stateful
 from .structure import without_managed
@@ -158,7 +158,7 @@ class ReplicatedModel:
         """
         weight = float(self._epoch_samples) if self.options.weighting == "samples" else 1.0
         with self.traffic.apart(), suppress(DroppedError):  # this site gets the buffers of another one when it rejoins
-            replicas.average_buffers(self.model, self._transport, weight)
+            buffers.average_buffers(self.model, self._transport, weight)
         self._epoch_samples = 0
 
     def first_difference(self) -> str | None:

@@ -18,13 +18,12 @@ from ..exchange.payload import FactorPayload, finite
 from ..exchange.wire import WireFormat, wire_format
 from ..fused import GradientProduct
 from ..methods import Method, decode, decode_bias, is_product
+from ..methods.feedback import ErrorFeedback
 from ..options import Options
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .gradients import ModelGradients, UnitGradient
 from .statistics import CommittedBatchNorms, Packed
-
-_ROW = 512  # elements of a quantised gradient that share a scale
 
 Content = dict[str, Any]
 """Decoded contribution: by name of a unit, its rows and its formed gradients, see `ContributionCodec.encode`."""
@@ -73,11 +72,12 @@ class ContributionCodec:
         self._norms = norms
         self._method = method
         self._wire_name = options.wire
-        self._lost: dict[str, Tensor] = {}  # what rounding to int8 takes from formed gradients
+        self._lost = ErrorFeedback(enabled=True)  # what rounding to int8 takes from formed gradients
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what rounding has taken from formed gradients, by name."""
-        return {name: lost.clone() for name, lost in self._lost.items()}
+        lost: dict[str, Tensor] = self._lost.state_dict()["errors"]
+        return lost
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned.
@@ -86,7 +86,10 @@ class ContributionCodec:
             state: the state.
         """
         parameters = {name: each for unit in self._gradients.units for name, each in unit.parameters.items()}
-        self._lost = {name: lost.to(parameters[name].device, copy=True) for name, lost in state.items()}
+        lost = {
+            name: each.reshape(-1)[: parameters[name].numel()] for name, each in state.items()
+        }  # once in whole rows
+        self._lost.load_state_dict({"reference": 0, "errors": lost})
 
     def _wire(self, unit: Unit) -> WireFormat:
         return wire_format(self._wire_name, unit.lead.dtype)
@@ -106,22 +109,24 @@ class ContributionCodec:
         """
         statistics = None if self._norms is None else self._norms.pack()
         content: Content = {}
-        lost: dict[str, Tensor] = {}
         weight = samples / self._gradients.reference
         try:
             for unit in self._gradients.units:
                 if unit.name in gradients:
                     factor, dense = gradients[unit.name]
                     rows = None if factor is None else self._encode_rows(unit, gradients[unit.name])
-                    formed = {name: self._encode_dense(unit, name, each, weight, lost) for name, each in dense.items()}
+                    formed = {name: self._encode_dense(unit, name, each, weight) for name, each in dense.items()}
                     content[unit.name] = (rows, formed)
         except NonFiniteError:
             for unit in self._gradients.units:
                 self._method.rollback(unit.name)
+                for name in unit.parameters:
+                    self._lost.rollback(name)
             raise
         for unit in self._gradients.units:
             self._method.commit(unit.name)
-        self._lost |= lost
+            for name in unit.parameters:
+                self._lost.commit(name)
         return codec.encode((settings, content, statistics))
 
     def _encode_rows(self, unit: Unit, gradient: UnitGradient) -> tuple[Tensor | None, ...] | None:
@@ -144,7 +149,7 @@ class ContributionCodec:
         right = payload.right if factor.form.table_rows else wire.encode(payload.right)
         return wire.encode(payload.left), right, bias
 
-    def _encode_dense(self, unit: Unit, name: str, gradient: Tensor, weight: float, lost: dict[str, Tensor]) -> Tensor:
+    def _encode_dense(self, unit: Unit, name: str, gradient: Tensor, weight: float) -> Tensor:
         """Encode a formed gradient times the site's samples over the reference."""
         if not finite(gradient):
             raise _not_finite(name)
@@ -152,11 +157,12 @@ class ContributionCodec:
         wire = self._wire(unit)
         if not wire.quantised:
             return wire.encode(flat)
-        rows = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % _ROW)).view(-1, _ROW)
-        if name in self._lost:
-            rows = rows + self._lost[name]
-        encoded = wire.encode(rows)
-        lost[name] = rows - wire.decode(encoded)
+        flat = flat.float()
+        lost = self._lost.find(name, flat)
+        if lost is not None:
+            flat = flat + lost
+        encoded = wire.encode_flat(flat)
+        torch.sub(flat, wire.decode_flat(encoded, flat.numel()), out=self._lost.prepare(name, flat))
         return encoded
 
     # Decoding
@@ -207,9 +213,7 @@ class ContributionCodec:
             if (bias is not None) != sends_bias or (bias is not None and bias.numel() != size):
                 raise ValueError(f"the bias of {unit.name!r} does not fit")
         for name, value in formed.items():
-            numel = unit.parameters[name].numel()
-            size = -(-numel // _ROW) * wire.row_size(_ROW) if wire.quantised else numel
-            if value.numel() != size or value.dtype != wire.dtype:
+            if value.numel() != wire.flat_size(unit.parameters[name].numel()) or value.dtype != wire.dtype:
                 raise ValueError(f"the gradient of {name!r} has {value.numel()} elements of {value.dtype}")
 
     def merge(
@@ -281,9 +285,7 @@ class ContributionCodec:
         parameter, wire = unit.parameters[name], self._wire(unit)
         total: Tensor | None = None
         for encoded, scale in parts:
-            value = encoded
-            if wire.quantised:
-                value = wire.decode(encoded.view(-1, wire.row_size(_ROW))).reshape(-1)[: parameter.numel()]
+            value = wire.decode_flat(encoded, parameter.numel())
             value = value.to(parameter.device, torch.promote_types(value.dtype, torch.float32))
             value = value * scale if scale != 1.0 else value
             total = value.clone() if total is None else total.add_(value)

@@ -14,9 +14,9 @@ from ..exchange import Transport
 from ..exchange.exit_reasons import add_announcer, remove_announcer
 from ..logs import get_logger
 from ..methods import Quality, make_method
+from ..model_sync.buffers import average_packed, pack_buffers
 from ..model_sync.join_state import Stateful
 from ..signature import takes_keywords_of
-from .averages import average_buffers, pack_buffers
 from .collector import GradientCollector
 from .connect import check_role, gather_workers, largest_message, open_log, raise_problem
 from .contribution import ContributionCodec
@@ -284,7 +284,7 @@ class ParameterServer(TrainerCalls, ServerState):
     def _end_phase(self, end: Commit) -> None:
         """Average buffers at the end of a phase."""
         if self.options.average_buffers and end.ended:
-            average_buffers(self.model, end.ended, self._transport.sites)
+            average_packed(self.model, end.ended, self._transport.sites)
         self._epoch_samples = 0
         self._trains = self._unfinished = False
         self.phases += 1

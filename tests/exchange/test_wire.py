@@ -43,6 +43,18 @@ def test_tensors_of_16_bits_or_integers_are_sent_as_they_are(name, dtype):
     assert not wire_format(name, dtype).quantised
 
 
+@pytest.mark.parametrize("name", ROUNDING)
+@pytest.mark.parametrize("count", [0, 1, 511, 512, 1300])
+def test_flat_tensors_are_encoded_by_blocks_of_512(name, count):
+    wire, values = wire_format(name), random(count)
+    payload = wire.encode_flat(values)
+    assert payload.shape == (wire.flat_size(count),)
+    assert payload.dtype == wire.dtype
+    found = wire.decode_flat(payload, count)
+    expected = [wire.decode(wire.encode(block[None]))[0] for block in values.split(512)]
+    assert torch.equal(found, torch.cat(expected))
+
+
 def test_a_quantised_row_with_nan_is_decoded_as_nan():
     rows = random(2, 8)
     rows[1, 3] = math.inf

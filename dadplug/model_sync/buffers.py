@@ -1,0 +1,172 @@
+"""Means over sites of a model's buffers, such as running statistics: of reductions, local steps, parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DamagedError, MismatchError
+from ..exchange import Transport, codec
+from ..exchange.sites import Sites
+from .replicas import flattened
+
+
+def agreed_value(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Return what sites agree on: the weighted mean of floats, the maximum of counters, the first of truth values.
+
+    Args:
+        values: the values of the sites, in an order that is the same at all of them.
+        shares: share in the mean of each site.
+    """
+    first = values[0]
+    if first.is_floating_point():
+        mean = torch.zeros_like(first)
+        for value, share in zip(values, shares, strict=True):
+            mean.add_(value, alpha=share)
+        return mean
+    return first if first.dtype == torch.bool else torch.stack(list(values)).amax(0)
+
+
+@torch.no_grad()
+def average_tensors(buffers: Sequence[Tensor], transport: Transport, shares: Mapping[int, float]) -> None:
+    """Replace tensors by their weighted mean over sites, those of integers by their maximum.
+
+    Args:
+        buffers: the tensors, in the same order on all sites.
+        transport: the transport.
+        shares: share in the mean of each site that takes part, by rank, the same on all sites.
+    """
+    for flat, tensors in flattened(buffers):
+        gather = transport.gather_once([flat.numel()] * transport.world_size, flat.dtype)
+        gather.payload.copy_(flat)
+        gather.launch()
+        transport.close_round()
+        payloads = gather.wait()
+        present = [rank for rank in shares if rank not in transport.absent]
+        left = 1.0 if len(present) == len(shares) else sum(shares[rank] for rank in present)
+        weights = [shares[rank] / left if left else 1 / len(present) for rank in present]
+        agreed = agreed_value([payloads[rank] for rank in present], weights)
+        for tensor, part in zip(tensors, agreed.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def average_buffers(model: nn.Module, transport: Transport, weight: float) -> None:
+    """Replace every site's float buffers by their weighted mean over sites, and counters by their maximum.
+
+    Args:
+        model: the model.
+        transport: the transport.
+        weight: this site's weight; weights need not sum to one.
+    """
+    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+    if transport.world_size == 1 or not buffers:
+        return
+    weights = transport.gather_present(weight)
+    total, equal = sum(weights.values()), 1 / len(weights)
+    average_tensors(buffers, transport, {rank: each / total if total else equal for rank, each in weights.items()})
+
+
+# Buffers in messages, as of parameter servers
+
+
+def pack_buffers(model: nn.Module, samples: int) -> bytes:
+    """Return a model's buffers as bytes, for `average_packed` of all sites.
+
+    Args:
+        model: the model.
+        samples: samples that this site has trained on since the last mean: its weight.
+    """
+    return codec.encode((samples, {name: buffer.detach() for name, buffer in model.named_buffers() if buffer.numel()}))
+
+
+@torch.no_grad()
+def average_packed(model: nn.Module, packed: Mapping[int, bytes | bytearray], sites: Sites) -> None:
+    """Replace float buffers by their mean over sites, and counters by their maximum.
+
+    Args:
+        model: the model.
+        packed: results of `pack_buffers`, by rank in ascending order.
+        sites: the sites by name.
+
+    Raises:
+        MismatchError: if those of a site do not fit this model.
+    """
+    own = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+    if not own:
+        return
+    layout = {name: (each.shape, each.dtype) for name, each in own.items()}
+    every = []
+    for rank, body in packed.items():
+        try:
+            samples, buffers = codec.decode(body)
+            if {name: (each.shape, each.dtype) for name, each in buffers.items()} != layout:
+                raise ValueError("names, shapes or types differ")
+            every.append((float(samples), buffers))
+        except (DamagedError, ValueError, TypeError, AttributeError) as error:
+            raise MismatchError(f"the buffers of {sites[rank]} do not fit this site's model: {error}") from error
+    total = sum(samples for samples, _ in every)
+    shares = [samples / total if total else 1 / len(every) for samples, _ in every]
+    for name, buffer in own.items():
+        buffer.copy_(agreed_value([buffers[name].to(buffer.device) for _, buffers in every], shares))
+
+
+class MovingBuffers:
+    """Buffers that have changed at some site since the start, for agreements at which few buffers change.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        names: their names, the same on all sites.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.load([])
+
+    def load(self, names: Iterable[str]) -> None:
+        """Take the model's present buffers as the agreed ones.
+
+        Args:
+            names: names of the buffers that have changed so far.
+        """
+        self.names = list(names)
+        self._agreed = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+
+    def changed(self) -> list[str]:
+        """List buffers that have changed at this site, and are not among the known ones.
+
+        Values are compared: torch does not count its changes of running statistics as those of a tensor's version.
+        """
+        return [
+            name
+            for name, buffer in self._model.named_buffers()
+            if name not in self.names and not (name in self._agreed and torch.equal(buffer, self._agreed[name]))
+        ]
+
+    def announce(self, transport: Transport) -> None:
+        """Exchange the names of buffers that have changed; all sites must call it together."""
+        names = {name for changed in transport.gather_objects(self.changed()) for name in changed}
+        self.names = sorted({*self.names, *names})
+
+    def average(self, transport: Transport, shares: Mapping[int, float]) -> None:
+        """Replace the known buffers by their weighted mean over sites, counters by their maximum.
+
+        Args:
+            transport: the transport.
+            shares: share in the mean of each site, by rank.
+        """
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in self.names}
+        found = [buffers[name] for name in self.names if name in buffers and buffers[name].numel()]
+        if found and transport.world_size > 1:
+            average_tensors(found, transport, shares)
+        self._agreed.update({name: buffer.detach().clone() for name, buffer in buffers.items()})
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the buffers to their values at the last agreement."""
+        for name, buffer in self._model.named_buffers():
+            if name in self._agreed and self._agreed[name].shape == buffer.shape:
+                buffer.copy_(self._agreed[name])
