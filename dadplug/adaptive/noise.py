@@ -1,24 +1,36 @@
-"""Noise of the gradient, estimated while training, the same at all sites to the bit."""
+"""Noise of the gradient, estimated while training, the same at all sites to the bit.
+
+In a measured step, `NoiseProbe` measures this site's backward passes, sites exchange their `SiteNorms`, and
+`GradientNoise` averages the estimates that follow from them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..exchange import Transport
+from ..exchange.codec import register
+from ..hooks import LINEAR, CapturedLayer, Form, LayerCapture, OwnHook, Recorder, capturable_layers
 from ..methods.loss_scale import LossScales
+from ..methods.paths import GradientPath
 from ..model_sync.samples import SampleCounter
 from ..reducer.step_header import StepHeader
-from ..units.base import Unit
-from .noise_formulas import NO_ESTIMATE, NoiseEstimate, gain
-from .noise_probe import Gradients, NoiseProbe, SiteNorms, gradients_of
-from .noise_sums import Pair, effective_samples, estimate_pair, estimate_step, pair_norms
+from ..units.base import Unit, matrix_shape
+from ..units.factor import FactorUnit
+from . import noise_formulas as formulas
+from .noise_formulas import NO_ESTIMATE, SKETCH, Call, NoiseEstimate, Part
 
 _EVERY = 32  # a measured step may take up to twice as long as others
 _MEMORY = 300.0  # steps over which estimates are averaged, about
+_AS_THEY_ARE = (GradientPath.ALLREDUCE, GradientPath.FACTORS, GradientPath.ACTIVATIONS)
 
 
 class GradientNoise:
@@ -57,7 +69,7 @@ class GradientNoise:
         self._total = NO_ESTIMATE
         self._seen: set[str] = set()  # parameters that have had a gradient in the last estimate
         self._probe: NoiseProbe | None = None
-        self._pair: Pair | None = None
+        self._pair: _Pair | None = None  # that waits for the next step
 
     # Results
 
@@ -115,7 +127,7 @@ class GradientNoise:
             A number between 1 and ``batch / base_batch``; 1.0 without a base batch or an estimate.
         """
         batch, base_batch = batch or self.batch, base_batch or self.base_batch
-        return gain(self._total, batch, base_batch) if batch and base_batch else 1.0
+        return formulas.gain(self._total, batch, base_batch) if batch and base_batch else 1.0
 
     # State
 
@@ -143,7 +155,7 @@ class GradientNoise:
         self._averages = {name: _Average(*values) for name, values in state["averages"].items()}
         self._seen = set(state["seen"])
         names, samples = state["pair"] or ([], 0.0)
-        self._pair = Pair(dict.fromkeys(names), samples) if names else None
+        self._pair = _Pair(dict.fromkeys(names), samples) if names else None
         self._sum_up()
 
     # A step, called by the reduction
@@ -204,11 +216,11 @@ class GradientNoise:
         """
         weights = {rank: header.samples for rank, header in enumerate(headers) if header.samples}
         if weights:
-            self.batch = sum(weights.values()) if self._by_samples else self.batch
             total, due = sum(weights.values()), step == self._next
+            self.batch = total if self._by_samples else self.batch
             shares = {rank: count / total for rank, count in weights.items()}
             if due or self._pair is not None:
-                own = gradients_of(units, scales)
+                own = _Gradients.of(units, scales)
                 if self._pair is not None:
                     self._estimate_pair(step, shares, samples, own, transport)
                 if due:
@@ -225,44 +237,42 @@ class GradientNoise:
             self._next = step + every
 
     def _estimate(
-        self, step: int, shares: Mapping[int, float], samples: int, own: Gradients, transport: Transport
+        self, step: int, shares: Mapping[int, float], samples: int, own: _Gradients, transport: Transport
     ) -> None:
         """Update the averages by what all sites have measured in this step."""
-        found = SiteNorms.empty(samples, len(own.names))
-        if self._probe is not None and self._probe.names == own.names:
-            found = self._probe.report(samples)
-        every = transport.gather_present(found.unscaled(own))
+        probe = self._probe if self._probe is not None and self._probe.names == [*own.values] else None
+        every = transport.gather_present(_report(probe, samples, own))
         if not shares.keys() <= every.keys():
             return  # a site has left in the meantime
         sites = [(shares[rank], every[rank]) for rank in sorted(shares)]
-        self._follow_batch(sum(site.samples for _, site in sites))
+        counts = [(share, site.samples) for share, site in sites]
+        self._follow_batch(counts)
         if not all(site.parts for _, site in sites):
             return  # a site has begun its plan anew, and measured nothing
-        estimates = estimate_step(sites, own.names, own.compressed)
+        estimates = estimate_step(sites, [*own.values], own.compressed)
         self._averages = {name: each for name, each in self._averages.items() if name in estimates}
         self._seen = set(estimates)
         self._add(step, estimates)
         left = [name for name, estimate in estimates.items() if math.isnan(estimate.squared_norm)]
         if left:
-            effective = effective_samples([(share, site.samples) for share, site in sites])
-            self._pair = Pair({name: own.copy(name) for name in left}, effective)
+            self._pair = _Pair({name: own.copy(name) for name in left}, _effective_samples(counts))
 
     def _estimate_pair(
-        self, step: int, shares: Mapping[int, float], samples: int, own: Gradients, transport: Transport
+        self, step: int, shares: Mapping[int, float], samples: int, own: _Gradients, transport: Transport
     ) -> None:
         """Update the averages by the agreed gradients of this step and the one before."""
         pair, self._pair = self._pair, None
         assert pair is not None
-        every = transport.gather_present((samples, pair_norms(pair, own.unscaled())))
+        every = transport.gather_present((samples, pair.norms(own)))
         if shares.keys() <= every.keys():
-            sites = [(shares[rank], every[rank][0]) for rank in sorted(shares)]
-            self._follow_batch(sum(count for _, count in sites))
+            counts = [(shares[rank], every[rank][0]) for rank in sorted(shares)]
+            self._follow_batch(counts)
             norms = [every[rank][1] for rank in sorted(shares)]
-            self._add(step, estimate_pair(pair, effective_samples(sites), norms))
+            self._add(step, pair.estimate(_effective_samples(counts), norms))
 
-    def _follow_batch(self, samples: int) -> None:
+    def _follow_batch(self, counts: Sequence[tuple[float, int]]) -> None:
         if not self._by_samples:
-            self.batch = samples
+            self.batch = sum(samples for _, samples in counts)
 
     def _add(self, step: int, estimates: Mapping[str, NoiseEstimate]) -> None:
         """Add estimates to the averages; those that are not finite do not count."""
@@ -309,3 +319,440 @@ class _Average(NamedTuple):
     def value(self) -> NoiseEstimate:
         """The average."""
         return NoiseEstimate(self.variance / self.weight, self.squared_norm / self.weight)
+
+
+# Agreed gradients
+
+
+class _Gradients(NamedTuple):
+    """Agreed gradients of a step.
+
+    Attributes:
+        values: the gradients by name of the parameter, sorted; None where there is none.
+        scales: the loss scales that they contain, by name.
+        compressed: names of the parameters whose agreed gradient is an approximation, sorted.
+    """
+
+    values: dict[str, Tensor | None]
+    scales: dict[str, float]
+    compressed: list[str]
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], scales: LossScales) -> _Gradients:
+        """Return the agreed gradients of units, which contain loss scales."""
+        parameters = {name: (each, unit.name) for unit in units for name, each in unit.parameters.items()}
+        found = {name: parameters[name] for name in sorted(parameters)}
+        values = {name: each.grad for name, (each, _) in found.items()}
+        return cls(values, {name: scales.of(unit) for name, (_, unit) in found.items()}, _compressed(units))
+
+    def copy(self, name: str) -> Tensor | None:
+        """Return a copy of a gradient, without its loss scale."""
+        value = self.values.get(name)
+        return None if value is None else value.detach() / self.scales[name]
+
+
+def _compressed(units: Sequence[Unit]) -> list[str]:
+    """Return the names of the weights whose agreed gradient is an approximation, sorted."""
+    return sorted(unit.name for unit in units if unit.path not in _AS_THEY_ARE)
+
+
+@dataclass
+class _Pair:
+    """Agreed gradients that wait for those of the next step, to be compared with them.
+
+    Attributes:
+        gradients: by name of the parameter; None at a site that does not have it.
+        samples: number of samples of a batch with the same noise.
+    """
+
+    gradients: Mapping[str, Tensor | None]
+    samples: float
+
+    def norms(self, gradients: _Gradients) -> Tensor:
+        """Return the squared norms of each first and second gradient, and of their difference.
+
+        Args:
+            gradients: the second ones.
+
+        Returns:
+            A tensor of shape (parameters in the order of their names, 3); NaN where a gradient is missing.
+        """
+        rows = []
+        for name, first in sorted(self.gradients.items()):
+            second = gradients.copy(name)
+            if first is None or second is None or first.is_sparse != second.is_sparse:
+                rows.append(torch.full((3,), torch.nan, dtype=torch.float64))
+            else:
+                rows.append(torch.stack([_square_of(first), _square_of(second), _square_of(second - first)]).cpu())
+        return torch.stack(rows)
+
+    def estimate(self, samples: float, norms: Sequence[Tensor]) -> dict[str, NoiseEstimate]:
+        """Estimate the noise, by name of the parameter.
+
+        Args:
+            samples: number of samples of a batch with the noise of the second gradients.
+            norms: what `norms` returned at each site.
+        """
+        estimates = {}
+        total = self.samples + samples
+        known = [_first_known([each[:, column] for each in norms]) for column in range(3)]
+        for name, first, second, difference in zip(sorted(self.gradients), *known, strict=True):
+            parts = [
+                Part(self.samples, self.samples / total, first, math.nan),
+                Part(samples, samples / total, second, math.nan),
+            ]
+            product = 0.5 * (first + second - difference)
+            norm = formulas.norm_of_mean(parts, [[0.0, product], [product, 0.0]])
+            estimates[name] = NO_ESTIMATE if math.isnan(difference) else formulas.between_parts(parts, norm)
+        return estimates
+
+
+# What a site measures
+
+
+@register
+@dataclass(frozen=True)
+class SiteNorms:
+    """Squared norms of the gradients of one site in one step, as it sends them to the others.
+
+    Attributes:
+        samples: number of samples of the site.
+        parts: samples of each micro-batch.
+        norms: of shape (micro-batches, parameters), squared norms of the gradients; NaN where they are not known.
+        squares: of the same shape, sums over samples of the squared norms of their gradients.
+        sketched: of shape (micro-batches, parameters that are compressed, numbers of a sketch).
+        agreed: of shape (parameters,), squared norms of the agreed gradients; NaN where there is none.
+    """
+
+    samples: int
+    parts: list[float]
+    norms: Tensor
+    squares: Tensor
+    sketched: Tensor
+    agreed: Tensor
+
+
+@dataclass
+class _Pass:
+    """Measurements of one backward pass.
+
+    Attributes:
+        samples: samples of the step up to this pass.
+        norms: squared norm of the gradient by parameter.
+        squares: number of samples, and sum of squared norms over them, by parameter.
+        sketched: sketch by parameter.
+    """
+
+    samples: int = 0
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    squares: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    sketched: dict[str, Tensor] = field(default_factory=dict)
+
+
+class NoiseProbe:
+    """Probe of the backward passes of one step.
+
+    Layers that have factors are measured by them: those whose factors are sent, and by a capture of its own those whose
+    gradients autograd forms. Of all other gradients only the norm is measured.
+
+    Args:
+        model: the model.
+        units: the units of the present plan.
+        counter: counts the samples of the step.
+        step: number of the step.
+
+    Attributes:
+        names: names of the parameters, the same at all sites.
+        compressed: names of the weights whose agreed gradient is an approximation.
+        passes: measurements of the backward passes, by number.
+        unknown: names of parameters whose gradients arrived in a way that is not measured.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], counter: SampleCounter, step: int) -> None:
+        self._counter = counter
+        self._step = step
+        self._parameters = {name: each for unit in units for name, each in unit.parameters.items()}
+        self.names = sorted(self._parameters)
+        self.compressed = _compressed(units)
+        self.unknown: set[str] = set()
+        self.passes: dict[int, _Pass] = {}
+        self._calls: dict[int, list[tuple[int, Call]]] = {}  # by weight: backward pass and call
+        self._forward = 0, 0  # number and samples of the last forward pass
+        self._layers: list[CapturedLayer] = []
+        self._hooks: list[Any] = []
+        self._capture = self._watch(model, units)
+
+    def _watch(self, model: nn.Module, units: Sequence[Unit]) -> LayerCapture:
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        factored: set[str] = set()
+        for unit in units:
+            if isinstance(unit, FactorUnit) and unit.layers:
+                factored.update(unit.parameters)
+                self._watch_layers(unit.name, unit.bias, unit.layers, formed=False)
+                for name, parameter in unit.parameters.items():
+                    self._hooks.append(parameter.register_hook(OwnHook(partial(self._formed_beside, name))))
+        free = {name: layer for name, layer in capturable_layers(model).items() if self._is_own(model, layer, names)}
+        capture = LayerCapture(model, free, weight_gradients=True)
+        for layer in capture.layers.values():
+            bias = None if layer.bias is None else names.get(id(layer.bias))
+            self._watch_layers(names[id(layer.weight)], bias, [layer], formed=True)
+        for name, parameter in self._parameters.items():
+            if name not in factored:
+                self._hooks.append(parameter.register_hook(OwnHook(partial(self._formed, name))))
+        return capture
+
+    @staticmethod
+    def _is_own(model: nn.Module, layer: nn.Module, names: dict[int, str]) -> bool:
+        """Return whether no other module has the layer's parameters, and a unit has its weight."""
+        own = {id(parameter) for parameter in layer._parameters.values() if parameter is not None}
+        others = (each for module in model.modules() if module is not layer for each in module._parameters.values())
+        return bool(own & names.keys()) and not any(id(each) in own for each in others)
+
+    def _watch_layers(self, weight: str, bias: str | None, layers: Sequence[CapturedLayer], formed: bool) -> None:
+        parameter = self._parameters[weight]
+        for layer in layers:
+            layer.wrap_recorder = self._recorder
+            self._layers.append(layer)
+        hook = partial(self._arrived, weight, bias, layers if formed else ())
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(OwnHook(hook)))
+
+    # During forward and backward
+
+    def _recorder(self, layer: CapturedLayer, inputs: Tensor, record: Recorder) -> Recorder:
+        """Return a recorder that also keeps the factors of a call for this probe."""
+        counter = self._counter
+        if counter.current:
+            self._forward = counter.forwards, counter.current
+        known = self._forward[0] == counter.forwards  # a checkpointed part runs again, outside of the model's forward
+        forward, samples = self._forward if known else (counter.forwards, 0)
+        row_dims = layer.weight.dim() - 1
+        layout = formulas.layout_of(inputs.shape[: max(inputs.dim() - row_dims, 0)], samples)
+
+        def receive(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+            now = torch._C._current_graph_task_id()
+            call = Call(activations, deltas, form, layout, forward)
+            self._calls.setdefault(id(layer.weight), []).append((now, call))
+            record(activations, deltas, form)
+
+        return receive
+
+    def _pass(self) -> _Pass:
+        found = self.passes.setdefault(self._counter.backward_pass, _Pass())
+        found.samples = self._counter.count
+        return found
+
+    def _measure(self, name: str, table: dict[str, Any], value: Callable[[], Any]) -> None:
+        """Put a value into a table, unless there is one: then a gradient has arrived in two parts."""
+        if name in table:
+            self.unknown.add(name)
+        else:
+            table[name] = value()
+
+    @torch.no_grad()
+    def _formed(self, name: str, gradient: Tensor | None) -> None:
+        """Measure a gradient that autograd has formed."""
+        if gradient is None:
+            return
+        found = self._pass()
+        self._measure(name, found.norms, lambda: _square_of(gradient))
+        if name in self.compressed:
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            matrix = dense.to(_type(gradient)).reshape(matrix_shape(self._parameters[name]))
+            self._measure(name, found.sketched, lambda: formulas.sketch_matrix(matrix, name, self._step))
+
+    def _formed_beside(self, name: str, gradient: Tensor | None) -> None:
+        """Take note of a gradient that is not that of the factors."""
+        if gradient is not None:
+            self.unknown.add(name)
+
+    @torch.no_grad()
+    def _arrived(self, weight: str, bias: str | None, formed: Sequence[CapturedLayer], parameter: Tensor) -> None:
+        """Measure the factors of a backward pass.
+
+        Args:
+            weight: name of the weight.
+            bias: name of the bias, or None.
+            formed: the layers whose gradients autograd has formed as well, and whose factors nobody else takes.
+            parameter: the weight.
+        """
+        now = torch._C._current_graph_task_id()
+        calls = [call for task, call in self._calls.pop(id(parameter), []) if task == now]
+        for layer in formed:
+            layer.clear()
+        if not calls:
+            return
+        dtype, found = _type(parameter), self._pass()
+        norms = formulas.squared_norms(calls, dtype, self._step)
+        if norms is not None:
+            self._measure(weight, found.squares, lambda: (norms.samples, norms.weight))
+            if bias is not None:
+                self._measure(bias, found.squares, lambda: (norms.samples, norms.bias))
+        if formed:
+            return
+        total = None if norms is None else norms.total
+        self._measure(weight, found.norms, lambda: formulas.gradient_square(calls, dtype) if total is None else total)
+        if bias is not None:
+            self._measure(bias, found.norms, lambda: formulas.bias_square(calls, dtype))
+        if weight in self.compressed:
+            shape, step = matrix_shape(parameter), self._step
+            self._measure(weight, found.sketched, lambda: formulas.sketch_calls(calls, shape, weight, step, dtype))
+
+    def discard(self) -> None:
+        """Forget the backward passes so far, whose gradients have been cleared."""
+        self.passes.clear()
+        self._calls.clear()
+        self.unknown.clear()
+
+    def detach(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        for layer in self._layers:
+            layer.wrap_recorder = None
+        self._capture.detach()
+        self.discard()
+
+    # At the end of the step
+
+    def parts(self, samples: int) -> list[float]:
+        """Return the samples of each backward pass; equal parts where they are not known.
+
+        Args:
+            samples: samples of this site in the step.
+        """
+        bounds = [0, *(found.samples for found in self.passes.values())]
+        counts: list[float] = [after - before for before, after in pairwise(bounds)]
+        if sum(counts) == samples and all(count > 0 for count in counts):
+            return counts
+        return [samples / len(counts) for _ in counts]
+
+
+def _report(probe: NoiseProbe | None, samples: int, own: _Gradients) -> SiteNorms:
+    """Return what this site has measured in a step, without loss scales.
+
+    Args:
+        probe: the probe of the step; None at a site that has measured nothing.
+        samples: samples of this site.
+        own: the agreed gradients.
+    """
+    places = {name: place for place, name in enumerate(own.values)}
+    scales = torch.tensor([*own.scales.values()], dtype=torch.float64)
+    parts = [] if probe is None else probe.parts(samples)
+    norms, squares = torch.zeros(2, len(parts), len(places), dtype=torch.float64)
+    sketched = torch.zeros(len(parts), len(own.compressed), SKETCH**2, dtype=torch.float64)
+    if probe is not None:
+        for row, (each, count) in enumerate(zip(probe.passes.values(), parts, strict=True)):
+            known = {name: value for name, (of, value) in each.squares.items() if of == count}
+            _fill(norms[row], {places[name]: value for name, value in each.norms.items()})
+            _fill(squares[row], {places[name]: value for name, value in known.items()})
+            for name in each.norms.keys() - known.keys():
+                squares[row, places[name]] = torch.nan
+            for name, value in each.sketched.items():
+                sketched[row, own.compressed.index(name)] = value.double().cpu()
+        norms[:, [places[name] for name in probe.unknown]] = torch.nan
+    sketched /= scales[[places[name] for name in own.compressed]][:, None]
+    agreed = torch.full((len(places),), torch.nan, dtype=torch.float64)
+    _fill(agreed, {places[name]: _square_of(value) for name, value in own.values.items() if value is not None})
+    squared = scales.square()
+    return SiteNorms(samples, parts, norms / squared, squares / squared, sketched, agreed / squared)
+
+
+@torch.no_grad()
+def _square_of(gradient: Tensor) -> Tensor:
+    """Return the squared norm of a gradient, dense or sparse."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm: Tensor = torch.linalg.vector_norm(values.to(_type(gradient)))
+    return norm.double().square()
+
+
+def _type(tensor: Tensor) -> torch.dtype:
+    """Return the type to compute in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _fill(row: Tensor, values: dict[int, Tensor]) -> None:
+    """Put scalars into a row, with one copy from each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, value in values.items():
+        by_device.setdefault(value.device, []).append(place)
+    for places in by_device.values():
+        row[places] = torch.stack([values[place].double() for place in places]).cpu()
+
+
+# Estimates from what all sites have measured
+
+
+def _effective_samples(sites: Sequence[tuple[float, int]]) -> float:
+    """Return the number of samples of a batch whose mean gradient has the noise of the weighted mean over sites.
+
+    Args:
+        sites: weight in the mean and number of samples of each site that has any.
+    """
+    return 1.0 / math.fsum(weight * weight / samples for weight, samples in sites)
+
+
+def estimate_step(
+    sites: Sequence[tuple[float, SiteNorms]], names: Sequence[str], compressed: Sequence[str]
+) -> dict[str, NoiseEstimate]:
+    """Estimate the noise of every parameter's gradient from one step.
+
+    Args:
+        sites: weight in the mean and norms of each site that has samples.
+        names: names of the parameters.
+        compressed: names of those whose agreed gradients are approximations, so that their norms do not count.
+
+    Returns:
+        The estimates by name, without parameters that have no gradient; NaN where this step does not suffice.
+    """
+    agreed = _first_known([norms.agreed for _, norms in sites])
+    estimates = {}
+    for place, name in enumerate(names):
+        norm = agreed[place]
+        if math.isnan(norm):
+            continue
+        parts = _parts(sites, place)
+        if name in compressed:
+            norm = _norm_by_sketches(parts, sites, compressed.index(name))
+        within = formulas.within_parts(parts, norm)
+        estimates[name] = formulas.between_parts(parts, norm) if math.isnan(within.squared_norm) else within
+    return estimates
+
+
+def _first_known(columns: Sequence[Tensor]) -> list[float]:
+    """Return in each place the first number that is not NaN; NaN where there is none.
+
+    Args:
+        columns: of shape (places,), those of each site.
+    """
+    lists = [column.tolist() for column in columns]
+    return [next((value for value in values if not math.isnan(value)), math.nan) for values in zip(*lists, strict=True)]
+
+
+def _parts(sites: Sequence[tuple[float, SiteNorms]], place: int) -> list[Part]:
+    """Return the micro-batches of all sites, with the norms of one parameter's gradients."""
+    parts = []
+    for weight, site in sites:
+        total = float(site.samples)
+        for row, samples in enumerate(site.parts):
+            norm, squares = float(site.norms[row, place]), float(site.squares[row, place])
+            scale = total / samples
+            parts.append(Part(samples, weight / scale, norm * scale * scale, squares * total * total))
+        if not site.parts:
+            parts.append(Part(math.nan, math.nan, math.nan, math.nan))
+    return parts
+
+
+def _norm_by_sketches(parts: Sequence[Part], sites: Sequence[tuple[float, SiteNorms]], index: int) -> float:
+    """Return the squared norm of the mean of gradients that only their own site knows."""
+    if any(math.isnan(part.norm) for part in parts):
+        return math.nan
+    sketches = torch.stack(
+        [
+            site.sketched[row, index] * (site.samples / samples)
+            for _, site in sites
+            for row, samples in enumerate(site.parts)
+        ]
+    )
+    lists = sketches.tolist()
+    products = [[math.fsum(map(float.__mul__, one, other)) for other in lists] for one in lists]
+    return formulas.norm_of_mean(parts, products)

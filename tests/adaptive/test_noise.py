@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 
 import dadplug
 from dadplug.adaptive.noise import GradientNoise
-from dadplug.adaptive.sample_norms import Call, RowLayout, layout_of, squared_norms
+from dadplug.adaptive.noise_formulas import Call, layout_of, squared_norms
 
 
 class Transformer(nn.Module):
@@ -130,7 +130,7 @@ def test_some_samples_of_a_large_batch_stand_for_all(samples, parts):
     torch.manual_seed(5)
     deltas, activations = (torch.randn(samples, 3, width, dtype=torch.float64) for width in (4, 5))
     gradients = deltas.mT @ activations
-    call = Call(activations.flatten(0, 1), deltas.flatten(0, 1), LINEAR, RowLayout(1, samples, 3), 1)
+    call = Call(activations.flatten(0, 1), deltas.flatten(0, 1), LINEAR, (1, samples, 3), 1)
     found = [squared_norms([call], torch.float64, seed) for seed in range(40)]
     weights = {round(float(each.weight), 9) for each in found}
     assert {each.samples for each in found} == {samples}
