@@ -17,12 +17,14 @@ from typing import Any, Literal
 from ..errors import FrameError, KitError, RefusedError
 from ..exchange.deadline import within
 from . import tls
-from .actions import FRESH, Refuse
+from .actions import FRESH
 from .certificates import current_time, revocation_list_end
 from .check_channel import MOST_BYTES, NUMBER, Request
+from .dialing import introduce
 from .files import REVOKED, read_file
-from .frames import VERSION, FrameReader, Head, Hello, Kind, Leave, Welcome, frames, pack_control, read_control
+from .frames import VERSION, Head, Hello, Kind, Leave, frames, pack_control
 from .kits import RENEW, SOON_DAYS, Kit, days_left
+from .receiver import FrameReceiver
 from .secure_socket import SecureSocket
 
 _CLOCK_NOTE, _CLOCK_FAILED = (
@@ -139,14 +141,15 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
         return
     try:
         tls.read_verdict(kit, secure, host, port)
-        line = _Line(kit, secure)
-        line.open()
+        hello = Hello(VERSION, secrets.randbits(62), FRESH, "check")
+        introduce(secure, kit, hello, (host, port), timeout)
     except (RefusedError, OSError, FrameError) as error:
         yield Finding("hub", "failed", str(error), _advice(str(error), kit))
         secure.close()
         return
     yield Finding("hub", "ok", f"it accepts {kit.name}")
     try:
+        line = _Line(kit.slot, secure)
         yield from _measurements(line)
         line.close()
     except (OSError, FrameError) as error:
@@ -254,29 +257,9 @@ def _advice(reason: str, kit: Kit) -> str:
 class _Line:
     """Connection of the channel "check". Everything blocks, up to the timeout of the connection."""
 
-    def __init__(self, kit: Kit, connection: SecureSocket) -> None:
-        self._connection, self._slot, self._sites = connection, kit.slot, len(kit.roster.sites)
-        self._reader = FrameReader(lambda head: None)
-        self._frames: list[tuple[Head, bytes]] = []
-
-    def open(self) -> None:
-        """Introduce this site.
-
-        Raises:
-            RefusedError: if the hub refuses the check.
-            OSError: if the connection is lost.
-            FrameError: if the hub sends something else than an answer.
-        """
-        hello = Hello(VERSION, secrets.randbits(62), FRESH, "check")
-        self._connection.sendall(pack_control(hello, self._slot))
-        head, body = self._receive()
-        if head.kind is not Kind.CONTROL:
-            raise FrameError(f"a {head.kind.name} frame where an answer to Hello is due")
-        answer = read_control(body, self._sites)
-        if isinstance(answer, Refuse):
-            raise RefusedError(f"the hub refuses the check: {answer.reason}")
-        if not isinstance(answer, Welcome):
-            raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
+    def __init__(self, slot: int, connection: SecureSocket) -> None:
+        self._connection, self._slot = connection, slot
+        self._receiver = FrameReceiver(connection, lambda head: memoryview(bytearray(head.length)))
 
     def request(self, request: Request, content: bytes) -> None:
         """Send a request."""
@@ -292,9 +275,10 @@ class _Line:
         """
         content = bytearray()
         while len(content) < nbytes:
-            head, body = self._receive()
+            head = self._receiver.receive()
+            assert head is not None  # the connection blocks
             if head.kind is Kind.PAYLOAD and head.tag == request:
-                content += body
+                content += self._receiver.body
             elif head.kind is not Kind.PING:
                 raise FrameError(f"a {head.kind.name} frame where the answer to a check is due")
         return bytes(content)
@@ -311,14 +295,6 @@ class _Line:
         """Take leave of the hub."""
         with contextlib.suppress(OSError):
             self._connection.sendall(pack_control(Leave(""), self._slot))
-
-    def _receive(self) -> tuple[Head, bytes]:
-        while not self._frames:
-            content = self._connection.recv(1 << 17)
-            if not content:
-                raise ConnectionError("the hub has closed the connection")
-            self._frames += self._reader.feed(content)
-        return self._frames.pop(0)
 
 
 def _measurements(line: _Line) -> Iterator[Finding]:

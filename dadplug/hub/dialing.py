@@ -6,7 +6,7 @@ import select
 import socket
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 from ..errors import FrameError, RefusedError, TryAgainError
 from . import tls
@@ -40,17 +40,49 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
     connection = tls.dial(kit, seconds, address)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        answer = _ask(connection, kit, hello, seconds)
-        if isinstance(answer, Refuse):
-            if answer.retry:
-                raise TryAgainError(f"it refuses this site at present: {answer.reason}")
-            raise RefusedError(f"the hub at {address[0]}:{address[1]} refuses {kit.name}: {answer.reason}")
-        if not isinstance(answer, Welcome):
-            raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
+        with ExitStack() as opened:
+            door = None if kit.policy.encrypt_local else open_door(connection)
+            if door is not None:
+                opened.enter_context(closing(door))
+                hello = hello._replace(mark=door.mark, place=door.place, secret=door.secret)
+            return connection, introduce(connection, kit, hello, address, seconds, door)
     except BaseException:
         connection.close()
         raise
-    return connection, answer
+
+
+def introduce(
+    connection: SecureSocket,
+    kit: Kit,
+    hello: Hello,
+    address: tuple[str, int],
+    seconds: float,
+    door: LocalDoor | None = None,
+) -> Welcome:
+    """Send the first message, and return the hub's answer.
+
+    Args:
+        connection: the connection, which the hub has accepted.
+        kit: kit of this site.
+        hello: the message.
+        address: host and port of the hub, for messages.
+        seconds: time for the answer.
+        door: where a hub in this machine gives its answer.
+
+    Raises:
+        RefusedError: if the hub refuses this site for good.
+        OSError: if the connection is lost, or the hub may accept this site later.
+        FrameError: if the hub sends something that is no answer.
+    """
+    connection.sendall(pack_control(hello, kit.slot))
+    answer = _read_answer(connection, door, len(kit.roster.sites), seconds)
+    if isinstance(answer, Refuse):
+        if answer.retry:
+            raise TryAgainError(f"it refuses this site at present: {answer.reason}")
+        raise RefusedError(f"the hub at {address[0]}:{address[1]} refuses {kit.name}: {answer.reason}")
+    if not isinstance(answer, Welcome):
+        raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
+    return answer
 
 
 def tell(hub: str, error: Exception) -> bool:
@@ -63,18 +95,6 @@ def tell(hub: str, error: Exception) -> bool:
     if isinstance(error, TryAgainError):
         print(f"dadplug: {hub}: {error}", file=sys.stderr, flush=True)
     return isinstance(error, TryAgainError)
-
-
-def _ask(connection: SecureSocket, kit: Kit, hello: Hello, seconds: float) -> object:
-    """Send the first message, and return the answer, which a hub in this machine gives over a Unix socket."""
-    door = None if kit.policy.encrypt_local else open_door(connection)
-    if door is None:
-        connection.sendall(pack_control(hello, kit.slot))
-        return _read_answer(connection, None, len(kit.roster.sites), seconds)
-    with closing(door):
-        hello = hello._replace(mark=door.mark, place=door.place, secret=door.secret)
-        connection.sendall(pack_control(hello, kit.slot))
-        return _read_answer(connection, door, len(kit.roster.sites), seconds)
 
 
 def _read_answer(connection: SecureSocket, door: LocalDoor | None, world_size: int, seconds: float) -> object:

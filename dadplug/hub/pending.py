@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from ..errors import FrameError, RefusedError
 from . import tls
 from .actions import Refuse
-from .frames import FrameReader, Head, Hello, Kind, pack_control, read_control
+from .frames import Head, Hello, Kind, pack_control, read_control
 from .kits import Kit
+from .receiver import FrameReceiver
 from .secure_socket import SecureSocket
 from .stream import Stream
 
@@ -65,9 +66,8 @@ class PendingConnection:
         self.silent, self.writing = True, False
         self._kit = kit
         self.connection = SecureSocket(connection, context, server_side=True)
-        self._stream: Stream | None = None
         self.name = ""
-        self._reader = FrameReader(_check)
+        self._receiver: FrameReceiver | None = None
 
     def advance(self, now: float) -> Arrival | None:
         """Go on with the start of the connection, as far as possible.
@@ -84,7 +84,7 @@ class PendingConnection:
         """
         self.silent = False
         try:
-            if self._stream is None and not self._shake_hands(now):
+            if self._receiver is None and not self._shake_hands(now):
                 return None
             return self._read_hello()
         except FrameError as error:
@@ -111,21 +111,21 @@ class PendingConnection:
             self.refuse(tls.refusal(str(error)))
             raise
         self.connection.send(tls.ACCEPTED)  # nothing else was sent since the handshake: there is room
-        self._stream = Stream(self.connection)
+        self._receiver = FrameReceiver(self.connection, _room)
         self.deadline = now + HANDSHAKE_SECONDS
         return True
 
     def _read_hello(self) -> Arrival | None:
-        assert self._stream is not None
-        content = self._stream.receive()
-        frames = list(self._reader.feed(content)) if content is not None else []
-        if not frames:
+        receiver = self._receiver
+        assert receiver is not None
+        head = receiver.receive()
+        if head is None:
             return None
-        hello = read_control(frames[0].body, len(self._kit.roster.sites))
-        if len(frames) > 1 or not isinstance(hello, Hello):
+        hello = read_control(bytes(receiver.body), len(self._kit.roster.sites)) if head.length else None
+        if not isinstance(hello, Hello) or receiver.receive() is not None or receiver.filled:
             raise FrameError("its first message is no Hello, or it has not waited for the answer")
         certificate: dict[str, Any] = dict(self.connection.getpeercert() or {})
-        return Arrival(self._stream, self.name, int(certificate["serialNumber"], 16), hello)
+        return Arrival(Stream(self.connection), self.name, int(certificate["serialNumber"], 16), hello)
 
     def refuse(self, answer: bytes) -> None:
         """Send a last message."""
@@ -179,6 +179,8 @@ class ClosingConnection:
         self._connection.close()
 
 
-def _check(head: Head) -> None:
+def _room(head: Head) -> memoryview:
+    """Return room for the body of the first frame."""
     if head.kind is not Kind.CONTROL or head.length > _LONGEST_HELLO:
         raise FrameError(f"the first frame is of kind {head.kind.name} and {head.length} bytes, and no Hello")
+    return memoryview(bytearray(head.length))
