@@ -45,7 +45,7 @@ LONG = (
     "test_hogwild.py",
     "test_elastic_catalyst.py",
     "test_owner.py",
-    "test_tunnel_parameters.py",
+    "test_tunnel.py",
     "test_parameter_server_strategy.py",
     "test_returning_sites.py",
     "test_experiment.py",

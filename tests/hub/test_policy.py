@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import hub_kits
 import pytest
+import support
+import torch
+from running_hub import running_hub
+from support import free_port
+from torch import nn
 
+from dadplug import GradientReduction
 from dadplug.errors import KitError, PolicyError
-from dadplug.hub import Policy
+from dadplug.exchange.single_site import SingleSite
+from dadplug.hub import Policy, Roster
 from dadplug.hub.kits import Kit
+from dadplug.hub.project import Restrictions, impose_restrictions, lift_restrictions
 from dadplug.options import Options
 
 STRICT = Policy(("rankdad", "dsgd"), share_inputs=False)
@@ -82,3 +91,144 @@ def test_mistakes_in_a_policy_are_explained(tmp_path, text, reason):
     (tmp_path / "policy.toml").write_text(text)
     with pytest.raises(KitError, match=f"policy.toml: .*{reason}"):
         Policy.load(tmp_path / "policy.toml")
+
+
+# Restrictions of a kit, as every reduction of a process that has dialed a hub meets them
+
+
+MEMBER = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a", "b"), "a")
+THIRD_PARTY = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a", "b"))
+SEALED = replace(THIRD_PARTY, sealed=True)
+FACTOR_MODES = ("dad", "edad", "rankdad", "auto")
+OTHER_MODES = ("dsgd", "powersgd", "topk")
+
+
+@pytest.fixture
+def impose():
+    """Function that puts restrictions into force until the end of the test."""
+    imposed = []
+
+    def put(policy: Policy, roster: Roster = MEMBER) -> Restrictions:
+        imposed.append(Restrictions(policy, roster))
+        impose_restrictions(imposed[-1])
+        return imposed[-1]
+
+    yield put
+    for each in imposed:
+        lift_restrictions(each)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Names of the functions of the transport by which anything leaves this site, as they are called."""
+    called = []
+    for name in ("gather", "all_reduce", "broadcast", "broadcast_bytes", "gather_objects"):
+        plain = getattr(SingleSite, name)
+
+        def record(*args, name=name, plain=plain, **kwargs):
+            called.append(name)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(SingleSite, name, record)
+    return called
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def step(reduction):
+    reduction.model(torch.ones(2, 4)).sum().backward()
+    reduction.synchronize()
+
+
+def test_a_reduction_that_the_policy_does_not_allow_sends_nothing(impose, sent):
+    impose(Policy(("dsgd",), share_inputs=False))
+    for options in ({"mode": "rankdad", "share_inputs": False}, {"mode": "dsgd"}, {}):
+        with pytest.raises(PolicyError):
+            GradientReduction(network(), **options)
+    assert not sent
+    step(GradientReduction(network(), mode="dsgd", share_inputs=False))
+    assert sent
+
+
+@pytest.mark.parametrize("changed", [{"mode": "dad"}, {"share_inputs": True}])
+def test_options_that_are_changed_later_are_checked_again(impose, changed):
+    reduction = GradientReduction(network(), mode="rankdad", share_inputs=False)
+    impose(Policy(("rankdad",), share_inputs=False))
+    for name, value in changed.items():
+        object.__setattr__(reduction.options, name, value)  # what no program should do
+    with pytest.raises(PolicyError):
+        step(reduction)
+
+
+def test_a_new_plan_is_checked(impose):
+    reduction = GradientReduction(network(), mode="dsgd")
+    step(reduction)
+    impose(Policy(("rankdad",)))
+    next(iter(reduction.model.parameters())).requires_grad_(False)
+    with pytest.raises(PolicyError, match="allowed: 'rankdad'"):
+        step(reduction)
+
+
+@pytest.mark.parametrize("mode", FACTOR_MODES)
+def test_factors_do_not_pass_a_hub_of_a_third_party(impose, sent, mode):
+    impose(Policy(), THIRD_PARTY)
+    with pytest.raises(PolicyError, match="a third party runs it") as refused:
+        GradientReduction(network(), mode=mode)
+    assert "hub_at" in str(refused.value)
+    assert not sent
+
+
+def test_gradients_pass_a_hub_of_a_third_party_and_factors_that_of_a_member_or_sealed(impose):
+    third = impose(Policy(), THIRD_PARTY)
+    for mode in OTHER_MODES:
+        step(GradientReduction(network(), mode=mode))
+    lift_restrictions(third)
+    for roster in (MEMBER, SEALED):
+        found = impose(Policy(), roster)
+        for mode in (*FACTOR_MODES, *OTHER_MODES):
+            step(GradientReduction(network(), mode=mode))
+        lift_restrictions(found)
+
+
+def test_restrictions_of_several_connections_hold_together(impose):
+    first, second = impose(Policy(("dsgd", "dad"))), impose(Policy(("dsgd", "topk")))
+    for mode in ("dad", "topk"):
+        with pytest.raises(PolicyError):
+            GradientReduction(network(), mode=mode)
+    GradientReduction(network(), mode="dsgd")
+    lift_restrictions(first)
+    lift_restrictions(first)
+    GradientReduction(network(), mode="topk")
+    lift_restrictions(second)
+    GradientReduction(network(), mode="rankdad")
+
+
+PROGRAM = """
+import sys, torch, dadplug
+from torch import nn
+dadplug.connect(kit=sys.argv[1], timeout=200)
+dadplug.GradientReduction(nn.Linear(4, 4), mode="dsgd", share_inputs=False)
+dadplug.GradientReduction(nn.Linear(4, 4), mode="rankdad", share_inputs=False)
+print("trains")
+"""
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"policy": {"a": {"modes": ["dsgd"]}}}, "the policy of this site's kit does not allow mode='rankdad'"),
+        ({}, ""),
+    ],
+)
+def test_programs_meet_the_policy_of_their_kit(tmp_path, entries, reason):
+    (tmp_path / "site.py").write_text(PROGRAM)
+    hub_kits.make(tmp_path / "kits", hub=f"127.0.0.1:{free_port()}", hub_names=[], **entries)
+    with running_hub(tmp_path / "kits") as hub:
+        commands = [[str(tmp_path / "site.py"), str(hub.kits / name)] for name in "ab"]
+        refused, other = support.run_programs(commands)
+    assert (refused.status, other.status) == ((1, 1) if reason else (0, 0)), refused.errors + other.errors
+    assert ("trains" in refused.output) == ("trains" in other.output) == (not reason)
+    assert f"PolicyError: {reason}" in refused.errors or not reason
+    assert f"site 0 (a) is gone: PolicyError: {reason}" in other.errors or not reason

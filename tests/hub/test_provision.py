@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
+import ssl
+from dataclasses import replace
 from datetime import timedelta
 
 import hub_kits
@@ -13,10 +18,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hub_kits import PUBLIC, connects, contents, dial, meet
 
 from dadplug.errors import KitError
-from dadplug.hub import Policy, provision
-from dadplug.hub.certificates import current_time, fingerprint, make_request, new_key, to_pem
+from dadplug.hub import Policy, Project, Roster, provision
+from dadplug.hub.certificates import current_time, fingerprint, key_to_pem, make_request, new_key, to_pem
 from dadplug.hub.files import write_file
 from dadplug.hub.kits import Kit
+from dadplug.hub.project import split_address
 from dadplug.hub.provision import Authority
 
 
@@ -327,3 +333,245 @@ def test_a_revocation_list_must_be_the_authoritys(kits, tmp_path):
     (kits / "hub" / "revoked.pem").write_bytes((others / "hub" / "revoked.pem").read_bytes())
     with pytest.raises(KitError, match=r"revoked.pem is not signed by the authority of this kit"):
         Kit.load(kits / "hub")
+
+
+# Kits that are incomplete, damaged or put together from several
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC | {"key.pem", "policy.toml"}))
+def test_a_missing_or_damaged_file_is_named(kits, name):
+    path = kits / "a" / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + b"\xff")
+    with pytest.raises(KitError, match=name):
+        Kit.load(kits / "a")
+    path.unlink()
+    with pytest.raises(KitError, match=name):
+        Kit.load(kits / "a")
+
+
+def test_a_key_that_others_can_read_is_refused(kits):
+    (kits / "a" / "key.pem").chmod(0o640)
+    with pytest.raises(KitError, match=r"can be read by other users: chmod 600"):
+        Kit.load(kits / "a")
+
+
+def test_parts_of_different_kits_do_not_make_one(kits, tmp_path):
+    for name, reason in (("key.pem", "is not the key of"), ("certificate.pem", "is not the key of")):
+        content = (kits / "a" / name).read_bytes()
+        write_file(kits / "a" / name, (kits / "b" / name).read_bytes(), 0o600)
+        with pytest.raises(KitError, match=reason):
+            Kit.load(kits / "a")
+        write_file(kits / "a" / name, content, 0o600)
+    others = hub_kits.make(tmp_path / "others")
+    (kits / "a" / "ca.pem").write_bytes((others / "a" / "ca.pem").read_bytes())
+    with pytest.raises(KitError, match=r"certificate.pem is not signed by the authority"):
+        Kit.load(kits / "a")
+    with pytest.raises(KitError, match="is not a folder"):
+        Kit.load(kits / "c")
+    assert b"PRIVATE" in key_to_pem(new_key())
+
+
+# Project files and rosters: what is accepted, and what a mistake is answered with
+
+
+TEXT = """
+name = "study"
+hub = "Hub.Example.org:8470"
+sites = ["berlin", "lyon"]
+hub_at = "lyon"
+hub_names = ["10.0.0.5", "2001:db8:0::1", "hub.example.org"]
+days = 90
+own_keys = ["lyon"]
+
+[policy.lyon]
+modes = ["rankdad", "dsgd"]
+share_inputs = false
+"""
+
+
+def test_a_project_file(tmp_path):
+    (tmp_path / "project.toml").write_text(TEXT)
+    project = Project.load(tmp_path / "project.toml")
+    names = ("hub.example.org", "10.0.0.5", "2001:db8::1")
+    assert project.roster == Roster("study", "Hub.Example.org:8470", names, ("berlin", "lyon"), "lyon")
+    assert (project.days, project.authority_days, project.own_keys) == (90, 3650, ("lyon",))
+    assert project.policies == {"lyon": Policy(("rankdad", "dsgd"), share_inputs=False)}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("days = 90", "day = 90"), "unknown entry 'day'; valid ones are name, hub, sites"),
+        (("days = 90", "days = 0"), "days must be a whole number"),
+        (("days = 90", "days = true"), "days must be a whole number"),
+        (("Hub.Example.org:8470", "hub.example.org"), "hub must be HOST:PORT"),
+        (("Hub.Example.org:8470", "hub.example.org:70000"), "hub must be HOST:PORT"),
+        (("Hub.Example.org:8470", "https://hub.example.org:1"), "hub must be HOST:PORT"),
+        (("Hub.Example.org:8470", "hub_1:80"), "neither a host name nor an IP address"),
+        (("10.0.0.5", "10.0.0.500"), "neither a host name nor an IP address"),
+        (('name = "study"', ""), "name is missing"),
+        (('"study"', '"../study"'), "the name of a project must begin"),
+        (('"study"', f'"{"s" * 49}"'), "up to 48"),
+        (('["berlin", "lyon"]', "[]"), "at least one site"),
+        (('["berlin", "lyon"]', '["lyon", "Lyon"]'), "must differ by more than"),
+        (('["berlin", "lyon"]', '["lyon", "hub"]'), "cannot be called 'hub'"),
+        (('["berlin", "lyon"]', '["lyon", "Authority"]'), "cannot be called 'Authority'"),
+        (('["berlin", "lyon"]', '["lyon", "a/b"]'), "the name of a site must begin"),
+        (('["berlin", "lyon"]', '["lyon", ".."]'), "the name of a site must begin"),
+        (('["berlin", "lyon"]', '"lyon"'), "sites must be a list of texts"),
+        (('["lyon"]', '["paris"]'), "has no site 'paris'"),
+        (('hub_at = "lyon"', 'hub_at = "paris"'), "hub_at must name the site that runs the hub, got 'paris'"),
+        (('hub_at = "lyon"', "hub_at = true"), "hub_at must be a text"),
+        (('hub_at = "lyon"', "sealed = 1"), "sealed must be true or false"),
+        (("policy.lyon", "policy.paris"), "has no site 'paris'"),
+        (("share_inputs = false", "share_inputs = 0"), "policy.lyon: share_inputs must be true or false"),
+        (("share_inputs = false", "share_input = false"), "policy.lyon: unknown entry 'share_input'"),
+        (('["rankdad", "dsgd"]', '"dsgd"'), "policy.lyon: modes must be a list"),
+        (("days = 90", "days = "), "Invalid value"),
+    ],
+)
+def test_mistakes_in_a_project_file_are_explained(tmp_path, change, reason):
+    assert change[0] in TEXT
+    path = tmp_path / "project.toml"
+    path.write_text(TEXT.replace(change[0], change[1], 1))
+    with pytest.raises(KitError, match=f"project.toml: .*{reason}"):
+        Project.load(path)
+
+
+def test_a_missing_project_file_is_named(tmp_path):
+    with pytest.raises(KitError, match=r"^[^:]*project.toml: No such file"):
+        Project.load(tmp_path / "project.toml")
+
+
+def test_addresses():
+    assert split_address("[2001:DB8::1]:8470") == ("2001:db8::1", 8470)
+    assert split_address("Hub.example.org:1") == ("hub.example.org", 1)
+
+
+def test_a_roster_is_read_as_it_was_written(tmp_path):
+    roster = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("b", "a"))
+    for each in (roster, replace(roster, hub_at="b"), replace(roster, sealed=True)):
+        (tmp_path / "roster.json").write_bytes(each.to_json())
+        assert Roster.load(tmp_path) == each
+    (tmp_path / "roster.json").write_bytes(roster.to_json())
+    assert Roster.load(tmp_path) == roster
+    assert [roster.slot(site) for site in roster.sites] == [0, 1]
+    found = json.loads(roster.to_json())
+    found["sites"].reverse()
+    (tmp_path / "roster.json").write_text(json.dumps(found))
+    assert Roster.load(tmp_path) == roster  # the slot counts, not the position
+    del found["hub_at"], found["sealed"]  # a roster of an older version
+    (tmp_path / "roster.json").write_text(json.dumps(found))
+    assert (Roster.load(tmp_path).hub_at, Roster.load(tmp_path).sealed) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": 2}, "has format 2"),
+        ({"sites": [{"name": "a", "slot": 1}]}, "slots must be 0 to 0"),
+        ({"sites": [{"name": "a", "slot": 0}, {"name": "b", "slot": 0}]}, "slots must be 0 to 1"),
+        ({"sites": ["a"]}, "is not a roster"),
+        ({"sites": 3}, "is not a roster"),
+        ({"sites": [{"name": "../a", "slot": 0}]}, "the name of a site must begin"),
+        ({"hub": "nowhere"}, "hub must be HOST:PORT"),
+        ({"hub_names": None}, "is not a roster"),
+        ({"hub_at": "b"}, "hub_at must name the site that runs the hub"),
+        ({"hub_at": ["a"]}, "hub_at must name the site that runs the hub"),
+        ({"sealed": "false"}, "sealed must be true or false"),
+    ],
+)
+def test_a_damaged_roster_is_named(tmp_path, change, reason):
+    roster = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a",))
+    (tmp_path / "roster.json").write_text(json.dumps(json.loads(roster.to_json()) | change))
+    with pytest.raises(KitError, match=f"roster.json.*{reason}"):
+        Roster.load(tmp_path)
+
+
+# Interruptions while kits are written: a full disk, or the end of the process between two writes
+
+
+class Interruption(BaseException):
+    """The end of the process."""
+
+
+def interrupt(monkeypatch, error: BaseException, after: int) -> list[int]:
+    """Let the calls that write to the disk fail from one of them on. Returns their count so far."""
+    count = [0]
+
+    def limited(function):
+        def call(*args, **kwargs):
+            count[0] += 1
+            if count[0] > after:
+                raise error
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "replace", "rename"):
+        monkeypatch.setattr(os, name, limited(getattr(os, name)))
+    return count
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Interruption()], ids=["full", "end"]
+)
+@pytest.mark.parametrize("with_key", [False, True])
+def test_an_interrupted_renewal_leaves_a_kit_that_works(kits, monkeypatch, error, with_key):
+    for after in range(100):
+        before = contents(kits / "a")
+        with monkeypatch.context() as patch:
+            interrupt(patch, error, after)
+            try:
+                provision.renew(kits, "a", with_key=with_key)
+                break
+            except (OSError, Interruption):
+                pass
+        kit = Kit.load(kits / "a")
+        ssl.create_default_context().load_cert_chain(kits / "a" / "certificate.pem", kit.key_file)
+        left = {name for name in contents(kits / "a") if name not in before}
+        assert left <= {"key.next.pem"}
+        if after == 0:
+            assert contents(kits / "a") == before
+    assert after >= (8 if with_key else 6)
+    assert set(contents(kits / "a")) == PUBLIC | {"key.pem", "policy.toml"}
+    assert connects(kits)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Interruption()], ids=["full", "end"]
+)
+def test_interrupted_provisioning_makes_whole_kits_or_none_and_can_be_repeated(tmp_path, monkeypatch, error):
+    for after in range(0, 120, 5):
+        kits = tmp_path / str(after)
+        with monkeypatch.context() as patch:
+            count = interrupt(patch, error, after)
+            with contextlib.suppress(OSError, Interruption):
+                hub_kits.make(kits)
+            interrupted = count[0] > after
+        whole = [name for name in ("hub", "a", "b") if (kits / name).exists()]
+        assert [Kit.load(kits / name).name for name in whole] == whole
+        if interrupted:
+            hub_kits.make(kits)
+        assert {path.name for path in kits.iterdir()} == {"authority", "hub", "a", "b"}
+        assert connects(kits)
+        issued = {each.certificate.serial_number for each in map(Kit.load, (kits / "hub", kits / "a", kits / "b"))}
+        authority = Authority.load(kits / "authority")
+        recorded = {each.serial_number for name in ("hub", "a", "b") for each in authority.issued(name)}
+        assert issued == recorded
+    assert not interrupted
+
+
+def test_an_interrupted_revocation_can_be_repeated(kits, monkeypatch):
+    for after in range(10):
+        with monkeypatch.context() as patch:
+            interrupt(patch, Interruption(), after)
+            try:
+                provision.revoke(kits, "a")
+                break
+            except Interruption:
+                pass
+        assert connects(kits, "b")
+    assert after >= 3
+    assert not connects(kits)

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import select
+import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import support
 from cutting_relay import CuttingRelay
-from running_hub import running_hub, until
+from hub_sites import link_all, transports
+from running_hub import TestSite, running_hub, together, until
 
+from dadplug.adapm import ParameterManager, connections
+from dadplug.adapm.backends import base
 from dadplug.errors import SiteError
-from dadplug.hub import peer_stream
+from dadplug.hub import peer_stream, tunnels
+from dadplug.hub.actions import Drop
+from dadplug.hub.frames import Head, Kind
+from dadplug.hub.hub_streams import HubStreams
+from dadplug.hub.peer_stream import HUB_SLOT, Tag
 from dadplug.hub.tunnel import Tunnel
+from dadplug.hub.tunnels import stream_to_hub
 
 SECONDS = 60.0
 
@@ -290,3 +304,321 @@ def is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+# Streams of sites to the hub itself
+
+
+class Echo:
+    """Service that sends back what arrives, in a thread for each stream, and counts the ends."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    def accept(self, slot: int, connected: socket.socket) -> None:
+        threading.Thread(target=self._serve, args=(slot, connected), daemon=True).start()
+
+    def _serve(self, slot: int, connected: socket.socket) -> None:
+        with connected:
+            connected.settimeout(SECONDS)
+            while content := connected.recv(1 << 16):
+                connected.sendall(content)
+        self.ended.append(slot)
+
+    def events(self) -> Iterator[str]:
+        yield from ()
+
+    def close(self) -> None:
+        pass
+
+
+def write(site: TestSite, content: bytes, channel: int = 1 << 31, **fields) -> None:
+    site.send(Kind.MESSAGE, content, slot=HUB_SLOT, exchange=channel, step=0, **fields)
+
+
+def test_a_stream_carries_more_than_its_window_in_both_directions(tmp_path):
+    echo = Echo()
+    with running_hub(tmp_path / "kits", service=echo) as hub:
+        tunnels = [Tunnel(hub.kit(name)) for name in "ab"]
+        for tunnel in tunnels:
+            tunnel.start(SECONDS)
+        contents = [bytes([number + 1]) * (9 << 20) for number in range(2)]
+        found: list[bytes] = [b"", b""]
+
+        def send(number: int) -> None:
+            stream = stream_to_hub(tunnels[number])
+            assert stream.hub == f"the hub at 127.0.0.1:{hub.address[1]}"
+
+            def read() -> None:
+                parts = []
+                while sum(map(len, parts)) < len(contents[number]):
+                    select.select([stream.connected], [], [], SECONDS)
+                    parts.append(stream.connected.recv(1 << 20))
+                found[number] = b"".join(parts)
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            rest = memoryview(contents[number])
+            while rest:
+                try:
+                    rest = rest[stream.connected.send(rest[: 1 << 18]) :]
+                except BlockingIOError:
+                    select.select([], [stream.connected], [], SECONDS)
+            reader.join(SECONDS)
+            stream.connected.close()
+
+        threads = [threading.Thread(target=send, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert found == contents
+        until(lambda: sorted(echo.ended) == [0, 1])
+        for tunnel in tunnels:
+            tunnel.close()
+
+
+def test_the_service_reads_the_end_when_a_site_is_lost(tmp_path):
+    echo = Echo()
+    with running_hub(tmp_path / "kits", service=echo, grace=0.2) as hub:
+        first, second = together(hub, "ab", "parameters")
+        write(first, b"hello")
+        assert first.take(Kind.MESSAGE).body == b"hello"
+        first.cut()
+        until(lambda: second.pump() or echo.ended == [0])
+
+
+def test_damaged_messages_and_too_many_streams_are_refused(tmp_path):
+    with running_hub(tmp_path / "kits") as hub:
+        first, second = together(hub, "ab", "parameters")
+        write(first, b"no message of a service")
+        answer = first.take(Kind.MESSAGE)
+        assert (answer.head.slot, answer.head.tag) == (HUB_SLOT, Tag.DATA)
+        assert b"is no message of a sequencer's service" in answer.body
+        assert first.take(Kind.MESSAGE).head.tag == Tag.END
+        for channel in range(40):
+            write(first, b"x", (1 << 31) + channel, wait=False)
+        assert "more than 32 streams to the hub" in first.action(Drop).reason
+        write(second, b"x", 1 << 31, tag=9)  # of a stream that has not begun
+        write(second, b"x", 1 << 31)
+        write(second, b"x", 1 << 31, tag=9)
+        assert "unknown message 9 of a stream" in [second.action(Drop) for _ in range(2)][-1].reason
+
+
+class Deaf:
+    """Service that neither reads nor closes its streams before it is closed."""
+
+    def __init__(self) -> None:
+        self.streams: list[socket.socket] = []
+
+    def accept(self, slot: int, connected: socket.socket) -> None:
+        self.streams.append(connected)
+
+    def events(self) -> Iterator[str]:
+        yield from ()
+
+    def close(self) -> None:
+        for each in self.streams:
+            each.close()
+
+
+def test_streams_of_lost_sessions_are_closed_though_they_had_one_number():
+    service = Deaf()
+    with selectors.DefaultSelector() as selector:
+        streams = HubStreams(selector, service)
+        for session in (SimpleNamespace(slot=0, queue=SimpleNamespace(unsent_bytes=0, nbytes=0)) for _ in range(3)):
+            streams.take(session, Head(Kind.MESSAGE, HUB_SLOT, 0, 1 << 31, 0, 5, Tag.DATA), memoryview(b"hello"))
+            streams.update()
+            streams.end(session)
+            streams.serve({}, _fail)
+        assert len(selector.get_map()) == 3
+        service.close()
+        streams.serve({key.data: events for key, events in selector.select(SECONDS)}, _fail)
+        assert not selector.get_map()
+        streams.close()
+
+
+def test_a_hub_without_a_service_ends_each_stream(tmp_path):
+    with running_hub(tmp_path / "kits", service=None) as hub:
+        first, _ = together(hub, "ab", "parameters")
+        write(first, b"hello")
+        assert first.take(Kind.MESSAGE).head.tag == Tag.END
+
+
+def _fail(session, error):
+    raise error
+
+
+# The parameter manager over a hub: exact sums, without ports and in short outages
+
+
+NAMES = ("a", "b", "c")
+OPERATIONS = 120_000  # keys, at all sites together; fewer leave keys that are never pushed
+STRESS = support.load(str(support.Path(__file__).parents[2] / "benchmarks" / "adapm_stress.py"))
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Function that runs another one at each site of a group of links, in threads; returns the results by rank."""
+    of_thread = threading.local()
+    monkeypatch.setattr(base, "open_transport", lambda *args: of_thread.transport)
+    monkeypatch.setattr(connections, "connect_sites", None)  # no site opens a port
+
+    def at_all(links, function, *args):
+        def at(rank):
+            (of_thread.transport,) = transports([links[rank]])
+            try:
+                return function(*args)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(len(links)) as pool:
+            return list(pool.map(at, range(len(links))))
+
+    return at_all
+
+
+def close(links):
+    for link in links:
+        with tunnels._opening:
+            found = tunnels._tunnels.get(link)
+        if found is not None:
+            found.close()
+        link.close(0.1)
+
+
+@pytest.mark.parametrize("technique", ["all", "replication_only", "relocation_only"])
+def test_sums_are_exact(tmp_path, run, technique):
+    with running_hub(tmp_path / "kits", NAMES) as hub:
+        links = link_all(hub, 3)
+        counts = run(links, STRESS.stress, OPERATIONS // 3, technique)
+        close(links)
+    assert all(isinstance(each, dict) for each in counts), counts
+    moved, replicated = (sum(each[name] for each in counts) for name in ("moved", "replicated"))
+    assert (moved > 0) == (technique != "replication_only")
+    assert (replicated > 0) == (technique != "relocation_only")
+
+
+def test_sums_are_exact_while_connections_are_cut(tmp_path, run):
+    with running_hub(tmp_path / "kits", NAMES, grace=60.0) as hub, CuttingRelay(hub.address) as relay:
+        links = link_all(hub, 3, [relay.address] * 3)
+        over = threading.Event()
+
+        def cut():
+            number = 0
+            while not over.wait(0.02 * (number + 1)):  # a new connection takes as long as thousands of keys
+                if relay._cut_at is None:
+                    number += 1
+                    relay.cut_after(number % 2, 7919 * number % 50_000 + 1)
+
+        cutting = threading.Thread(target=cut)
+        cutting.start()
+        results = run(links, STRESS.stress, OPERATIONS // 3, "all")
+        over.set()
+        cutting.join()
+        cuts = relay.cuts
+        close(links)
+    assert all(isinstance(each, dict) for each in results), results
+    assert cuts >= 6
+
+
+def test_several_managers_share_a_connection(tmp_path, run):
+    def train():
+        with ParameterManager(timeout=200) as first, ParameterManager(timeout=200) as second:
+            tables = [each.table("values", 2, rows=100) for each in (first, second)]
+            keys = STRESS.torch.arange(100)
+            for number, table in enumerate(tables):
+                table.push(keys, STRESS.torch.full((100, 2), number + 1.0))
+            for manager in (first, second):
+                manager.wait_sync(everywhere=True)
+            return [table.pull(keys).unique().tolist() for table in tables]
+
+    with running_hub(tmp_path / "kits", NAMES) as hub:
+        links = link_all(hub, 3)
+        assert run(links, train) == [[[3.0], [6.0]]] * 3
+        assert len({id(each) for each in tunnels._tunnels.values()}) >= 3
+        assert {channel for channel, _ in hub.hub.relay.sessions} == {"training", "parameters"}
+        close(links)
+
+
+# Programs with a parameter manager at sites with kits: no ports, and errors that name who is at fault
+
+
+REGIONS = ("bavaria", "saxony", "tyrol")
+
+HEAD = """
+import os, signal, sys, time, torch, dadplug
+from dadplug.adapm import ParameterManager
+torch.set_num_threads(1)
+dadplug.connect(kit=sys.argv[1], timeout=200)
+"""
+WORKS = """
+with ParameterManager(timeout=200) as manager:
+    table = manager.table("words", 4, rows=30)
+    keys = torch.arange(30)
+    table.push(keys, torch.ones(30, 4))
+    manager.wait_sync(everywhere=True)
+    assert (table.pull(keys) == 3).all()
+    files = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    own = {os.readlink(each) for each in files if os.path.lexists(each)}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}").readlines()[1:]]
+    listening = [line for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own]
+    connections = [line for line in lines if f"socket:[{line[9]}]" in own]
+    print("ports:", len(listening), "connections:", len(connections))
+    manager.barrier()
+"""
+ENDS = """
+with ParameterManager(timeout=200) as manager:
+    table = manager.table("words", 4, rows=30)
+    manager.barrier()
+    if manager.rank == 1:
+        LAST
+    while True:
+        table.pull(torch.arange(30))
+"""
+
+
+def run_everywhere(folder: Path, program: str, **options):
+    """Run a program at all sites; return what came of it, by rank."""
+    script = folder / "site.py"
+    script.write_text(HEAD + program)
+    with running_hub(folder / "kits", REGIONS, **options) as hub:
+        return support.run_programs([[str(script), str(hub.kits / name)] for name in REGIONS])
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")
+def test_sums_arrive_and_no_site_opens_a_port(tmp_path):
+    for each in run_everywhere(tmp_path, WORKS):
+        assert each.status == 0, each.errors
+        ports, connections = map(int, re.findall(r"\d+", each.output))
+        assert ports == 0
+        assert 1 < connections <= 3  # all of them to the hub
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        ('raise ValueError("the scanner is broken")', "ValueError: the scanner is broken"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "its connection was lost"),
+    ],
+)
+def test_the_others_name_the_site_that_has_gone(tmp_path, last, reason):
+    first, _, third = run_everywhere(tmp_path, ENDS.replace("LAST", last), grace=0.5)
+    for each in (first, third):
+        assert each.status == 1
+        last_line = each.errors.strip().splitlines()[-1]
+        assert re.search(rf"SiteError: site 1 \(saxony\) is gone: {reason}", last_line), each.errors
+
+
+def test_the_bindings_are_refused(tmp_path):
+    program = """
+import types
+sys.modules["adapm"] = types.ModuleType("adapm")
+try:
+    ParameterManager(backend="adapm")
+except ValueError as error:
+    print(error)
+"""
+    for each in run_everywhere(tmp_path, program):
+        assert each.status == 0, each.errors
+        assert "which a hub does not carry" in each.output
