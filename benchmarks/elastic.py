@@ -40,7 +40,7 @@ from link import ADDRESSES, Link, may_make_links
 from returning_site import MODELS, Case, Order, train
 
 from dadplug.data import load_dataset
-from dadplug.exchange.addresses import free_port
+from dadplug.exchange.handshake import free_port
 
 _POLL = 0.002  # seconds
 _AWAY = 8  # steps for which a site stays away, at most

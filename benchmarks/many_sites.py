@@ -38,7 +38,7 @@ from workloads import WORKLOADS, loss
 
 import dadplug
 from dadplug.data import load_dataset, site_indices
-from dadplug.exchange.addresses import free_port
+from dadplug.exchange.handshake import free_port
 from dadplug.models import build_for
 
 METHODS = "alone,rankdad,rankdad:merge=owner,powersgd"

@@ -28,7 +28,7 @@ from hub import Pair, spread
 from kits import end, hub_command, make_kits
 from link import Loopback
 
-from dadplug.exchange.addresses import free_port
+from dadplug.exchange.handshake import free_port
 
 
 def first_message() -> bytes:

@@ -11,8 +11,8 @@ from typing import Any
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.deadline import check_seconds
-from .exchange.requirements import Requirements
 from .exchange.topology import check_hierarchy
+from .exchange.transport import Requirements
 from .exchange.wire import FORMATS
 from .methods import METHODS, method_names
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..exchange import Transport
-from ..exchange.requirements import Requirements
+from ..exchange.transport import Requirements
 from ..model_sync import replicas
 from ..options import Options
 from ..reduction import GradientReduction

@@ -8,7 +8,7 @@ import torch
 from catalyst.core.callback import CallbackOrder, ICheckpointCallback
 from catalyst.core.misc import get_original_callback
 
-from ..exchange.requirements import Requirements
+from ..exchange.transport import Requirements
 from ..hub.trainer_transport import TrainerTransport
 from ..options import Options
 from ..reduction import GradientReduction

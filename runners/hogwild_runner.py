@@ -12,7 +12,7 @@ from catalyst.core.misc import get_original_callback
 from torch import nn
 
 from ..errors import MismatchError
-from ..exchange.exit_reasons import describe
+from ..exchange.failure_reports import describe
 from ..hogwild import Hogwild
 from ..hogwild.dealing import check_loader
 from ..hogwild.options import HogwildOptions

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..exchange.exit_reasons import describe
+from ..exchange.failure_reports import describe
 from ..hogwild import Hogwild
 from ..hogwild.options import HogwildOptions
 from ..signature import split_keywords, takes_keywords_of

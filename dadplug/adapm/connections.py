@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SiteError
-from ..exchange.addresses import own_addresses
-from ..exchange.socket_setup import large_socket
+from ..exchange.handshake import large_socket, own_addresses
 from .messages import HEAD_SIZE, Head, Message
 
 _HELLO = struct.Struct("<32sI")  # token of the listening site, rank of the connecting one

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import KitError, MismatchError, NonFiniteError, SiteError
-from ..exchange.exit_reasons import announce
+from ..exchange.failure_reports import announce
 from ..hub.join import connect, load_site_kit
 from ..hub.local_site import LocalPlace
 from ..options import Options

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..cores import available_cores
-from ..exchange.addresses import free_port
+from ..exchange.handshake import free_port
 
 _GRACE = 20.0  # seconds for the other sites to exit after one has failed
 

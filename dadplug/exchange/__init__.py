@@ -1,22 +1,34 @@
 """Exchange between sites: transports, payloads, wire formats and the traffic meter."""
 
+import warnings
+from typing import Any
+
+from .codec import gather_objects
 from .factory import open_transport
-from .objects import gather_objects
+from .failure_reports import PeerNames
 from .rendezvous import DEFAULT_TIMEOUT, connect
-from .sites import Sites
 from .topology import Hierarchy
 from .traffic import Traffic
-from .transport import Gather, Reduction, Transport
+from .transport import Gather, PendingSum, Transport
 
 __all__ = [
     "DEFAULT_TIMEOUT",
     "Gather",
     "Hierarchy",
-    "Reduction",
-    "Sites",
+    "PeerNames",
+    "PendingSum",
     "Traffic",
     "Transport",
     "connect",
     "gather_objects",
     "open_transport",
 ]
+
+_RENAMED = {"Reduction": "PendingSum", "Sites": "PeerNames"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"dadplug.exchange.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -1,4 +1,4 @@
-"""Timeouts for calls that have none: torch's store waits forever for a server that is stopped."""
+"""Deadlines, and timeouts for calls that have none: torch's store waits forever for a server that is stopped."""
 
 from __future__ import annotations
 
@@ -14,6 +14,27 @@ _CHECK_SECONDS = 2.0  # between two checks of a call that takes long
 
 Result = TypeVar("Result")
 _given_up: list[threading.Thread] = []
+
+
+class Deadline:
+    """End of a wait.
+
+    Args:
+        seconds: time from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self._end
 
 
 def check_seconds(name: str, value: object) -> None:
@@ -49,15 +70,15 @@ def within(seconds: float, call: Callable[[], Result], check: Callable[[], None]
 
     thread = threading.Thread(target=run, name="dadplug-deadline", daemon=True)
     thread.start()
-    deadline = time.monotonic() + seconds
-    thread.join(max(0.0, min(seconds, _CHECK_SECONDS)))
-    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+    deadline = Deadline(seconds)
+    thread.join(min(deadline.left, _CHECK_SECONDS))
+    while thread.is_alive() and not deadline.over:
         try:
             check()
         except BaseException:
             _given_up.append(thread)
             raise
-        thread.join(min(left, _CHECK_SECONDS))
+        thread.join(min(deadline.left, _CHECK_SECONDS))
     if errors:
         raise errors[0]
     if not results:
@@ -69,6 +90,6 @@ def within(seconds: float, call: Callable[[], Result], check: Callable[[], None]
 @atexit.register
 def _wait_at_exit() -> None:
     """Wait briefly for abandoned threads: one that returns from torch while the interpreter ends aborts it."""
-    deadline = time.monotonic() + _AT_EXIT
+    deadline = Deadline(_AT_EXIT)
     for thread in _given_up:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(deadline.left)

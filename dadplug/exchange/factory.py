@@ -3,24 +3,89 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from .addresses import gloo_interface
+from ..logs import get_logger
+from .codec import gather_objects
 from .deadline import within
+from .failure_reports import PeerNames, ProcessSites, introduce, own_name
 from .group_transport import GroupTransport
+from .handshake import gloo_interface
 from .hierarchy import HierarchicalTransport
-from .membership import introduce
-from .objects import gather_objects
-from .requirements import Requirements
-from .single_site import SingleSite, report_alone
-from .sites import Sites
+from .status import Member
 from .topology import Hierarchy, Nodes, members_of, node_id
 from .traffic import Traffic
-from .transport import Transport
+from .transport import Gather, PendingSum, Requirements, Transport
+
+_log = get_logger(__name__)
+_reported: list[int] = []  # processes that have reported, not the parents that they were forked from
+
+
+def report_alone() -> None:
+    """Log once in a process that it trains alone: without a launcher there is no error."""
+    if os.getpid() not in _reported:
+        _reported.append(os.getpid())
+        _log.info(
+            "this site trains alone (rank 0 of 1 site): start the program by torchrun or `python -m dadplug launch`, "
+            "or pass rank, num_nodes and dist_url, to train with others"
+        )
+
+
+class _FinishedReduction(PendingSum):
+    def wait(self) -> None:
+        pass
+
+
+class _OwnGather(Gather):
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.payload = torch.zeros(size, dtype=dtype, device=device)
+
+    def launch(self) -> None:
+        pass
+
+    def wait(self) -> list[Tensor]:
+        return [self.payload]
+
+
+class SingleSite(Transport):
+    """Transport whose exchanges return what they are given.
+
+    Args:
+        traffic: the meter.
+        device: device of the model.
+        timeout: unused; as that of other transports.
+    """
+
+    def __init__(self, traffic: Traffic, device: torch.device, timeout: float) -> None:
+        super().__init__(ProcessSites(0, [Member(own_name(), "", 0, b"")]), traffic, 0, device, timeout)
+
+    def close(self) -> None:
+        pass
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return _OwnGather(sizes[0], dtype, self.device)
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        return _FinishedReduction()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        return content
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return [item]
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        return False
+
 
 Recognise = Callable[[dist.ProcessGroup], bool]
 Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float, "Requirements | None", bool], Transport]
@@ -98,7 +163,9 @@ def open_transport(
     return GroupTransport(_new_group(sites, ranks, timeout, None, local), sites, traffic, device, timeout)
 
 
-def _new_group(sites: Sites, ranks: list[int], timeout: float, backend: str | None, local: bool) -> dist.ProcessGroup:
+def _new_group(
+    sites: PeerNames, ranks: list[int], timeout: float, backend: str | None, local: bool
+) -> dist.ProcessGroup:
     """Make a process group, within the timeout: the store that it needs may be at a site that is stopped."""
     limit = timedelta(seconds=timeout)
 

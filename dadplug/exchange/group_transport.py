@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
-from .all_to_all import PointToPointAllToAll, SocketAllToAll
-from .objects import MAX_BYTES, gather_objects
-from .sites import Sites
-from .socket_setup import connect_sockets
-from .socket_transport import PeerSockets, SocketGather
+from .codec import MAX_BYTES, gather_objects
+from .failure_reports import PeerNames
+from .framing import Message, PeerSockets, TaggedMessage, bytes_of
+from .handshake import connect_sockets
 from .traffic import Traffic
-from .transport import AllToAll, Gather, Reduction, Transport
+from .transport import AllToAll, Gather, PendingSum, Transport
 
 _FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
@@ -39,13 +38,13 @@ class GroupTransport(Transport):
     used = False
 
     def __init__(
-        self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, device: torch.device, timeout: float
+        self, group: dist.ProcessGroup, sites: PeerNames, traffic: Traffic, device: torch.device, timeout: float
     ) -> None:
         self._group: dist.ProcessGroup | None = group
         self._sockets: PeerSockets | None = None
         self._sockets_tried = False
         self._process = os.getpid()
-        self._last: dist.Work | None = None
+        self._last: object = None
         GroupTransport.used = True
         self._tags = 0
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
@@ -77,29 +76,33 @@ class GroupTransport(Transport):
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         if not self._peer_to_peer:
             return CollectiveGather(self, sizes, dtype)
-        if (sockets := self._open_sockets()) is not None:
-            return SocketGather(self, sockets, sizes, dtype)
-        self._tags += 1
-        return PointToPointGather(self, sizes, dtype, self._tags)
+        payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
+        return self._exchange([payloads[self.rank]] * len(sizes), payloads)
 
     def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype) -> AllToAll:
         if not self.has_all_to_all:
             return super().all_to_all(sizes, dtype)
+        payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
+        received = [torch.zeros_like(payloads[self.rank]) for _ in sizes]
+        received[self.rank] = payloads[self.rank]
+        return self._exchange(payloads, received)
+
+    def _exchange(self, sent: list[Tensor], received: list[Tensor]) -> _PairwiseExchange:
         if (sockets := self._open_sockets()) is not None:
-            return SocketAllToAll(self, sockets, sizes, dtype)
+            return SocketExchange(self, sent, received, sockets)
         self._tags += 1
-        return PointToPointAllToAll(self, sizes, dtype, self._tags)
+        return PointToPointExchange(self, sent, received, self._tags)
 
     def _open_sockets(self) -> PeerSockets | None:
         """Return the sites' own connections, which all sites open together when one is first needed."""
         if not self._sockets_tried:
             self._sockets_tried = True
             with self.traffic.apart():
-                sockets = connect_sockets(self)
+                sockets = connect_sockets(self.rank, self.timeout, self.gather_objects)
             self._sockets = None if sockets is None else PeerSockets(self, sockets)
         return self._sockets
 
-    def all_reduce(self, tensor: Tensor) -> Reduction:
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
         self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))
         return _GroupReduction(self, dist.all_reduce(tensor, group=self.group, async_op=True))
 
@@ -128,8 +131,8 @@ class GroupTransport(Transport):
     def gather_objects(self, item: Any) -> list[Any]:
         return gather_objects(item, self.group, self.wait)
 
-    def wait(self, work: dist.Work, peer: int | None = None) -> None:
-        """Wait for an operation of torch.distributed.
+    def wait(self, work: dist.Work | TaggedMessage, peer: int | None = None) -> None:
+        """Wait for an operation of torch.distributed or a tagged message.
 
         Args:
             work: the operation.
@@ -155,7 +158,7 @@ class GroupTransport(Transport):
         return self._peer_to_peer and ((peers == 1 and nbytes <= _FEW_BYTES) or 0 < peers * nbytes <= _PACKET_BYTES)
 
 
-class _GroupReduction(Reduction):
+class _GroupReduction(PendingSum):
     def __init__(self, transport: GroupTransport, work: dist.Work) -> None:
         self._transport = transport
         self._work = work
@@ -164,57 +167,92 @@ class _GroupReduction(Reduction):
         self._transport.wait(self._work)
 
 
-class PointToPointGather(Gather):
-    """Gather by one message for each pair of sites, each of its exact size, with one latency for any number of sites.
+class _PairwiseExchange(Gather, AllToAll):
+    """Gather, or exchange of different payloads, by one message for each pair of sites, each of its exact size.
 
     Args:
         transport: the transport.
-        sizes: number of elements of each site's payload, by rank.
-        dtype: type of the elements.
+        sent: this site's payloads by rank of the receiver; in a gather they are all the same tensor.
+        received: room for what is received by rank of the sender; this site's own payload is in its place.
+    """
+
+    def __init__(self, transport: GroupTransport, sent: list[Tensor], received: list[Tensor]) -> None:
+        self._transport = transport
+        self.payloads = sent
+        self.payload = received[transport.rank]
+        self._received = received
+        self._peers = [rank % len(sent) for rank in range(transport.rank + 1, transport.rank + len(sent))]
+        self._bytes = sum(sent[peer].numel() * sent[peer].element_size() for peer in self._peers)
+
+
+class SocketExchange(_PairwiseExchange):
+    """Exchange on the sites' own connections; see `_PairwiseExchange` for its first arguments.
+
+    Args:
+        sockets: the connections.
+    """
+
+    def __init__(
+        self, transport: GroupTransport, sent: list[Tensor], received: list[Tensor], sockets: PeerSockets
+    ) -> None:
+        super().__init__(transport, sent, received)
+        self._sockets = sockets
+        self._own = {peer: bytes_of(sent[peer]) for peer in self._peers if sent[peer].numel()}
+        self._others = {peer: bytes_of(received[peer]) for peer in self._peers if received[peer].numel()}
+        self._messages: list[Message] = []
+
+    def launch(self) -> None:
+        self._transport.traffic.add(self._bytes)
+        self._messages = self._sockets.launch(self._own, self._others)
+
+    def wait(self) -> list[Tensor]:
+        if self._messages:
+            with self._transport.traffic.waiting():
+                self._sockets.wait(self._messages)
+            self._messages = []
+        return self._received
+
+
+class PointToPointExchange(_PairwiseExchange):
+    """Exchange by messages of torch.distributed; see `_PairwiseExchange` for its first arguments.
+
+    Args:
         tag: tag of the messages.
     """
 
-    def __init__(self, transport: GroupTransport, sizes: Sequence[int], dtype: torch.dtype, tag: int) -> None:
-        self._transport = transport
+    def __init__(self, transport: GroupTransport, sent: list[Tensor], received: list[Tensor], tag: int) -> None:
+        super().__init__(transport, sent, received)
         self._tag = tag
-        self._payloads = [torch.zeros(size, dtype=dtype, device=transport.device) for size in sizes]
-        self.payload = self._payloads[transport.rank]
-        self._global = [dist.get_global_rank(transport.group, rank) for rank in range(transport.world_size)]
-        self._receives: dict[int, dist.Work] = {}
-        self._sends: dict[int, dist.Work] = {}
-
-    def _peers(self) -> list[int]:
-        rank, size = self._transport.rank, self._transport.world_size
-        return [(rank + step) % size for step in range(1, size)]
+        self._global = dist.get_process_group_ranks(transport.group)
+        self._receives: list[tuple[dist.Work, int]] = []
+        self._sends: list[tuple[dist.Work, int]] = []
 
     def post(self) -> None:
-        if self._receives:
-            return
-        for peer in self._peers():
-            if self._payloads[peer].numel():
-                self._receives[peer] = self._start(dist.irecv, peer)
+        if not self._receives:
+            self._receives = self._start(dist.irecv, self._received)
 
     def launch(self) -> None:
         self.post()
-        for peer in self._peers():
-            if self.payload.numel():
-                self._sends[peer] = self._start(dist.isend, peer)
-                self._transport.traffic.add(self.payload.numel() * self.payload.element_size())
+        self._sends = self._start(dist.isend, self.payloads)
+        self._transport.traffic.add(self._bytes)
 
-    def _start(self, start: Any, peer: int) -> dist.Work:
-        tensor = self.payload if start is dist.isend else self._payloads[peer]
-        try:
-            work: dist.Work = start(tensor, self._global[peer], group=self._transport.group, tag=self._tag)
-            return work
-        except RuntimeError as error:
-            raise self._transport.lost(error, peer) from error
+    def _start(self, start: Any, payloads: Sequence[Tensor]) -> list[tuple[dist.Work, int]]:
+        works = []
+        for peer in self._peers:
+            try:
+                if payloads[peer].numel():
+                    work = start(payloads[peer], self._global[peer], group=self._transport.group, tag=self._tag)
+                    works.append((work, peer))
+            except RuntimeError as error:
+                raise self._transport.lost(error, peer) from error
+        return works
 
     def wait(self) -> list[Tensor]:
         for works in (self._receives, self._sends):
-            for peer, work in works.items():
+            for work, peer in works:
                 self._transport.wait(work, peer)
             works.clear()
-        return self._payloads
+        return self._received
 
 
 class CollectiveGather(Gather):

@@ -9,23 +9,400 @@ own, inside a node by Unix sockets where there are any, or else by gloo.
 from __future__ import annotations
 
 import os
+import threading
+import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import MismatchError
+from .failure_reports import PeerNames
+from .framing import TaggedMessage, TaggedSockets, mismatch
 from .group_transport import GroupTransport
-from .node_messages import NodeMessages
-from .sites import Sites
-from .socket_setup import connect_sockets
-from .socket_transport import mismatch
-from .tagged_sockets import TaggedSockets
+from .handshake import connect_sockets
 from .topology import Nodes
 from .traffic import Traffic
-from .transport import Gather, Reduction
-from .worker_threads import Job, WorkerThreads
+from .transport import Gather, PendingSum, Transport
+
+Work = dist.Work | TaggedMessage
+Step = tuple[str, Callable[[], None]]
+"""Name of a worker thread, and what it runs."""
+
+
+class Job:
+    """Steps that run one after the other, each on the worker thread that it names.
+
+    Args:
+        steps: the steps, at least one.
+
+    Attributes:
+        error: exception of a step; the steps after it are skipped.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.error: BaseException | None = None
+        self._steps = list(steps)
+        self._over = threading.Event()
+
+    @property
+    def over(self) -> bool:
+        """Whether all steps have ended, or one has failed."""
+        return self._over.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the job is over.
+
+        Args:
+            seconds: time to wait at most.
+
+        Returns:
+            Whether it is over.
+
+        Raises:
+            BaseException: the exception of a step.
+        """
+        over = self._over.wait(seconds)
+        if self.error is not None:
+            raise self.error
+        return over
+
+    def run_next(self) -> str | None:
+        """Run a step; return the name of the worker thread of the next one, None at the end."""
+        try:
+            self._steps.pop(0)[1]()
+        except BaseException as error:
+            self.error = error
+            self._steps.clear()
+        if self._steps:
+            return self._steps[0][0]
+        self._over.set()
+        return None
+
+    @property
+    def first(self) -> str:
+        """Name of the worker thread of the first step."""
+        return self._steps[0][0]
+
+
+class WorkerThreads:
+    """Threads by name, each started when first used, that run their jobs in the order of submission."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, SimpleQueue[Job | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def submit(self, *steps: Step) -> Job:
+        """Start a job.
+
+        Args:
+            steps: the steps, each with the name of its worker thread.
+        """
+        job = Job(steps)
+        self._put(job.first, job)
+        return job
+
+    def _put(self, name: str, job: Job) -> None:
+        with self._lock:
+            if name not in self._queues:
+                self._queues[name] = SimpleQueue()
+                thread = threading.Thread(target=self._run, args=(name,), name=f"dadplug-{name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._queues[name].put(job)
+
+    def _run(self, name: str) -> None:
+        queue = self._queues[name]
+        while (job := queue.get()) is not None:
+            following = job.run_next()
+            if following is not None:
+                self._put(following, job)
+            del job  # it holds the transport, which is collected when nobody uses it
+
+    def close(self, seconds: float) -> bool:
+        """End the threads once they have run what has been submitted.
+
+        Args:
+            seconds: time to wait at most.
+
+        Returns:
+            Whether they have ended.
+        """
+        for queue in self._queues.values():
+            queue.put(None)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+MAX_TAGS = 2**30  # tags have 32 bits, and are reused
+# Seconds that worker threads have to end, before and after their connections are closed.
+_SHORT, _LONG = 0.2, 3.0
+_CHECK_SECONDS = 0.5  # after which a waiting site reads the reports of the others
+
+
+class NodeMessages(Transport):
+    """Part of a transport that knows which processes share a node: messages by rank and tag, and waits for them.
+
+    Attributes:
+        nodes: the processes of each node.
+        workers: threads that pass messages on in the order in which they were sent.
+    """
+
+    nodes: Nodes
+    workers: WorkerThreads
+    _tags = 0
+
+    @abstractmethod
+    def wait(self, work: Work, peer: int | None = None) -> None:
+        """Wait for an operation of torch.distributed.
+
+        Args:
+            work: the operation.
+            peer: rank of the site at the other end, if there is one only.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+        """
+
+    @abstractmethod
+    def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> Work:
+        """Start to send or to receive a flat tensor of bytes.
+
+        Raises:
+            RuntimeError: if the connection is closed.
+        """
+
+    def _end_workers(self, peers: Iterable[int]) -> None:
+        """End the worker threads, and what they wait for: one that waits inside gloo at the end aborts the interpreter.
+
+        Args:
+            peers: ranks of the sites at the other ends of connections.
+        """
+        if not self.workers.close(_SHORT):
+            self._close_connections(peers)
+            self.workers.close(_LONG)
+
+    def _close_connections(self, peers: Iterable[int]) -> None:
+        """End what the worker threads wait for.
+
+        gloo has no call for it, but a wait that times out closes all connections of a group; a wait for a site that is
+        gone does not.
+        """
+        for rank in peers:
+            with suppress(RuntimeError):
+                nothing = self._start(torch.zeros(1), rank, MAX_TAGS + 1, sends=False)
+                if nothing is not None:
+                    nothing.wait(timedelta(milliseconds=1))
+
+    def tags(self, count: int) -> int:
+        """Reserve consecutive tags, and return the first; all sites must reserve theirs in the same order."""
+        if self._tags + count > MAX_TAGS:
+            self._tags = 0
+        first = self._tags + 1
+        self._tags += count
+        return first
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> list[tuple[Work, int]]:
+        """Start to send a contiguous tensor; return the operations to wait for, each with the rank of the other end."""
+        if not tensor.numel():
+            return []
+        self.traffic.add(tensor.numel() * tensor.element_size(), inside=rank in self.nodes.own)
+        return self._begin(tensor, rank, tag, sends=True)
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> list[tuple[Work, int]]:
+        """Start to receive into a contiguous tensor; return as `send` does."""
+        return self._begin(tensor, rank, tag, sends=False) if tensor.numel() else []
+
+    def _begin(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> list[tuple[Work, int]]:
+        try:
+            return [(self._start(tensor.view(torch.uint8), rank, tag, sends), rank)]
+        except MismatchError:
+            raise
+        except RuntimeError as error:
+            raise self.lost(error, rank) from error
+
+    def wait_all(self, works: list[tuple[Work, int]]) -> None:
+        """Wait for operations on the main thread, and count the time as waiting.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+        """
+        for work, peer in works:
+            self.wait(work, peer)
+        works.clear()
+
+    def wait_for(self, job: Job) -> None:
+        """Wait for a job of the worker threads.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+        """
+        try:
+            with self.traffic.waiting():
+                while not job.wait(_CHECK_SECONDS):
+                    # The site that forwards may be alive, and have nothing to forward any more.
+                    if (found := self.sites.found_lost()) is not None:
+                        raise found
+        except _Lost as lost:
+            deadline = time.monotonic() + _CHECK_SECONDS
+            while lost.peer is None and time.monotonic() < deadline:  # the reports of others name it
+                if (found := self.sites.found_lost()) is not None:
+                    raise found from lost.error
+                time.sleep(_CHECK_SECONDS / 10)
+            raise self.lost(lost.error, lost.peer) from lost.error
+
+    def arrive(self, works: Sequence[tuple[Work, int]], origin: int | None = None, *, sums: bool = False) -> None:
+        """Wait for operations on a worker thread.
+
+        Args:
+            works: the operations, each with the rank of the other end.
+            origin: the site whose payload the other end forwards; after a timeout, that site is silent.
+            sums: whether the other end sends a sum; after a timeout, any of its addends may be missing.
+
+        Raises:
+            _Lost: if an operation fails.
+        """
+        for work, peer in works:
+            try:
+                work.wait()
+            except MismatchError:
+                raise
+            except RuntimeError as error:
+                culprit: int | None = peer
+                if "imed out" in str(error):
+                    culprit = None if sums else peer if origin is None else origin
+                raise _Lost(error, culprit) from error
+
+
+class _Lost(Exception):
+    """A worker thread has lost a peer; the main thread, which looks for the reason, gets it from `Job.wait`."""
+
+    def __init__(self, error: RuntimeError, peer: int | None) -> None:
+        super().__init__(error, peer)
+        self.error = error
+        self.peer = peer
+
+
+NodeMessage = tuple[list[int], Tensor]
+"""Integers, and a flat tensor of values."""
+
+
+class NodeGather:
+    """Messages of varying length from the processes of a node to their owner, step after step.
+
+    Args:
+        transport: the transport.
+        owner: index of the owner among the processes of its node.
+        integers: number of integers in a message.
+        dtype: type of the values.
+        values: returns the number of values of a message from its integers, None if no message has such integers.
+            What a process announces is compared with it before memory is allocated.
+    """
+
+    def __init__(
+        self,
+        transport: NodeMessages,
+        owner: int,
+        integers: int,
+        dtype: torch.dtype,
+        values: Callable[[Sequence[int]], int | None],
+    ) -> None:
+        self._transport = transport
+        self._tag = transport.tags(2)
+        self._integers = integers
+        self._dtype = dtype
+        self._values = values
+        nodes = transport.nodes
+        self.is_owner = nodes.index == owner
+        self._owner = nodes.own[owner]
+        self._headers: list[Tensor] = []
+        self._bodies: list[Tensor] = []
+        self._job: Job | None = None
+        self._sends: list[tuple[Work, int]] = []
+
+    def post(self) -> None:
+        """Prepare to receive, at the owner; do nothing when called again before `wait`."""
+        if not self.is_owner or self._job is not None:
+            return
+        transport = self._transport
+        peers = transport.nodes.peers
+        self._headers = [torch.zeros(1 + self._integers, dtype=torch.int64) for _ in peers]
+        arriving = [
+            work
+            for header, peer in zip(self._headers, peers, strict=True)
+            for work in transport.receive(header, peer, self._tag)
+        ]
+        self._job = transport.workers.submit(("up", lambda: self._receive(arriving)))
+
+    def _receive(self, arriving: list[tuple[Work, int]]) -> None:
+        transport = self._transport
+        transport.arrive(arriving)
+        peers = transport.nodes.peers
+        sizes = [self._checked_size(header, peer) for header, peer in zip(self._headers, peers, strict=True)]
+        self._bodies = [torch.empty(size, dtype=self._dtype) for size in sizes]
+        for body, peer in zip(self._bodies, peers, strict=True):
+            transport.arrive(transport.receive(body, peer, self._tag + 1))
+
+    def _checked_size(self, header: Tensor, peer: int) -> int:
+        """Return the number of values that a process announces.
+
+        Raises:
+            MismatchError: if its integers do not give the same number.
+        """
+        size, *integers = header.tolist()
+        expected = self._values(integers)
+        if size != expected:
+            sites = self._transport.sites
+            due = "does not fit the model" if expected is None else f"should have {expected} values"
+            raise MismatchError(
+                f"{sites[peer]} announces a message of {size} values to {sites[self._transport.rank]}, which {due}: do "
+                "both run the same model and the same version of dadplug?"
+            )
+        return int(size)
+
+    def send(self, integers: Sequence[int], values: Tensor) -> None:
+        """Send this process's message to the owner.
+
+        Args:
+            integers: the integers.
+            values: a contiguous flat tensor, which must not change until `wait`.
+        """
+        header = torch.tensor([values.numel(), *integers], dtype=torch.int64)
+        self._sends += self._transport.send(header, self._owner, self._tag)
+        self._sends += self._transport.send(values, self._owner, self._tag + 1)
+        self._kept = header, values
+
+    @property
+    def over(self) -> bool:
+        """Whether all messages have arrived, at the owner; true for the other processes, which receive none."""
+        return not self.is_owner or (self._job is not None and self._job.over)
+
+    def wait(self) -> list[NodeMessage]:
+        """Wait for the messages.
+
+        Returns:
+            At the owner, the messages of the other processes in the order of their ranks; elsewhere none.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+            MismatchError: if a site announces a message of another size than its integers give.
+        """
+        self.post()
+        if self._job is not None:
+            self._transport.wait_for(self._job)
+            self._job = None
+        self._transport.wait_all(self._sends)
+        return [(header[1:].tolist(), body) for header, body in zip(self._headers, self._bodies, strict=True)]
 
 
 class HierarchicalTransport(GroupTransport, NodeMessages):
@@ -39,7 +416,9 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
         nodes: the processes of each node.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sites: Sites, traffic: Traffic, timeout: float, nodes: Nodes) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, sites: PeerNames, traffic: Traffic, timeout: float, nodes: Nodes
+    ) -> None:
         self.workers = WorkerThreads()
         self._messages: TaggedSockets | None = None
         super().__init__(group, sites, traffic, torch.device("cpu"), timeout)
@@ -67,7 +446,7 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         return _HierarchicalGather(self, sizes, dtype, self.tags(self.world_size))
 
-    def all_reduce(self, tensor: Tensor) -> Reduction:
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
         return _HierarchicalReduction(self, tensor.view(-1), self.tags(4))
 
     def tags(self, count: int) -> int:
@@ -79,15 +458,15 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
         """Open the connections of the processes, which all of them do together."""
         self._sockets_tried = True
         with self.traffic.apart():
-            sockets = connect_sockets(self, self.nodes.peers)
+            sockets = connect_sockets(self.rank, self.timeout, self.gather_objects, self.nodes.peers)
         if sockets is not None:
             self._messages = TaggedSockets(sockets, self.timeout, {rank: mismatch(self, rank) for rank in sockets})
 
-    def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> dist.Work:
+    def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> Work:
         if self._messages is not None:
             return self._messages.start(tensor, rank, tag, sends)
         start: Any = dist.isend if sends else dist.irecv
-        work: dist.Work = start(tensor, self._global[rank], group=self.group, tag=tag)
+        work: Work = start(tensor, self._global[rank], group=self.group, tag=tag)
         return work
 
 
@@ -103,7 +482,7 @@ class _HierarchicalGather(Gather):
         remote = [rank for rank in range(transport.world_size) if rank not in nodes.own]
         self._forwarded = [rank for rank in remote if nodes.receiver(rank) == transport.rank]
         self._relayed = [(rank, nodes.receiver(rank)) for rank in remote if rank not in self._forwarded]
-        self._sends: list[tuple[dist.Work, int]] = []
+        self._sends: list[tuple[Work, int]] = []
         self._jobs: list[Job] = []
 
     def post(self) -> None:
@@ -120,17 +499,17 @@ class _HierarchicalGather(Gather):
         """Return the sites whose payloads come from inside the node, each with the rank that sends it."""
         return [*((rank, rank) for rank in self._transport.nodes.peers), *self._relayed]
 
-    def _receive(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, list[tuple[dist.Work, int]]]]:
+    def _receive(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, list[tuple[Work, int]]]]:
         receive = self._transport.receive
         return [(rank, receive(self._payloads[rank], through, self._tag + rank)) for rank, through in pairs]
 
-    def _forward(self, arriving: Sequence[tuple[int, list[tuple[dist.Work, int]]]]) -> None:
+    def _forward(self, arriving: Sequence[tuple[int, list[tuple[Work, int]]]]) -> None:
         for rank, works in arriving:
             self._transport.arrive(works)
             for peer in self._transport.nodes.peers:
                 self._sends += self._transport.send(self._payloads[rank], peer, self._tag + rank)
 
-    def _receive_inside(self, arriving: Sequence[tuple[int, list[tuple[dist.Work, int]]]]) -> None:
+    def _receive_inside(self, arriving: Sequence[tuple[int, list[tuple[Work, int]]]]) -> None:
         for rank, works in arriving:
             self._transport.arrive(works, origin=rank)
 
@@ -149,7 +528,7 @@ class _HierarchicalGather(Gather):
         return self._payloads
 
 
-class _HierarchicalReduction(Reduction):
+class _HierarchicalReduction(PendingSum):
     """Sum in four hops: to the part's owner inside the node, to the piece's owner between nodes, and back."""
 
     def __init__(self, transport: HierarchicalTransport, flat: Tensor, tag: int) -> None:
@@ -157,8 +536,8 @@ class _HierarchicalReduction(Reduction):
         self._tag = tag
         nodes = transport.nodes
         parts = flat.tensor_split(nodes.owners)
-        self._sends: list[tuple[dist.Work, int]] = []
-        self._receives: list[tuple[dist.Work, int]] = []
+        self._sends: list[tuple[Work, int]] = []
+        self._receives: list[tuple[Work, int]] = []
         steps: list[tuple[str, Callable[[], None]]] = []
         if nodes.index < nodes.owners:
             self._part = parts[nodes.index]
@@ -173,7 +552,7 @@ class _HierarchicalReduction(Reduction):
                 self._sends += transport.send(part, owner, tag)
         self._job = transport.workers.submit(*steps, ("back", lambda: transport.arrive(self._receives, sums=True)))
 
-    def _receive_all(self, places: Sequence[Tensor], ranks: Sequence[int], tag: int) -> list[tuple[dist.Work, int]]:
+    def _receive_all(self, places: Sequence[Tensor], ranks: Sequence[int], tag: int) -> list[tuple[Work, int]]:
         pairs = zip(places, ranks, strict=True)
         return [work for place, rank in pairs for work in self._transport.receive(place, rank, tag)]
 

@@ -12,9 +12,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
-from .sites import Sites
+from .failure_reports import PeerNames
 from .topology import Nodes
 from .traffic import Traffic
+
+
+class Requirements(NamedTuple):
+    """Requirements, the same at all sites.
+
+    Attributes:
+        min_sites: number of sites below which training pauses.
+        timeout_ms: milliseconds of silence after which a site counts as lost.
+        skips: whether a late site misses a step, and is not waited for.
+        patience_percent: time after which a site is late, in hundredths of the median step.
+    """
+
+    min_sites: int
+    timeout_ms: int
+    skips: bool = False
+    patience_percent: int = 300
+
+    @classmethod
+    def of(
+        cls, min_sites: int | None, site_timeout: float, late: str = "wait", patience: float = 3.0
+    ) -> Requirements | None:
+        """Return the requirements that options state.
+
+        Args:
+            min_sites: number of sites below which training pauses; None where all must stay.
+            site_timeout: seconds of silence after which a site counts as lost.
+            late: "wait" for late sites, or "skip" them.
+            patience: time after which a site is late, in median steps.
+        """
+        if min_sites is None:
+            return None
+        return cls(min_sites, round(1e3 * site_timeout), late == "skip", round(100 * patience))
 
 
 class StreamToHub(NamedTuple):
@@ -31,50 +63,15 @@ class StreamToHub(NamedTuple):
     check: Callable[[], None]
 
 
-class Gather(ABC):
-    """All-gather that is used step after step, of payloads whose sizes all sites know.
-
-    Attributes:
-        payload: this site's payload, a flat tensor, to be filled before `launch`.
-    """
-
-    payload: Tensor
+class Exchange(ABC):
+    """Exchange of payloads that is used step after step, and whose sizes all sites know."""
 
     def post(self) -> None:  # noqa: B027  (most implementations need no preparation)
         """Prepare to receive; do nothing when called again before `wait`."""
 
     @abstractmethod
     def launch(self) -> None:
-        """Start to send the payload; return at once."""
-
-    @abstractmethod
-    def wait(self) -> list[Tensor]:
-        """Wait for all payloads.
-
-        Returns:
-            The payloads by rank, valid until the next `post` or `launch`.
-
-        Raises:
-            SiteError: if a site is gone or silent.
-        """
-
-
-class AllToAll(ABC):
-    """Exchange that is used step after step, in which every site sends another payload to each site.
-
-    Attributes:
-        payloads: this site's payloads by rank of the receiver, flat tensors, to be filled before `launch`; its own
-            arrives as it is.
-    """
-
-    payloads: list[Tensor]
-
-    def post(self) -> None:  # noqa: B027  (most implementations need no preparation)
-        """Prepare to receive; do nothing when called again before `wait`."""
-
-    @abstractmethod
-    def launch(self) -> None:
-        """Start to send the payloads; return at once."""
+        """Start to send this site's payloads; return at once."""
 
     @abstractmethod
     def wait(self) -> list[Tensor]:
@@ -88,7 +85,28 @@ class AllToAll(ABC):
         """
 
 
-class Reduction(ABC):
+class Gather(Exchange):
+    """Exchange in which every site sends one payload to all sites.
+
+    Attributes:
+        payload: this site's payload, a flat tensor, to be filled before `launch`.
+    """
+
+    payload: Tensor
+
+
+class AllToAll(Exchange):
+    """Exchange in which every site sends another payload to each site.
+
+    Attributes:
+        payloads: this site's payloads by rank of the receiver, flat tensors, to be filled before `launch`; its own
+            arrives as it is.
+    """
+
+    payloads: list[Tensor]
+
+
+class PendingSum(ABC):
     """Sum over sites that is in progress."""
 
     @abstractmethod
@@ -136,7 +154,7 @@ class Transport(ABC):
     """Returns what a site that joins in mid-training needs; called while this site waits for the end of a round that
     admits sites."""
 
-    def __init__(self, sites: Sites, traffic: Traffic, rank: int, device: torch.device, timeout: float) -> None:
+    def __init__(self, sites: PeerNames, traffic: Traffic, rank: int, device: torch.device, timeout: float) -> None:
         self.sites = sites
         self.traffic = traffic
         self.rank = rank
@@ -217,7 +235,7 @@ class Transport(ABC):
         """Take note that a training step's exchanges are over at this site."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor) -> Reduction:
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
         """Start the sum of a tensor over sites, in place.
 
         Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import MismatchError
-from ..exchange.objects import gather_objects
+from ..exchange.codec import gather_objects
 from .memory import SharedMemory
 
 

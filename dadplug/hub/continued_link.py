@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import SiteError
-from ..exchange.requirements import Requirements
+from ..exchange.transport import Requirements
 from .actions import FRESH, Close, Position
 from .connection import HubConnection
 from .continuation import Continuation

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from ..exchange import codec
-from ..exchange.objects import check_lengths, decode_objects, encode_object
-from ..exchange.requirements import Requirements
+from ..exchange.codec import check_lengths, decode_objects, encode_object
 from ..exchange.traffic import Traffic
-from ..exchange.transport import Gather, Reduction
+from ..exchange.transport import Gather, PendingSum, Requirements
 from .actions import Round
 from .link import HubLink
 from .transport import SECOND_ROUND, GatheredSum, HubGather, HubTransport, bytes_of
@@ -141,7 +140,7 @@ class ElasticTransport(HubTransport):
     def prefers_gather(self, nbytes: int) -> bool:
         return True  # a sum that the hub has formed holds the share of a site that has left since
 
-    def all_reduce(self, tensor: Tensor) -> Reduction:
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
         return GatheredSum(self, tensor)
 
     def broadcast(self, tensor: Tensor) -> None:

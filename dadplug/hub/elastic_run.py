@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import FrameError
-from ..exchange.requirements import Requirements
+from ..exchange.transport import Requirements
 from .actions import IDLE, Accept, Action, Close, Drop, Join, Round, Rules
 from .frames import Head
 from .membership import Membership

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from ..errors import DamagedError, FrameError
 from ..exchange import codec
-from ..exchange.requirements import Requirements
+from ..exchange.transport import Requirements
 from .actions import Accept, Close, Drop, Join, Pause, Position, Redo, Refuse, Replay, Resume, SendState, Skip, Start
 from .restart_messages import Continue, Repeat, Report
 

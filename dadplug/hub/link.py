@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from ..errors import DroppedError, FrameError, MismatchError, SiteError
-from ..exchange.exit_reasons import ENDED, add_announcer, remove_announcer
+from ..exchange.failure_reports import ENDED, add_announcer, remove_announcer
 from .actions import Accept, Drop, Join, Pause, Start
 from .actions import Resume as Resumption
 from .connection import KERNEL_BYTES

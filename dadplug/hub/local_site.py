@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import SiteError
 from ..exchange import codec
 from ..exchange.deadline import within
-from ..exchange.membership import ProcessSites, own_member
+from ..exchange.failure_reports import ProcessSites, own_member
 from ..exchange.rendezvous import meet
 from ..exchange.status import Member, Silence
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import SiteError
-from ..exchange.exit_reasons import watch_exit
-from ..exchange.sites import Sites
+from ..exchange.failure_reports import PeerNames, watch_exit
 from .link import HubLink
 from .tunnels import check_tunnel
 
 _GRACE_SECONDS = 1.5  # for the hub's announcement of what a lost stream of the parameter manager is due to
 
 
-class HubSites(Sites):
+class HubSites(PeerNames):
     """Sites at the other ends of a hub.
 
     Args:
@@ -25,7 +24,7 @@ class HubSites(Sites):
         self._link = link
         watch_exit(self)
 
-    def of(self, ranks: Sequence[int]) -> Sites:
+    def of(self, ranks: Sequence[int]) -> PeerNames:
         raise ValueError("the sites of a hub form one group: there are no subgroups of them")
 
     def found_lost(self) -> SiteError | None:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
-from ..exchange.objects import MAX_BYTES
-from ..exchange.worker_threads import WorkerThreads
+from ..exchange.codec import MAX_BYTES
+from ..exchange.hierarchy import WorkerThreads
 from .link import HubLink
 from .site_transport import SiteTransport
 from .transport import bytes_of

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import FrameError
-from ..exchange.requirements import Requirements
+from ..exchange.transport import Requirements
 from .actions import Close, Drop, Join, Position
 from .frames import Head, Kind, pack_control
 from .journal import Journal

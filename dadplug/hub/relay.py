@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..errors import FrameError
-from ..exchange.requirements import Requirements
+from ..exchange.transport import Requirements
 from .actions import FRESH, Accept, Action, Close, Drop, Pause, Position, Refuse, Replay, Resume, Rules, Start
 from .check_channel import CheckHandler
 from .elastic_run import ElasticRun

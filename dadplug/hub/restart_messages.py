@@ -22,7 +22,7 @@ class Report(NamedTuple):
         listens: whether this site has joined in the open round.
         min_sites: number of sites that are required; 0 where all have to stay.
         timeout_ms: milliseconds of silence after which a site counts as lost; 0 where all have to stay.
-        skips: as in `dadplug.exchange.requirements.Requirements`, like the next.
+        skips: as in `dadplug.exchange.transport.Requirements`, like the next.
         patience_percent: time after which a site is late.
     """
 

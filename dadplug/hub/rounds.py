@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..errors import DroppedError, MismatchError, SiteError
-from ..exchange.requirements import Requirements
+from ..exchange.transport import Requirements
 from .actions import IDLE, Accept, Close, Drop, Join, Pause, Position, Round, SendState, Start
 from .actions import Resume as Resumption
 from .frames import Head, Joined, Kind

@@ -10,12 +10,11 @@ from functools import partial
 import torch.distributed as dist
 
 from ..errors import KitError, MismatchError, RefusedError, SealingError, SiteError
-from ..exchange.exit_reasons import describe, watch_exit
 from ..exchange.factory import register_network
-from ..exchange.requirements import Requirements
+from ..exchange.failure_reports import describe, watch_exit
 from ..exchange.topology import Nodes
 from ..exchange.traffic import Traffic
-from ..exchange.transport import Transport
+from ..exchange.transport import Requirements, Transport
 from . import process_group
 from .elastic import ElasticTransport
 from .kits import Kit

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import SiteError
-from ..exchange.exit_reasons import watch_exit
-from ..exchange.sites import Sites
+from ..exchange.failure_reports import PeerNames, watch_exit
 from ..exchange.topology import Nodes
 from .local_site import LocalProcesses
 from .members import HubSites
 
 
-class SiteMembers(Sites):
+class SiteMembers(PeerNames):
     """Processes of all sites.
 
     Args:
@@ -43,7 +42,7 @@ class SiteMembers(Sites):
         ranks = self._nodes.members[slot]
         return site if len(ranks) == 1 else f"process {ranks.index(rank)} of {site}"
 
-    def of(self, ranks: Sequence[int]) -> Sites:
+    def of(self, ranks: Sequence[int]) -> PeerNames:
         raise ValueError("the sites of a hub form one group: there are no subgroups of them")
 
     def found_lost(self) -> SiteError | None:

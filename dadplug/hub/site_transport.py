@@ -18,12 +18,11 @@ from torch import Tensor
 
 from ..errors import MismatchError, SiteError
 from ..exchange import codec
-from ..exchange.node_messages import NodeMessages
-from ..exchange.objects import MAX_BYTES, check_lengths, decode_objects, encode_object
+from ..exchange.codec import MAX_BYTES, check_lengths, decode_objects, encode_object
+from ..exchange.hierarchy import Job, NodeMessages, Work, WorkerThreads
 from ..exchange.topology import Nodes
 from ..exchange.traffic import Traffic
-from ..exchange.transport import Gather, Reduction
-from ..exchange.worker_threads import Job, WorkerThreads
+from ..exchange.transport import Gather, PendingSum
 from .link import HubLink
 from .local_site import LocalGroup, LocalSite
 from .site_members import SiteMembers
@@ -62,7 +61,7 @@ class SiteTransport(NodeMessages):
     ) -> None:
         self.workers = WorkerThreads()
         self._process = os.getpid()
-        self._last: dist.Work | None = None
+        self._last: object = None
         self._local: LocalGroup | None = None
         self._error: SiteError | MismatchError | None = None  # the first one, which has closed the connections
         super().__init__(sites, traffic, sites.rank, torch.device("cpu"), timeout)
@@ -112,7 +111,7 @@ class SiteTransport(NodeMessages):
         assert self._local is not None
         return self._local.start(tensor, self.nodes.own.index(rank), tag, sends)
 
-    def wait(self, work: dist.Work, peer: int | None = None) -> None:
+    def wait(self, work: Work, peer: int | None = None) -> None:
         try:
             with self.traffic.waiting():
                 work.wait()
@@ -218,7 +217,7 @@ class SiteTransport(NodeMessages):
         assert over_hub is None or isinstance(over_hub, HubGather)
         return SiteGather(self, over_hub, sizes, dtype, self.tags(self.world_size))
 
-    def all_reduce(self, tensor: Tensor) -> Reduction:
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
         if self._local is None:
             assert self.sums is not None
             self.traffic.add(tensor.numel() * tensor.element_size())
@@ -294,8 +293,8 @@ class SiteGather(Gather):
         self._remote = [(ranks[0], flats[slot]) for slot, ranks in enumerate(members) if slot != own]
         self._own_bytes = totals[own] * flats[own].element_size()
         self.payload = self._payloads[transport.rank]
-        self._arriving: list[tuple[dist.Work, int]] | None = None
-        self._sends: list[tuple[dist.Work, int]] = []
+        self._arriving: list[tuple[Work, int]] | None = None
+        self._sends: list[tuple[Work, int]] = []
         self._job: Job | None = None
 
     def post(self) -> None:
@@ -327,7 +326,7 @@ class SiteGather(Gather):
             steps = [("up", partial(self._pass_up, over_hub, arriving)), ("down", partial(self._pass_down, over_hub))]
         self._job = transport.workers.submit(*steps)
 
-    def _pass_up(self, over_hub: HubGather, arriving: Sequence[tuple[dist.Work, int]]) -> None:
+    def _pass_up(self, over_hub: HubGather, arriving: Sequence[tuple[Work, int]]) -> None:
         self._transport.arrive(arriving)
         over_hub.launch()
 
@@ -351,15 +350,15 @@ class SiteGather(Gather):
         return self._payloads
 
 
-class _SiteSum(Reduction):
+class _SiteSum(PendingSum):
     """Sum over all processes, of a site with several."""
 
     def __init__(self, transport: SiteTransport, flat: Tensor, tag: int) -> None:
         self._transport = transport
         self._tag = tag
         self._flat = flat
-        self._sum: Reduction | None = None
-        self._sends: list[tuple[dist.Work, int]] = []
+        self._sum: PendingSum | None = None
+        self._sends: list[tuple[Work, int]] = []
         peers, leader = transport.nodes.peers, transport.leader
         if transport.sums is None:
             arriving = transport.receive(flat, leader, tag + 1)
@@ -374,7 +373,7 @@ class _SiteSum(Reduction):
         add = partial(self._add, transport.sums, addends, received)
         self._job = transport.workers.submit(("up", add), ("down", self._send_result))
 
-    def _add(self, sums: HubTransport, addends: Sequence[Tensor], received: Sequence[tuple[dist.Work, int]]) -> None:
+    def _add(self, sums: HubTransport, addends: Sequence[Tensor], received: Sequence[tuple[Work, int]]) -> None:
         self._transport.arrive(received)
         total = self._flat.float() if self._flat.dtype in _NARROW else self._flat
         for addend in addends:

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RefusedError
-from ..exchange.addresses import explain_unresolved
+from ..exchange.handshake import explain_unresolved
 from .blocking import read_exactly
 from .files import CA, CERTIFICATE, REVOKED
 from .project import HUB

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..exchange.objects import check_lengths, decode_objects, encode_object
+from ..exchange.codec import check_lengths, decode_objects, encode_object
 from ..exchange.traffic import Traffic
-from ..exchange.transport import Gather, Reduction, StreamToHub, Transport
+from ..exchange.transport import Gather, PendingSum, StreamToHub, Transport
 from .dtypes import CODES
 from .frames import Kind
 from .inbox import Incoming
@@ -80,7 +80,7 @@ class HubTransport(Transport):
         self._collectives = (self._collectives + 1) % _COLLECTIVES
         return self._channel | _COLLECTIVES | self._collectives
 
-    def all_reduce(self, tensor: Tensor) -> Reduction:
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
         if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
             return _HubSum(self, tensor)
         return GatheredSum(self, tensor)
@@ -183,7 +183,7 @@ class HubGather(Gather):
         return self.payloads
 
 
-class _HubSum(Reduction):
+class _HubSum(PendingSum):
     """Sum that the hub computes from the summands of all sites, in the order of ranks."""
 
     def __init__(self, transport: HubTransport, tensor: Tensor) -> None:
@@ -203,7 +203,7 @@ class _HubSum(Reduction):
             self._tensor.copy_(self._staged.view(self._tensor.shape))
 
 
-class GatheredSum(Reduction):
+class GatheredSum(PendingSum):
     """Sum that every site computes from the addends of all, in the order of ranks; narrow types in single precision."""
 
     def __init__(self, transport: HubTransport, tensor: Tensor) -> None:

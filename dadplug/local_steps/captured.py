@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 import torch
 from torch import nn
 
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import FactorPayload
 from ..fused import Deferral, GradientProduct, reasons_against
 from ..hooks import LINEAR, Factor, capturable_layers, family_of
 from ..methods import is_product, make_method

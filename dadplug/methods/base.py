@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import wire_format
 from ..hooks import LINEAR, Factor, Form
 from ..hub.project import check_restrictions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import FactorPayload
 from ..hooks import Factor
 from .base import Method, Traits, register_method
 

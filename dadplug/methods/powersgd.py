@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..exchange.payload import finite
+from ..exchange.factor_buckets import finite
 from ..lowrank import orthonormalise
 from .base import Method, MethodOptions, Traits, register_method
 from .feedback import ErrorFeedback

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor
 from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedError, MismatchError
 from ..exchange import Transport, codec
-from ..exchange.sites import Sites
+from ..exchange.failure_reports import PeerNames
 from .replicas import flattened
 
 
@@ -82,7 +82,7 @@ def pack_buffers(model: nn.Module, samples: int) -> bytes:
 
 
 @torch.no_grad()
-def average_packed(model: nn.Module, packed: Mapping[int, bytes | bytearray], sites: Sites) -> None:
+def average_packed(model: nn.Module, packed: Mapping[int, bytes | bytearray], sites: PeerNames) -> None:
     """Replace float buffers by their mean over sites, and counters by their maximum.
 
     Args:

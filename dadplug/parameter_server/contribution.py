@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedError, MismatchError, NonFiniteError
 from ..exchange import codec
-from ..exchange.payload import FactorPayload, finite
+from ..exchange.factor_buckets import FactorPayload, finite
 from ..exchange.wire import WireFormat, wire_format
 from ..fused import GradientProduct
 from ..methods import Method, decode, decode_bias, is_product

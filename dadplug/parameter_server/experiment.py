@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import ProcessFailedError
 from ..exchange import connect
-from ..exchange.addresses import free_port
+from ..exchange.handshake import free_port
 from ..hogwild.workers import choose_start
 from ..models import build_model
 from .options import ServerOptions

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import SiteError
-from ..exchange.sites import Sites
+from ..exchange.failure_reports import PeerNames
 
 HUB = -1  # in place of a rank: the hub
 
@@ -25,7 +25,7 @@ class Holder(NamedTuple):
     lost: Callable[[Exception], SiteError]
 
 
-def at_site(sites: Sites, rank: int, timeout: float) -> Holder:
+def at_site(sites: PeerNames, rank: int, timeout: float) -> Holder:
     """Return the holder that is a site.
 
     Args:

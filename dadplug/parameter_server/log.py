@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, codec
-from ..exchange.sites import Sites
+from ..exchange.failure_reports import PeerNames
 from .dealer import Deal
 from .frames import Frame, Kind
 from .holder import Holder
@@ -64,7 +64,7 @@ class Log:
         self,
         connected: socket.socket,
         holder: Holder,
-        sites: Sites,
+        sites: PeerNames,
         limit: int,
         silence: float,
         timeout: float,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import SiteError
-from ..exchange.sites import Sites
+from ..exchange.failure_reports import PeerNames
 from ..methods import Method
 from ..model_sync.join_state import JoinState
 from ..model_sync.replicas import tables_with_max_norm, tensors_of
@@ -46,7 +46,7 @@ class Replica:
         codec: ContributionCodec,
         method: Method,
         optimizer: LoggedOptimizer,
-        sites: Sites,
+        sites: PeerNames,
         norms: CommittedBatchNorms | None,
     ) -> None:
         self.version = self.dropped = 0

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..errors import DamagedError, SiteError
 from ..exchange import Traffic, Transport, codec
-from ..exchange.addresses import listen
-from ..exchange.sites import Sites
-from ..exchange.transport import Gather, Reduction, StreamToHub
+from ..exchange.failure_reports import PeerNames
+from ..exchange.handshake import listen
+from ..exchange.transport import Gather, PendingSum, StreamToHub
 from ..hub.blocking import read_exactly, write_all
 from ..methods import check_allowed
 from .holder import Holder, at_site
@@ -111,10 +111,10 @@ class Listener:
             self._reception.take(None, connected)
 
 
-class Returned(Sites):
+class Returned(PeerNames):
     """Sites by name, for one that has returned and knows no more of them."""
 
-    def of(self, ranks: Sequence[int]) -> Sites:
+    def of(self, ranks: Sequence[int]) -> PeerNames:
         raise RuntimeError(_ALONE)
 
     def found_lost(self) -> SiteError | None:
@@ -141,7 +141,7 @@ class ReturnedTransport(Transport):
     is_direct = False
     joins = True
 
-    def __init__(self, sites: Sites, traffic: Traffic, device: torch.device, timeout: float, log: Log) -> None:
+    def __init__(self, sites: PeerNames, traffic: Traffic, device: torch.device, timeout: float, log: Log) -> None:
         super().__init__(sites, traffic, sites.rank, device, timeout)
         self.log = log
 
@@ -174,7 +174,7 @@ class ReturnedTransport(Transport):
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         raise RuntimeError(_ALONE)
 
-    def all_reduce(self, tensor: Tensor) -> Reduction:
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
         raise RuntimeError(_ALONE)
 
     def broadcast(self, tensor: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..exchange import Transport
-from ..exchange.exit_reasons import add_announcer, remove_announcer
+from ..exchange.failure_reports import add_announcer, remove_announcer
 from ..logs import get_logger
 from ..methods import Quality, make_method
 from ..model_sync.buffers import average_packed, pack_buffers

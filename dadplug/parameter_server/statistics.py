@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import NonFiniteError
-from ..exchange.payload import finite
+from ..exchange.factor_buckets import finite
 from ..model_sync.batchnorm import SyncedForward
 from ..model_sync.samples import SampleCounter
 

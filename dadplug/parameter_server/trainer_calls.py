@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import MismatchError, SiteError
 from ..exchange import Transport
-from ..exchange.objects import decode_objects, encode_object
+from ..exchange.codec import decode_objects, encode_object
 from .frames import Kind
 from .log import Commit, Log
 

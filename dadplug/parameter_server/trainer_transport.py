@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..exchange import Traffic, Transport
-from ..exchange.sites import Sites
-from ..exchange.transport import Gather, Reduction
+from ..exchange.failure_reports import PeerNames
+from ..exchange.transport import Gather, PendingSum
 from .returning import Returned
 from .server import ParameterServer
 
@@ -39,7 +39,7 @@ class ServerTransport(Transport):
     elastic = True
     is_direct = False
 
-    def __init__(self, first: Transport | None, sites: Sites, device: torch.device, timeout: float) -> None:
+    def __init__(self, first: Transport | None, sites: PeerNames, device: torch.device, timeout: float) -> None:
         super().__init__(sites, Traffic(), sites.rank, device, timeout)
         self.server: ParameterServer | None = None
         self.joins = first is None
@@ -116,7 +116,7 @@ class ServerTransport(Transport):
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         return self._beginning.gather(sizes, dtype)
 
-    def all_reduce(self, tensor: Tensor) -> Reduction:
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
         return self._beginning.all_reduce(tensor)
 
     def prefers_gather(self, nbytes: int) -> bool:

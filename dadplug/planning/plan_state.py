@@ -9,7 +9,7 @@ from ..hooks import Form
 from .first_step import MergedReport
 
 Layout = list[list[list[int]]]
-"""By handler and slot: what `dadplug.exchange.buckets.Slot.layout` returns."""
+"""By handler and slot: what `dadplug.exchange.factor_buckets.Slot.layout` returns."""
 
 
 @register

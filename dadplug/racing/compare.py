@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..cores import available_cores
 from ..errors import RunFailedError
-from ..exchange.objects import gather_objects
+from ..exchange.codec import gather_objects
 from .heat import Point, run_heat
 from .pool import Pool
 from .progress import Progress

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import RunFailedError
-from ..exchange.addresses import free_port
+from ..exchange.handshake import free_port
 
 _GRACE = 20.0  # seconds for the other processes to return after one has failed
 

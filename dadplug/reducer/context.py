@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..exchange import Transport
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import WireFormat, wire_format
 from ..fused import Deferral
 from ..methods import Method

@@ -15,9 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..exchange.buckets import Slot
-from ..exchange.owner_buckets import ContributionBucket, OwnedSlot
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import ContributionBucket, FactorPayload, OwnedSlot, Slot
 from ..lowrank.merging import divide_columns, merge_coefficients, part_size
 from ..methods.merge_memory import PartPlace
 from ..methods.paths import GradientPath

@@ -9,9 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..exchange.buckets import FactorBucket, Slot
-from ..exchange.indices import IndexSlot
-from ..exchange.payload import FactorPayload, finite
+from ..exchange.factor_buckets import FactorBucket, FactorPayload, IndexSlot, Slot, finite
 from ..fused import GradientProduct
 from ..methods import Method, decode, decode_bias, is_product
 from ..methods.paths import GradientPath

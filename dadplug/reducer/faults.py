@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from ..exchange.payload import finite
+from ..exchange.factor_buckets import finite
 from ..units.base import Unit
 
 

@@ -12,9 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..exchange.node_gather import NodeGather, NodeMessage
-from ..exchange.node_messages import NodeMessages
-from ..exchange.payload import FactorPayload, finite
+from ..exchange.factor_buckets import FactorPayload, finite
+from ..exchange.hierarchy import NodeGather, NodeMessage, NodeMessages
 from ..hooks import Factor
 from ..methods.paths import GradientPath
 from ..units.base import Unit

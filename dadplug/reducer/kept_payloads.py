@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import FactorPayload
 from ..units.base import Unit, add_gradient
 from ..units.factor import FactorUnit
 from .context import HandlerContext

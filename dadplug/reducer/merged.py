@@ -6,8 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
-from ..exchange.owner_buckets import ContributionBucket
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import ContributionBucket, FactorPayload
 from ..methods.rankdad import RankDAD
 from ..units.base import Unit
 from ..units.factor import FactorUnit

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..exchange.buckets import Slot
-from ..exchange.owner_buckets import ContributionBucket, OwnedSlot
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import ContributionBucket, FactorPayload, OwnedSlot, Slot
 from ..hooks import Factor
 from ..methods.paths import GradientPath
 from ..units.base import Unit

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..exchange.payload import finite
+from ..exchange.factor_buckets import finite
 from ..exchange.summed_buckets import GatheredBucket, summed_bucket
 from ..methods import Method
 from ..methods.paths import GradientPath

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import MismatchError, NonFiniteError
-from ..exchange import Gather, Sites, Transport
+from ..exchange import Gather, PeerNames, Transport
 from .faults import Fault
 
 _HEAD = 11  # integers before those of the units
@@ -153,7 +153,9 @@ _MESSAGES = {
 }
 
 
-def raise_fault(headers: Sequence[StepHeader], units: Sequence[str], sites: Sites, others: Sequence[str] = ()) -> None:
+def raise_fault(
+    headers: Sequence[StepHeader], units: Sequence[str], sites: PeerNames, others: Sequence[str] = ()
+) -> None:
     """Raise the error that a step header reports, the same on every site.
 
     Args:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..exchange import Transport
-from ..exchange.payload import finite
-from ..exchange.sparse_bucket import SparseBucket, element_size
+from ..exchange.factor_buckets import finite
+from ..exchange.summed_buckets import SparseBucket, element_size
 from ..exchange.wire import WireFormat, wire_format
 from ..methods import Method
 from ..methods.paths import GradientPath

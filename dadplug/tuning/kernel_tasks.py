@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import FactorPayload
 from ..fused import GradientProduct
 from ..fused.updates import apply_products
 from ..lowrank import sum_of_products, sum_one_by_one, top_k

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..exchange.codec import register
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import FactorPayload
 from ..hooks import LINEAR, Elementwise, Factor, stack_by_form
 from ..methods.paths import GradientPath
 from .factor import FactorUnit

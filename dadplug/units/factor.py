@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..exchange.payload import FactorPayload
+from ..exchange.factor_buckets import FactorPayload
 from ..hooks import LINEAR, CapturedLayer, Factor, Form, OwnHook, stack_by_form
 from ..methods.paths import GradientPath
 from .base import Unit

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...errors import MismatchError
 from ...exchange import Transport, connect
-from ...exchange.requirements import Requirements
+from ...exchange.transport import Requirements
 from ...model_sync.uneven_inputs import batches_before, takes_part
 from ..position import batches_from
 from .engine import SiteEngine

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from catalyst.core.engine import Engine
 
 from ...exchange import Traffic, Transport, open_transport
-from ...exchange.addresses import gloo_interface
-from ...exchange.exit_reasons import describe
-from ...exchange.requirements import Requirements
+from ...exchange.failure_reports import describe
+from ...exchange.handshake import gloo_interface
+from ...exchange.transport import Requirements
 from ...reduction import GradientReduction
 from .loaders import DeviceLoader, site_loader
 from .metrics import merge_metrics

@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-from ...exchange.addresses import free_port
+from ...exchange.handshake import free_port
 from ...hub.local_site import LOOPBACK, STARTED_PROCESSES
 from ...hub.site_connection import current_connection
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...exchange import Traffic, Transport, open_transport
-from ...exchange.addresses import choose_interface, gloo_interface
-from ...exchange.exit_reasons import describe
-from ...exchange.requirements import Requirements
+from ...exchange.failure_reports import describe
+from ...exchange.handshake import choose_interface, gloo_interface
+from ...exchange.transport import Requirements
 from ...hub.site_connection import current_connection
 from ...model_sync.samples import batch_size
 from ...model_sync.uneven_inputs import takes_part

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, membership, open_transport, status
-from dadplug.exchange.exit_reports import Report, ReportHistory
-from dadplug.exchange.membership import ProcessSites, introduce
-from dadplug.exchange.status import StatusServer
+from dadplug.exchange import Traffic, failure_reports, open_transport, status
+from dadplug.exchange.failure_reports import ProcessSites, introduce
+from dadplug.exchange.status import Report, ReportHistory, StatusServer
 
 CLOSED = RuntimeError("Connection closed by peer")
 
@@ -25,10 +24,10 @@ def asks_late(received: bool) -> list[str]:
     """
     meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
     sites, messages = meeting.sites, []
-    send, grace = membership.tell, membership._GRACE_SECONDS
-    membership._GRACE_SECONDS = 0.0
+    send, grace = failure_reports.tell, failure_reports._GRACE_SECONDS
+    failure_reports._GRACE_SECONDS = 0.0
     if not received:
-        membership.tell = lambda *_: None
+        failure_reports.tell = lambda *_: None
     try:
         if dist.get_rank() == 0:
             sites.announce("ValueError: broken")
@@ -43,7 +42,7 @@ def asks_late(received: bool) -> list[str]:
                 messages.append(str(sites.lost(CLOSED, 60)))
         dist.barrier()
     finally:
-        membership.tell, membership._GRACE_SECONDS = send, grace
+        failure_reports.tell, failure_reports._GRACE_SECONDS = send, grace
         meeting.close()
     return messages
 
@@ -62,10 +61,10 @@ def servers(monkeypatch) -> list[StatusServer]:
     """Status servers of three processes, the first of which is this one."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     found = [StatusServer(name) for name in ("one", "two", "three")]
-    for module in ("membership", "status"):
+    for module in ("failure_reports", "status"):
         monkeypatch.setattr(f"dadplug.exchange.{module}.status_server", lambda *_: found[0])
-    monkeypatch.setattr(membership, "_watch_exit", lambda sites: None)
-    monkeypatch.setattr(membership, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(failure_reports, "_watch_exit", lambda sites: None)
+    monkeypatch.setattr(failure_reports, "_GRACE_SECONDS", 0.0)
     yield found
     for server in found:
         server.close()

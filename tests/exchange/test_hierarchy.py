@@ -18,8 +18,7 @@ from zoo_training import notices, trains
 import dadplug
 from dadplug.exchange import Traffic
 from dadplug.exchange.factory import open_transport
-from dadplug.exchange.hierarchy import HierarchicalTransport
-from dadplug.exchange.node_gather import NodeGather
+from dadplug.exchange.hierarchy import HierarchicalTransport, NodeGather
 from dadplug.exchange.topology import Nodes, members_of
 from dadplug.methods import METHODS, method_names
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, open_transport
+from dadplug.exchange import Traffic, handshake, open_transport
 from dadplug.exchange.deadline import within
 from dadplug.exchange.status import Member, Silence, Status, StatusServer, ask, tell
 
@@ -128,25 +128,23 @@ def test_an_object_that_cannot_be_sent_is_an_error_on_all_sites(sites):
 
 def meets_many_intruders() -> bool:
     """Callers that say nothing, or one byte at a time, come before the other site."""
-    from dadplug.exchange import socket_setup
+    listen, intruders = handshake.listen, []
 
-    listen, intruders = socket_setup._listen, []
-
-    def overheard():
-        listener = listen()
+    def overheard(*arguments, **options):
+        listener = listen(*arguments, **options)
         for _ in range(12):
             intruders.append(socket.create_connection(listener.getsockname()))
             intruders[-1].sendall(b"x")
         return listener
 
-    socket_setup._listen = overheard
+    handshake.listen = overheard
     try:
         meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
         gather = meeting.gather([1, 1], torch.float32)
     finally:
-        socket_setup._listen = listen
+        handshake.listen = listen
     meeting.close()
-    return type(gather).__name__ == "SocketGather"
+    return type(gather).__name__ == "SocketExchange"
 
 
 def test_silent_intruders_hold_nobody_up(sites):

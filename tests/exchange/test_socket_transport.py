@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import dadplug
-from dadplug.exchange import Traffic, open_transport, socket_transport
-from dadplug.exchange.socket_transport import PeerSockets, SocketGather
+from dadplug.exchange import Traffic, framing, handshake, open_transport
+from dadplug.exchange.framing import PeerSockets
+from dadplug.exchange.group_transport import SocketExchange
 from dadplug.exchange.summed_buckets import GatheredBucket, summed_bucket
 from dadplug.exchange.wire import WireFormat
 
@@ -61,8 +62,8 @@ def exchanges(streams: bool, slow: int) -> str:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_messages_of_any_size_come_whole_and_in_order(sites, world_size):
-    assert sites(world_size).run(exchanges, True, 1) == ["SocketGather"] * world_size
-    assert sites(world_size).run(exchanges, False, 0) == ["PointToPointGather"] * world_size
+    assert sites(world_size).run(exchanges, True, 1) == ["SocketExchange"] * world_size
+    assert sites(world_size).run(exchanges, False, 0) == ["PointToPointExchange"] * world_size
 
 
 def falls_back() -> str:
@@ -78,25 +79,23 @@ def falls_back() -> str:
 
 
 def test_all_sites_go_by_gloo_where_one_cannot_do_otherwise(sites):
-    assert sites(2).run(falls_back) == ["PointToPointGather"] * 2
+    assert sites(2).run(falls_back) == ["PointToPointExchange"] * 2
 
 
 def meets_a_intruder() -> bool:
     """Somebody else calls first, on one site's listener, and says nothing or nonsense."""
-    from dadplug.exchange import socket_setup
-
-    listen = socket_setup._listen
+    listen = handshake.listen
     intruders = []
 
-    def overheard():
-        listener = listen()
+    def overheard(*arguments, **options):
+        listener = listen(*arguments, **options)
         for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64)):
             intruder = socket.create_connection(listener.getsockname())
             intruder.sendall(words)
             intruders.append(intruder)
         return listener
 
-    socket_setup._listen = overheard
+    handshake.listen = overheard
     try:
         meeting = transport()
         gather = meeting.gather([1] * meeting.world_size, torch.float32)
@@ -104,9 +103,9 @@ def meets_a_intruder() -> bool:
         gather.launch()
         total = float(sum(gather.wait()))
     finally:
-        socket_setup._listen = listen
+        handshake.listen = listen
     meeting.close()
-    return isinstance(gather, SocketGather) and total == 3.0
+    return isinstance(gather, SocketExchange) and total == 3.0
 
 
 def test_intruders_are_turned_away(sites):
@@ -131,7 +130,7 @@ def test_a_wait_ends_where_the_helper_thread_ends_the_last_message_at_the_deadli
             polls.append(milliseconds)
 
     def finish(messages):
-        theirs.sendall(socket_transport._HEADER.pack(socket_transport._MAGIC, 0, 4) + b"four")
+        theirs.sendall(framing._HEADER.pack(framing._IN_ORDER, 0, 4) + b"four")
 
     with theirs:
         messages = sockets.launch({}, {1: memoryview(bytearray(4))})
@@ -209,7 +208,7 @@ def test_a_forked_child_does_not_hold_a_dead_sites_connections(tmp_path):
     known = tmp_path / "known"
     code = f"""
 import os, pathlib, signal, time, warnings
-from dadplug.exchange import Traffic, open_transport, socket_transport
+from dadplug.exchange import Traffic, open_transport
 warnings.simplefilter("ignore")
 meeting = open_transport(None, Traffic(), torch.device("cpu"), 40)
 gather = meeting.gather([4, 4], torch.float32)

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import dadplug
-from dadplug.exchange import tagged_connection
-from dadplug.exchange.tagged_connection import TaggedConnection, TaggedWork
-from dadplug.exchange.tagged_sockets import TaggedSockets
+from dadplug.exchange import framing
+from dadplug.exchange.framing import TaggedConnection, TaggedMessage, TaggedSockets
 
 LARGE = 9 << 20  # bytes, more than any kernel buffers
 
@@ -89,7 +88,7 @@ def test_large_messages_cross_while_both_ends_wait_for_others(ends):
 def test_a_message_that_is_expected_while_it_arrives(closes):
     raw, other = socket.socketpair()
     end, sent = TaggedSockets({0: other}, 60.0, {0: ""}), content(5000, 3)
-    message = tagged_connection._HEADER.pack(tagged_connection._MAGIC, 1, 5000) + bytes(sent.tolist())
+    message = framing._HEADER.pack(framing._TAGGED, 1, 5000) + bytes(sent.tolist())
     raw.sendall(message[:3000])
     with pytest.raises(RuntimeError, match="timed out"):  # reads what has come
         end.start(torch.zeros(1, dtype=torch.uint8), 0, 2, False).wait(timedelta(milliseconds=1))
@@ -184,13 +183,13 @@ def test_closing_ends_the_waits_of_other_threads(ends):
 def test_a_wait_ends_one_timeout_after_the_last_byte(monkeypatch):
     """Bytes that the kernel accepts for a stopped process do not start the timeout again when it is over."""
     seconds = [0.0]
-    monkeypatch.setattr(tagged_connection, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(framing, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
     own, other = socket.socketpair()
     with own, other:
         connection = TaggedConnection(own, 6.0, "mismatch", lambda: None)
         deadlines = []
 
-        def read_until(work: TaggedWork, deadline: float) -> None:
+        def read_until(work: TaggedMessage, deadline: float) -> None:
             deadlines.append(deadline)
             if len(deadlines) == 1:
                 seconds[0] = 1.0

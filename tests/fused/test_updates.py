@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dadplug.exchange.payload import FactorPayload
+from dadplug.exchange.factor_buckets import FactorPayload
 from dadplug.fused import GradientProduct, updates
 from dadplug.fused.updates import apply_products, reason_against
 from dadplug.schedules import Decoding

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dadplug
-from dadplug.exchange import roll_call
+from dadplug.exchange import rendezvous
 from dadplug.model_sync import replicas
 
 CONNECTING = 60.0  # seconds
@@ -67,8 +67,8 @@ def site(case: Case, rank: int, port: int, folder: Path, spared: bool = False) -
 
         setattr(module, name, hitting)
 
-    hit_before(roll_call.RollCall, "_claim", "claim")
-    hit_before(roll_call.RollCall, "_follow" if rank else "_lead", "roll call")
+    hit_before(rendezvous.RollCall, "_claim", "claim")
+    hit_before(rendezvous.RollCall, "_follow" if rank else "_lead", "roll call")
     hit_before(dist, "init_process_group", "group")
     hit_before(replicas, "broadcast_model", "broadcast")
     result = {"error": None, "kind": None}

@@ -129,13 +129,13 @@ def close_unused_groups() -> None:
     """
     import torch.distributed as dist
 
-    from dadplug.exchange import exit_reasons
+    from dadplug.exchange import failure_reports
 
     groups = dist.distributed_c10d._world.pg_map
     if len(groups) > 1:
         gc.collect()
     if len(groups) > 1:
-        for each in list(exit_reasons._watched):
+        for each in list(failure_reports._watched):
             each.close_transports()  # those of nodes have threads, which keep them
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import dadplug
 from dadplug import GradientReduction, SiteError
 from dadplug.errors import KitError
-from dadplug.exchange.requirements import Requirements
+from dadplug.exchange.transport import Requirements
 from dadplug.hub.actions import FRESH, Accept, Close, Drop, Join, Position, Refuse, Round, Rules, SendState
 from dadplug.hub.frames import PIECE_BYTES, VERSION, Hello, Joined, Kind, Welcome
 from dadplug.hub.journal import Journal

@@ -16,7 +16,7 @@ from torch import nn
 
 from dadplug import GradientReduction
 from dadplug.errors import KitError, PolicyError
-from dadplug.exchange.single_site import SingleSite
+from dadplug.exchange.factory import SingleSite
 from dadplug.hub import Policy, Roster
 from dadplug.hub.kits import Kit
 from dadplug.hub.project import Restrictions, impose_restrictions, lift_restrictions

@@ -23,7 +23,7 @@ import dadplug
 from dadplug.adapm import ParameterManager
 from dadplug.errors import SealingError, SiteError
 from dadplug.exchange import Traffic
-from dadplug.exchange.requirements import Requirements
+from dadplug.exchange.transport import Requirements
 from dadplug.hub import provision, sealing
 from dadplug.hub.elastic import ElasticTransport
 from dadplug.hub.frames import SHORT_PIECE_BYTES, Frame, FrameReader, Head, Kind

@@ -12,7 +12,7 @@ import pytest
 
 from dadplug.adapm import connections
 from dadplug.errors import StreamError
-from dadplug.exchange import socket_setup
+from dadplug.exchange import handshake
 from dadplug.parameter_server.streams import _HEAD, _UNSENT, _WAKE, Frame, Kind, _Stream
 
 fcntl = pytest.importorskip("fcntl")
@@ -104,7 +104,7 @@ def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
 @pytest.mark.parametrize("grants_less", [True, False])
 def test_tcp_buffers_are_large_or_left_to_the_system(grants_less, monkeypatch):
     if grants_less:
-        monkeypatch.setattr(socket_setup, "KERNEL_BYTES", 1 << 40)
+        monkeypatch.setattr(handshake, "KERNEL_BYTES", 1 << 40)
     with socket.socket() as usual, connections._listen("0.0.0.0") as sized:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             found, default = (each.getsockopt(socket.SOL_SOCKET, option) for each in (sized, usual))

@@ -12,10 +12,8 @@ import zoo
 from torch import nn
 
 import dadplug
-from dadplug.exchange.buckets import FactorBucket, Slot
+from dadplug.exchange.factor_buckets import FactorBucket, FactorPayload, IndexSlot, Slot
 from dadplug.exchange.factory import open_transport
-from dadplug.exchange.indices import IndexSlot
-from dadplug.exchange.payload import FactorPayload
 from dadplug.exchange.traffic import Traffic
 from dadplug.exchange.wire import QuantisedFormat, WireFormat
 

@@ -15,7 +15,7 @@ from catalyst_training import data, net
 from dadplug.runners import DistributedRunner, HogwildRunner
 
 from dadplug.errors import MismatchError, ProcessFailedError
-from dadplug.exchange.objects import gather_objects
+from dadplug.exchange.codec import gather_objects
 
 SAMPLES, BATCH = 60, 4
 BATCHES = SAMPLES // BATCH

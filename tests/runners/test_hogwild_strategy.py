@@ -17,7 +17,7 @@ from dadplug.runners import HogwildStrategy  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from dadplug import ProcessFailedError  # noqa: E402
-from dadplug.exchange.objects import gather_objects  # noqa: E402
+from dadplug.exchange.codec import gather_objects  # noqa: E402
 
 SAMPLES, BATCH = 60, 4
 BATCHES = SAMPLES // BATCH

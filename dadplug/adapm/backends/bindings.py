@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...exchange.addresses import free_port
+from ...exchange.handshake import free_port
 from ...exchange.transport import Transport
 from ..connections import reachable_address
 from ..engine import TECHNIQUES

@@ -1,22 +1,152 @@
-"""Sites of a process group, and connection errors that name the site at fault."""
+"""Names of the sites of a group, and errors that name the site at fault, with the reason why it exits."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from ..errors import SiteError
-from .exit_reasons import add_announcer, watch_exit
-from .exit_reports import Report
-from .objects import gather_objects
-from .sites import Sites
-from .status import Member, Silence, Status, ask, status_server, tell
+from .codec import gather_objects
+from .deadline import Deadline
+from .status import Member, Report, Silence, Status, ask, status_server, tell
+
+Announcer = Callable[[str, bool], None]
+"""Function that sends other processes the exit reason; takes it, and whether one that was sent before stays."""
+
+
+class ClosesTransports(Protocol):
+    """Object with transports to be closed at exit."""
+
+    def close_transports(self) -> None:
+        """Close the transports that are still open."""
+
+
+ENDED = "it exited first. Unequal numbers of batches? Use reduction.join()"  # of a process without an error
+
+_announcers: list[Announcer] = []
+_watched: weakref.WeakSet[ClosesTransports] = weakref.WeakSet()
+
+
+def add_announcer(announcer: Announcer) -> None:
+    """Have a function called with this process's exit reason, from now on."""
+    if announcer not in _announcers:
+        _announcers.append(announcer)
+
+
+def remove_announcer(announcer: Announcer) -> None:
+    """Have a function called no longer."""
+    if announcer in _announcers:
+        _announcers.remove(announcer)
+
+
+def announce(reason: str, unless_announced: bool = False) -> None:
+    """Report this process's exit reason to all sites that it knows.
+
+    Args:
+        reason: the reason.
+        unless_announced: keep a reason that has been reported before.
+    """
+    # A SiteError says less than the report of the lost site, which has been made before.
+    keep = unless_announced or reason.startswith(SiteError.__name__)
+    for announcer in list(_announcers):
+        announcer(reason, keep)
+
+
+def watch_exit(sites: ClosesTransports) -> None:
+    """Register the report at exit: an uncaught exception, or the end of the program."""
+    if not _watched:
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+    _watched.add(sites)
+
+
+def _at_exit() -> None:
+    error = getattr(sys, "last_value", None)  # the uncaught exception, if any
+    if error is not None:
+        announce(describe(error))
+    announce(ENDED, unless_announced=True)
+    for sites in list(_watched):
+        sites.close_transports()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and text of an exception, as in the last line of a traceback."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class PeerNames(ABC):
+    """Sites of a group by name.
+
+    Args:
+        rank: this site.
+        names: names of the sites for messages, by rank.
+
+    Attributes:
+        rank: this site.
+    """
+
+    def __init__(self, rank: int, names: Sequence[str]) -> None:
+        self.rank = rank
+        self._names = list(names)
+        self._transports: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, rank: int) -> str:
+        """Return the name of a site, without its number."""
+        return self._names[rank]
+
+    def __getitem__(self, rank: int) -> str:
+        return f"site {rank} ({self._names[rank]})"
+
+    def announce(self, reason: str) -> None:
+        """Report this site's exit reason to all other sites."""
+        announce(reason)
+
+    def watch(self, transport: Any) -> None:
+        """Close a transport when the process ends: its threads abort an interpreter that ends before them."""
+        self._transports.add(transport)
+
+    def close_transports(self) -> None:
+        """Close the transports that are still open."""
+        for transport in list(self._transports):
+            transport.close()
+
+    @abstractmethod
+    def of(self, ranks: Sequence[int]) -> PeerNames:
+        """Return the sites of a subgroup.
+
+        Args:
+            ranks: their ranks in this group.
+        """
+
+    @abstractmethod
+    def found_lost(self) -> SiteError | None:
+        """Return an error if it is known that another site is lost; send nothing."""
+
+    @abstractmethod
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
+        """Convert a transport's error into one that names the site that is lost, with its exit reason if known.
+
+        Args:
+            error: what the transport raised.
+            timeout: seconds after which a silent site counts as lost.
+            peer: rank of the site at the other end of the connection, if known.
+        """
+
 
 _STATUS_SECONDS = 1.0  # for answers to a status request
 _REPORT_SECONDS = 0.4  # for receipts of a report
@@ -42,7 +172,7 @@ def is_timeout(error: BaseException) -> bool:
     return any(words in str(error).lower() for words in ("timed out", "timeout"))
 
 
-class ProcessSites(Sites):
+class ProcessSites(PeerNames):
     """Processes of a process group as sites, with their exit reasons.
 
     A closed connection shows neither which site is at fault (another may have exited because of it) nor why. So a site
@@ -86,13 +216,13 @@ class ProcessSites(Sites):
                     [culprit],
                     reason.reason
                     if reason is not None and reason.reason
-                    else "another site has lost the connection to it, or has waited for it in vain",
+                    else "another site has lost the connection to it, or its wait for it has timed out",
                 )
         return None
 
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
         in_time = not is_timeout(error)
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = Deadline(_GRACE_SECONDS)
         while True:
             if (found := self._from_reports(peer)) is not None:
                 return found
@@ -106,7 +236,7 @@ class ProcessSites(Sites):
                 return self._blame_missing(missing, timeout, peer, in_time)
             if not in_time:
                 return self._blame_alive(answers, timeout, peer)
-            if time.monotonic() > deadline:  # all are alive, and none has lost anybody
+            if deadline.over:  # all are alive, and none has reported another one lost
                 suspects = [peer] if peer is not None else self._others
                 return self._blame(suspects, "the connection has closed, but the process is alive: a fault of the link")
             time.sleep(0.05)
@@ -172,19 +302,19 @@ class ProcessSites(Sites):
         return SiteError(f"{names} {'are' if several else 'is'} gone: {reason}")
 
 
-_watched: weakref.WeakSet[ProcessSites] = weakref.WeakSet()
+_introduced: weakref.WeakSet[ProcessSites] = weakref.WeakSet()
 _of_default_group: tuple[object, ProcessSites] | None = None
 
 
 def _announce(reason: str, keep: bool) -> None:
-    if _watched and not (keep and status_server().has_reported):
+    if _introduced and not (keep and status_server().has_reported):
         _report_to_all(reason)
 
 
 def _report_to_all(reason: str, lost: bytes = b"") -> None:
     """Make a report to all sites that this process knows, and send it to all but a lost one."""
     own = status_server().member.token
-    members = {member.token: member for sites in list(_watched) for member in sites.members if member.token != own}
+    members = {member.token: member for sites in list(_introduced) for member in sites.members if member.token != own}
     reports = status_server().make_reports(members, reason, lost)
     _tell([member for token, member in members.items() if token != lost], reports)
 
@@ -195,7 +325,7 @@ def _tell(members: Sequence[Member], reports: Mapping[bytes, Report]) -> None:
 
 
 def _watch_exit(sites: ProcessSites) -> None:
-    _watched.add(sites)
+    _introduced.add(sites)
     add_announcer(_announce)
     watch_exit(sites)
 

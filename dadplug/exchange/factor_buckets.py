@@ -1,17 +1,74 @@
-"""Buckets of factors: the rows of several units in one all-gather, which starts as soon as all of them are there."""
+"""Buckets of factors: the rows of several units in one exchange, which starts as soon as all of them are there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from .objects import MAX_BYTES
-from .payload import FactorPayload
+from .codec import MAX_BYTES
 from .transport import Gather, Transport
 from .wire import WireFormat
+
+
+class FactorPayload(NamedTuple):
+    """Rows whose product ``left.T @ right`` is a site's gradient of one weight.
+
+    Attributes:
+        left: of shape (k, out); dAD: the deltas.
+        right: of shape (k, in); dAD: the activations.
+        bias: gradient of the bias, of shape (out,), where it is sent and not the sum of the rows of `left`.
+    """
+
+    left: Tensor
+    right: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows k."""
+        return self.left.shape[0]
+
+    def part(self, start: int, end: int | None = None, *, with_bias: bool = True) -> FactorPayload:
+        """Return some of the rows; the payload itself if that is all of it."""
+        if start == 0 and end == self.left.shape[0] and with_bias:
+            return self
+        return FactorPayload(self.left[start:end], self.right[start:end], self.bias if with_bias else None)
+
+    def without_rows(self) -> FactorPayload:
+        """Return the payload of a gradient of zeros."""
+        return FactorPayload(self.left[:0], self.right[:0], None if self.bias is None else torch.zeros_like(self.bias))
+
+    def plus(self, other: FactorPayload) -> FactorPayload:
+        """Return the sum with another payload of the same layer: rows are stacked, bias gradients added."""
+        bias = self.bias
+        if other.bias is not None:
+            bias = other.bias if bias is None else bias + other.bias
+        return FactorPayload(torch.cat([self.left, other.left]), torch.cat([self.right, other.right]), bias)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> FactorPayload:
+        """Return the payload on a device, with floating-point tensors in a type."""
+
+        def move(part: Tensor) -> Tensor:
+            if part.dtype == dtype and part.device == device:
+                return part
+            return part.to(device, dtype if part.is_floating_point() else None)
+
+        return FactorPayload(move(self.left), move(self.right), None if self.bias is None else move(self.bias))
+
+    def finite(self) -> bool:
+        """Return whether the payload holds neither NaN nor Inf."""
+        return all(finite(part) for part in self if part is not None)
+
+
+def finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor Inf. A finite sum proves it in one pass; sums may overflow."""
+    tensor = tensor._values() if tensor.is_sparse else tensor
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
 
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
 _SHRINK_AFTER = 16  # steps with fewer rows before a slot gives room back
@@ -383,3 +440,179 @@ class FactorBucket:
             self._lay_out()
         self._rows = [0] * len(self.slots)
         self.extra_rows = [0] * len(self.slots)
+
+
+_SPARE = 16  # one row in so many is kept free
+
+
+class IndexSlot(Slot):
+    """Room for rows of a table: in `left` their deltas, in `right` their row numbers, shape (rows, 1).
+
+    Row numbers lie in the payload as integers, each in as many elements as it needs. Only the deltas are rounded to the
+    wire format.
+
+    Args:
+        out: width of the table's rows.
+        table_rows: number of the table's rows.
+        wire: format of the payload.
+        world_size: number of sites.
+    """
+
+    def __init__(self, out: int, table_rows: int, wire: WireFormat, world_size: int) -> None:
+        small = table_rows <= torch.iinfo(torch.int32).max and wire.itemsize <= torch.int32.itemsize
+        self._integers = torch.int32 if small else torch.int64
+        super().__init__(out, 0, 0, world_size, wire)
+        self.width = self._integers.itemsize // wire.itemsize
+
+    def learn(self, rows: Sequence[int]) -> bool:
+        # Every batch looks up another number of rows; without some room to spare each record would take a second round.
+        return super().learn([count + count // _SPARE for count in rows])
+
+    def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
+        share, end = super().cut(payload, start, rows)
+        return share._replace(right=share.right.view(self._integers)), end
+
+    def pack(self, share: FactorPayload) -> FactorPayload:
+        return share._replace(left=self.wire.encode(share.left)) if self.wire.quantised else share
+
+    def unpack(self, share: FactorPayload) -> FactorPayload:
+        return share._replace(left=self.wire.decode(share.left)) if self.wire.quantised else share
+
+
+class OwnedSlot(Slot):
+    """Space for the merged rows of one part of a layer; only its owner has room for them, in every step the same.
+
+    Args:
+        out: width of the rows of `left`.
+        width: width of the rows of `right`.
+        bias: number of elements of the bias gradient that is sent beside the rows, 0 for none.
+        room: number of rows, by sender; 0 for all but the owner.
+        wire: format of the payload.
+    """
+
+    def __init__(self, out: int, width: int, bias: int, room: Sequence[int], wire: WireFormat) -> None:
+        super().__init__(out, width, bias, len(room), wire)
+        self.capacity = list(room)
+
+    def sizes(self, rows: int) -> tuple[int, int, int]:
+        return super().sizes(rows) if rows else (0, 0, 0)
+
+    def learn(self, rows: Sequence[int]) -> bool:
+        return False
+
+    def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
+        if rows:
+            return super().cut(payload, start, rows)
+        empty = payload[:0]
+        return FactorPayload(empty.view(0, self.out), empty.view(0, self.width)), start
+
+
+class ContributionBucket:
+    """Rows of several parts of layers, each sent to its owner alone.
+
+    A payload begins with a header of integers: the samples that the site's gradients stand for, and the rows of each
+    part; -1 where the site has no gradient.
+
+    Args:
+        slots: a slot for each part, with the room of every site.
+        owners: rank of the owner of each part.
+        transport: the transport.
+        dtype: type of the gradients.
+        wire: format of the payloads.
+
+    Attributes:
+        owned: indices of the parts that this site owns.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        owners: Sequence[int],
+        transport: Transport,
+        dtype: torch.dtype,
+        wire: WireFormat,
+    ) -> None:
+        self._slots = list(slots)
+        self._owners = list(owners)
+        self._transport = transport
+        self._dtype = dtype
+        self._parts = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(transport.world_size)]
+        self._heads = [aligned(-(-4 * (1 + len(parts)) // wire.itemsize)) for parts in self._parts]
+        self.owned = self._parts[transport.rank]
+        sizes = [
+            head + sum(sum(self._slots[index].sizes(self._room(index))) for index in parts) if parts else 0
+            for head, parts in zip(self._heads, self._parts, strict=True)
+        ]
+        self._exchange = transport.all_to_all(sizes, wire.dtype)
+        self._rows = [-1] * len(self._slots)
+        self._own = {
+            index: part
+            for rank, parts in enumerate(self._parts)
+            for index, part in zip(parts, self._cut(self._exchange.payloads[rank], rank), strict=True)
+        }
+
+    def _room(self, index: int) -> int:
+        return self._slots[index].capacity[0]
+
+    def _cut(self, payload: Tensor, owner: int) -> list[FactorPayload]:
+        """Return views of the parts of one owner in a payload."""
+        views, start = [], self._heads[owner]
+        for index in self._parts[owner]:
+            view, start = self._slots[index].cut(payload, start, self._room(index))
+            views.append(view)
+        return views
+
+    def _integers(self, payload: Tensor, owner: int) -> Tensor:
+        count = 4 * (1 + len(self._parts[owner]))
+        return payload[: self._heads[owner]].view(torch.uint8)[:count].view(torch.int32)
+
+    def slot_bytes(self, index: int) -> int:
+        """Return the bytes of a part."""
+        slot = self._slots[index]
+        return sum(slot.sizes(self._room(index))) * self._exchange.payloads[0].element_size()
+
+    def fill(self, index: int, payload: FactorPayload) -> None:
+        """Copy the rows of a part into its owner's payload."""
+        self._exchange.post()
+        place, packed, rows = self._own[index], self._slots[index].pack(payload), payload.rows
+        place.left[:rows], place.right[:rows] = packed.left, packed.right
+        place.left[rows:], place.right[rows:] = 0, 0
+        if place.bias is not None and packed.bias is not None:
+            place.bias.copy_(packed.bias)
+        self._rows[index] = rows
+
+    def clear(self, index: int) -> None:
+        """Send nothing of a part."""
+        self._rows[index] = -1
+
+    def launch(self, samples: int) -> None:
+        """Send the payloads.
+
+        Args:
+            samples: samples that this site's gradients stand for.
+        """
+        for owner, parts in enumerate(self._parts):
+            if parts:
+                head = [samples, *(self._rows[index] for index in parts)]
+                self._integers(self._exchange.payloads[owner], owner).copy_(torch.tensor(head, dtype=torch.int32))
+        self._exchange.launch()
+
+    def wait(self) -> tuple[list[int], dict[int, list[FactorPayload | None]]]:
+        """Wait for what the sites have sent to this one.
+
+        Returns:
+            The samples of each site, empty where this site owns nothing; and by part that this site owns and by site,
+            the rows, None where the site has no gradient. Valid until the next step.
+        """
+        rank, samples = self._transport.rank, []
+        found: dict[int, list[FactorPayload | None]] = {index: [] for index in self.owned}
+        received = self._exchange.wait()
+        for payload in received if self.owned else ():
+            count, *rows = self._integers(payload, rank).tolist()
+            samples.append(count)
+            for index, number, view in zip(self.owned, rows, self._cut(payload, rank), strict=True):
+                part = None
+                if number >= 0:
+                    part = self._slots[index].unpack(view.part(0, number)).to(payload.device, self._dtype)
+                found[index].append(part)
+        return samples, found

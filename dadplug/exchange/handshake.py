@@ -1,0 +1,330 @@
+"""Handshakes: how processes listen, prove that they belong to a group, and all connect to one another.
+
+Processes of a node connect by Unix sockets where the system has abstract names for them, as Linux does: those take
+about half of the processor time of TCP on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, Protocol, cast
+
+from .deadline import Deadline
+
+KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer in each direction of a connection
+_BUFFER_BYTES = 4 << 20  # requested from the kernel for each direction
+_CONNECT_SECONDS = 10.0  # for all sites to reach one another
+_SWITCH = "DADPLUG_STREAMS"
+_HELLO = struct.Struct("<16sI")  # the listener's token, the connecting site's rank
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_chosen: str | None = None  # towards the rendezvous address
+
+
+def _address_of(probe: socket.socket, interface: str) -> str | None:
+    """Look up the IPv4 address of a network interface; None where it has none."""
+    import fcntl
+
+    request = struct.pack("256s", interface[:15].encode())
+    try:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+    except OSError:
+        return None
+
+
+def choose_interface(host: str, port: int) -> None:
+    """Find the network interface that leads to the rendezvous address, for `gloo_interface` and `own_addresses`."""
+    global _chosen
+    if not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(host), port))  # sends nothing; selects the route
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            if _address_of(probe, name) == address:
+                _chosen = name
+
+
+@contextmanager
+def gloo_interface() -> Iterator[None]:
+    """Set gloo's interface for groups that are made inside, unless the user has set it; a context manager.
+
+    By default gloo takes the interface that the host name resolves to, often loopback, and the sites cannot connect.
+    """
+    if _INTERFACE in os.environ or _chosen is None:
+        yield
+        return
+    os.environ[_INTERFACE] = _chosen
+    try:
+        yield
+    finally:
+        os.environ.pop(_INTERFACE, None)
+
+
+def own_addresses() -> list[str]:
+    """Return addresses of this host that others may reach, the most likely first: those that gloo would take."""
+    interface = os.environ.get(_INTERFACE, "").split(",")[0] or _chosen  # the user's choice first
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface:
+            address = _address_of(probe, interface)
+            return [address] if address else []
+        with suppress(OSError, KeyError):
+            probe.connect((socket.gethostbyname(os.environ["MASTER_ADDR"]), 9))
+            found.append(probe.getsockname()[0])
+    with suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    return [*found, "127.0.0.1"]
+
+
+def listen(addresses: Sequence[str] = (), large: bool = False) -> socket.socket | None:
+    """Open a listening socket; return None if no address allows it.
+
+    Args:
+        addresses: addresses of this machine, the first that allows it is used; by default those that others reach.
+        large: whether its connections have large buffers, see `large_socket`.
+    """
+    for address in addresses or own_addresses():
+        listener = large_socket(socket.AF_INET) if large else socket.socket(socket.AF_INET)
+        with suppress(OSError):
+            listener.bind((address, 0))
+            listener.listen(1024)
+            return listener
+        listener.close()
+    return None
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that is free at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def explain_unresolved(host: str, error: OSError) -> str:
+    """Return what it means that a name has not been resolved."""
+    return f"the DNS name {host} does not resolve ({error.strerror or error}); is it right, and does DNS work here?"
+
+
+class _Address(NamedTuple):
+    """Address of a listening site.
+
+    Attributes:
+        host: IPv4 address.
+        port: TCP port.
+        token: what a site that connects sends to prove that it belongs to the group.
+        name: abstract name of a Unix socket; empty where it has none.
+    """
+
+    host: str
+    port: int
+    token: bytes
+    name: bytes
+
+
+def connect_sockets(
+    rank: int, timeout: float, gather_objects: Callable[[Any], list[Any]], near: Collection[int] = ()
+) -> dict[int, socket.socket] | None:
+    """Connect all sites with one another; all of them must call it together.
+
+    Each listens, sends its address to the others, and connects to those of lower rank.
+
+    Args:
+        rank: this site.
+        timeout: seconds for all sites to reach one another, at most ten.
+        gather_objects: gathers an object from every site, by rank.
+        near: ranks that may be reached by Unix sockets, where that is possible.
+
+    Returns:
+        Connected sockets by rank; None on all sites if one of them cannot connect or has DADPLUG_STREAMS=0 in its
+        environment. Messages are sent by gloo then.
+
+    Raises:
+        SiteError: if a site is gone.
+    """
+    enabled = os.environ.get(_SWITCH, "1") != "0" and hasattr(select, "poll")
+    listener = listen(large=True) if enabled else None
+    listeners, address = [], None
+    if listener is not None:
+        listeners = [listener, *(_listen_near() if near else ())]
+        name = listeners[1].getsockname() if len(listeners) > 1 else b""
+        address = (*listener.getsockname()[:2], secrets.token_bytes(16), name)
+    addresses = gather_objects(address)
+    sockets: dict[int, socket.socket] = {}
+    if listeners and all(addresses):
+        deadline = Deadline(min(_CONNECT_SECONDS, timeout))
+        with suppress(OSError):
+            sockets = _connect_all(rank, listeners, [_Address(*each) for each in addresses], near, deadline)
+    for each in listeners:
+        each.close()
+    if all(gather_objects(len(sockets) == len(addresses) - 1)):
+        return sockets
+    for connected in sockets.values():
+        connected.close()
+    return None
+
+
+def _listen_near() -> list[socket.socket]:
+    """Open a Unix socket with an abstract name, which is gone with the socket; return none where there are none."""
+    if sys.platform != "linux":
+        return []
+    listener = large_socket(socket.AF_UNIX)
+    try:
+        listener.bind(b"\0dadplug-" + secrets.token_hex(16).encode())
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        return []
+    return [listener]
+
+
+def large_socket(family: socket.AddressFamily) -> socket.socket:
+    """Make a socket with large buffers of fixed size; where TCP is granted less, leave their size to the system.
+
+    The system lets them grow with a long link's round trip, unless a program has set their size.
+    """
+    sized = socket.socket(family)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        with suppress(OSError):
+            sized.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        if family == socket.AF_INET and sized.getsockopt(socket.SOL_SOCKET, option) < KERNEL_BYTES:
+            sized.close()
+            return socket.socket(family)
+    return sized
+
+
+def _connect_all(
+    rank: int,
+    listeners: Sequence[socket.socket],
+    addresses: Sequence[_Address],
+    near: Collection[int],
+    deadline: Deadline,
+) -> dict[int, socket.socket]:
+    """Connect to the sites of lower rank, and accept the connections of the others.
+
+    Args:
+        rank: this site.
+        listeners: this site's listening sockets.
+        addresses: address of every site, by rank.
+        near: ranks that may be reached by Unix sockets.
+        deadline: end of the wait.
+
+    Returns:
+        Connected sockets by rank; without those of sites that have not connected in time.
+
+    Raises:
+        OSError: if a site cannot be reached.
+    """
+    sockets: dict[int, socket.socket] = {}
+    for peer, address in enumerate(addresses[:rank]):
+        sockets[peer] = _connect(address, peer in near, deadline)
+        sockets[peer].sendall(_HELLO.pack(address.token, rank))
+    sockets.update(_accept(listeners, addresses[rank].token, set(range(rank + 1, len(addresses))), deadline))
+    return sockets
+
+
+def _connect(address: _Address, is_near: bool, deadline: Deadline) -> socket.socket:
+    """Connect to a listening site, by TCP where its Unix socket cannot be reached: it may be in another container."""
+    if is_near and address.name:
+        with suppress(OSError):
+            return _connected(socket.AF_UNIX, address.name, deadline)
+    return _connected(socket.AF_INET, (address.host, address.port), deadline)
+
+
+def _connected(family: socket.AddressFamily, address: Any, deadline: Deadline) -> socket.socket:
+    connected = large_socket(family)
+    connected.settimeout(max(0.1, deadline.left))
+    try:
+        connected.connect(address)
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
+def _accept(
+    listeners: Sequence[socket.socket], token: bytes, expected: set[int], deadline: Deadline
+) -> Iterator[tuple[int, socket.socket]]:
+    """Yield the connections of the expected sites; connections of others are closed without a delay for the sites.
+
+    Args:
+        listeners: the listening sockets.
+        token: what a site sends to prove that it belongs to the group.
+        expected: ranks that are to connect; those that have are removed.
+        deadline: end of the wait.
+    """
+    unknown: dict[socket.socket, bytearray] = {}
+    with selectors.DefaultSelector() as selector:
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ)
+        while expected and not deadline.over:
+            for key, _ in selector.select(deadline.left):
+                connected = cast(socket.socket, key.fileobj)
+                if connected in listeners:
+                    with suppress(OSError):
+                        connected, _ = connected.accept()
+                        connected.setblocking(False)
+                        unknown[connected] = bytearray()
+                        selector.register(connected, selectors.EVENT_READ)
+                    continue
+                if not _read_hello(connected, unknown[connected]):
+                    continue
+                selector.unregister(connected)
+                hello = unknown.pop(connected)
+                received, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
+                if rank in expected and secrets.compare_digest(received, token):
+                    expected.remove(rank)
+                    yield rank, connected
+                else:
+                    connected.close()
+    for connected in unknown:
+        connected.close()
+
+
+def _read_hello(connected: socket.socket, hello: bytearray) -> bool:
+    """Read from a new connection into `hello`; return whether it is complete, or the connection has ended."""
+    try:
+        received = connected.recv(_HELLO.size - len(hello))
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    hello += received
+    return not received or len(hello) == _HELLO.size
+
+
+class HasDescriptors(Protocol):
+    """Object with descriptors that a forked child has to close."""
+
+    def close_descriptors(self) -> None:
+        """Close the descriptors, without a lock and without a message to the other end."""
+
+
+_open: weakref.WeakSet[HasDescriptors] = weakref.WeakSet()
+
+
+def close_in_children(connections: HasDescriptors) -> None:
+    """Close connections in each child that this process forks, such as a loader's worker.
+
+    They would hide the end of this process from the other end.
+    """
+    _open.add(connections)
+
+
+def _close_in_child() -> None:
+    for connections in list(_open):
+        connections.close_descriptors()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
