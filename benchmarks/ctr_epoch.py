@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dadplug.examples.zoo.clicks import split_by_time
 
 import dadplug
 from dadplug.cli import add_option_arguments, options_of, plain_errors
 from dadplug.data import Clicks, DataPair, load_dataset, read_criteo
-from dadplug.data.clicks import split_by_time
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from ctr_methods import METHODS, Outcome, Run

@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from dadplug.examples.zoo.clicks import split_by_time
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dadplug.cli.launch import launch_sites
 from dadplug.data import load_dataset, read_criteo
-from dadplug.data.clicks import split_by_time
 from dadplug.hogwild import Hogwild
 from dadplug.models import build_model
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import dadplug
-from dadplug.models.mnist_net import MNISTNet
+from dadplug.models import MNISTNet
 
 NEVER = 10**9
 WARM_UP = 4

@@ -20,8 +20,7 @@ from torch import nn
 
 import dadplug
 from dadplug.cli.launch import launch_sites
-from dadplug.data import load_dataset, site_indices
-from dadplug.data.splits import SPLITS
+from dadplug.data import SPLITS, load_dataset, site_indices
 from dadplug.models import MNISTNet
 
 ALONE = "one process"

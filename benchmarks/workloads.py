@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dadplug.models import MNISTNet
-from dadplug.models.vit import ViT
+from dadplug.models import MNISTNet, ViT
 
 
 @dataclass(frozen=True)

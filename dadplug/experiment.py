@@ -15,8 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from .cli.arguments import Place, add_kit_argument, add_option_arguments, options_of, place_of, plain_errors
-from .data import DATASETS, Samples, fold_indices, load_dataset, site_indices
-from .data.splits import SPLITS
+from .data import DATASETS, SPLITS, Samples, fold_indices, load_dataset, site_indices
 from .models import MODELS, build_for
 from .options import Options
 from .registry import Registry

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from dadplug.examples.zoo.graph import Graph, NeighbourLoader, block_graph
 from torch import nn
 
 from dadplug import connect
@@ -26,9 +27,7 @@ from dadplug.adapm import AdaDataLoader, AdaModel, ParameterManager
 from dadplug.cli import plain_errors
 from dadplug.cli.launch import launch_sites
 from dadplug.cli.progress import RunProgress
-from dadplug.data import site_indices
-from dadplug.data.graph import Graph, NeighbourLoader, block_graph
-from dadplug.data.splits import SPLITS
+from dadplug.data import SPLITS, site_indices
 from dadplug.models import GCN
 
 WAYS = ("auto", "manual", "none", "ddp")

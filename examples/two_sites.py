@@ -22,8 +22,7 @@ from dadplug.cli import add_kit_argument, add_option_arguments, options_of, plac
 from dadplug.cli.comparison import RunRecord, picture, table
 from dadplug.cli.launch import launch_sites
 from dadplug.cli.progress import RunProgress
-from dadplug.data import DATASETS, DataPair, load_dataset, site_indices
-from dadplug.data.splits import SPLITS
+from dadplug.data import DATASETS, SPLITS, DataPair, load_dataset, site_indices
 from dadplug.options import Options
 
 

@@ -7,12 +7,12 @@ import gzip
 import numpy as np
 import pytest
 import torch
+from dadplug.examples.zoo.clicks import _hashed
 from data_files import clicks_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dadplug.data import Clicks, DataError, generated, load_dataset, read_criteo, renumbered
-from dadplug.data.criteo import _hashed
 from dadplug.models import build_for, build_model
 
 counts = st.one_of(st.none(), st.integers(-3, 10**6))

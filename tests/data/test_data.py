@@ -11,23 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dadplug.examples.zoo import images
+from dadplug.examples.zoo.images import read_idx
+from dadplug.examples.zoo.photos import Compose, Normalize, ToTensor
 from data_files import idx, write_mnist
 
+from dadplug import data as data_sets
 from dadplug.data import (
     MNIST,
     DataError,
     DataPair,
     Images,
-    base,
-    download,
     fold_indices,
     load_dataset,
-    mnist,
     register_dataset,
     site_indices,
 )
-from dadplug.data.idx import read_idx
-from dadplug.data.transforms import Compose, Normalize, ToTensor
 from dadplug.registry import Registry
 
 
@@ -134,15 +133,15 @@ def server(tmp_path):
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    return {name: hashlib.md5((folder / name).read_bytes(), usedforsecurity=False).hexdigest() for name in mnist.FILES}
+    return {name: hashlib.md5((folder / name).read_bytes(), usedforsecurity=False).hexdigest() for name in images.FILES}
 
 
 def test_missing_files_are_downloaded_once(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(mnist, "FILES", checksums(server.folder))
+    monkeypatch.setattr(images, "FILES", checksums(server.folder))
     monkeypatch.setenv("DADPLUG_MNIST_URL", server.url)
     target = tmp_path / "data"
     assert len(load_dataset("mnist", target).train) == 6
-    assert sorted(path.name for path in target.iterdir()) == sorted(mnist.FILES)
+    assert sorted(path.name for path in target.iterdir()) == sorted(images.FILES)
     server.shutdown()
     assert len(load_dataset("mnist", target).train) == 6
 
@@ -150,14 +149,14 @@ def test_missing_files_are_downloaded_once(server, tmp_path, monkeypatch):
 def test_the_next_mirror_is_tried(server, tmp_path):
     name = "t10k-labels-idx1-ubyte.gz"
     urls = [f"{server.url}/elsewhere/{name}", f"{server.url}/{name}"]
-    download.download(urls, tmp_path / name, checksums(server.folder)[name])
+    images.download(urls, tmp_path / name, checksums(server.folder)[name])
     assert (tmp_path / name).read_bytes() == (server.folder / name).read_bytes()
 
 
 def test_a_wrong_checksum_leaves_no_file(server, tmp_path):
     name = "t10k-labels-idx1-ubyte.gz"
     with pytest.raises(DataError, match=r"the checksum is [0-9a-f]{32}, it should be 0000"):
-        download.download([f"{server.url}/{name}"], tmp_path / "to" / name, "0" * 32)
+        images.download([f"{server.url}/{name}"], tmp_path / "to" / name, "0" * 32)
     assert list((tmp_path / "to").iterdir()) == []
 
 
@@ -226,7 +225,7 @@ def test_folds_out_of_range_are_told(folds, fold, message):
 
 def test_a_registration_says_whether_a_data_set_has_files(monkeypatch, tmp_path):
     """Not the function's arguments, which may have defaults."""
-    monkeypatch.setattr(base, "DATASETS", Registry("dataset"))
+    monkeypatch.setattr(data_sets, "DATASETS", Registry("dataset"))
 
     @register_dataset("drawn", has_files=False)
     def draw(classes=10):

@@ -11,7 +11,8 @@ from pathlib import Path
 Graph = dict[str, set[str]]
 
 PACKAGE = "dadplug"
-FOLDERS = ("dadplug", "hooks", "runners", "callbacks")  # all of them are installed as parts of the package
+# All of them are installed as parts of the package.
+FOLDERS = ("dadplug", "hooks", "runners", "callbacks", "examples/zoo")
 
 
 def python_files(root: Path, folders: Iterable[str]) -> Iterator[Path]:

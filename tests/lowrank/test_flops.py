@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dadplug
-from dadplug.models.vit import ViT
+from dadplug.models import ViT
 from dadplug.reducer.factors import FactorHandler
 
 RANK = 2

@@ -25,8 +25,7 @@ def trains_as_one_process():
     """Each method against one process on the same global batches; on each site."""
     sys.path.insert(0, str(ROOT / "examples"))
     from ctr_methods import METHODS, Run
-
-    from dadplug.data.clicks import generated, split_by_time
+    from dadplug.examples.zoo.clicks import generated, split_by_time
 
     data = split_by_time(generated(1500))
     rank = int(os.environ["RANK"])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import support
 import torch
+from dadplug.examples.zoo.graph import Graph, NeighbourLoader, block_graph
 
-from dadplug.data.graph import Graph, NeighbourLoader, block_graph
 from dadplug.models import GCN, build_model
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "gcn.py")

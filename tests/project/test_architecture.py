@@ -18,6 +18,7 @@ EVERYWHERE = (*architecture.FOLDERS, "examples", "benchmarks", "tests")
 # A folder imports itself and what is listed before it.
 LAYERS = (
     "errors",
+    "examples",
     "logs",
     "registry",
     "signature",
@@ -184,7 +185,7 @@ FINE = {
     "hooks/form.py": "",
     "runners/strategy.py": "from dadplug.reduction import GradientReduction\nimport dadplug.hooks.linear\n",
 }
-ORDER = ("hooks", "exchange", "reduction", "runners", "callbacks", "dadplug")
+ORDER = ("examples", "hooks", "exchange", "reduction", "runners", "callbacks", "dadplug")
 
 
 def test_a_tree_without_cycles_passes(tree):

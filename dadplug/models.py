@@ -1,19 +1,26 @@
-"""Registry of models."""
+"""Models by name: ``build_model("MNISTNet", classes=10)``. The models are in ``examples/zoo``."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from torch import nn
 
-from ..registry import Registry
+from .examples.zoo.images import DataPair
+from .examples.zoo.models import GCN, SMALL, MNISTNet, ViT, WideDeep
+from .registry import Registry
 
-if TYPE_CHECKING:
-    from ..data import DataPair
+__all__ = ["GCN", "MODELS", "MNISTNet", "ViT", "WideDeep", "build_for", "build_model"]
 
 MODELS: Registry[str, Callable[..., nn.Module]] = Registry("model")
+MODELS.register("GCN")(GCN)
+MODELS.register("MNISTNet", "mnist_net")(MNISTNet)
+MODELS.register("vit")(ViT)
+MODELS.register("vit-small")(partial(ViT, **SMALL))
+MODELS.register("wide_deep")(WideDeep)
 
 
 def build_model(name: str, *args: Any, **kwargs: Any) -> nn.Module:
