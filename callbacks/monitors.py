@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..adaptive import AdaptiveDataLoader
-from ..adaptive.conversion import adaptive_loader
+from ..adaptive.adaptive_loader import adaptive_loader
 from ..errors import MismatchError
 from ..reduction import GradientReduction
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .adaptive.gradient_sources import register_source, remove_source
+from .adaptive.adaptive_loader import REDUCTIONS
 from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .fused import Deferral, FusedSteps
@@ -113,7 +113,7 @@ class GradientReduction(FusedSteps, PlannedModel):
             self._adopt(self._joined)
         self._transport.donate = lambda: self._join_state(self._step, self._planner.plan_state())
         self.traffic.start()
-        register_source(self)
+        REDUCTIONS.add(self)
 
     def _watch_loss_scales(self) -> None:
         """Observe the loss scale of each gradient from now on."""
@@ -451,7 +451,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         Args:
             discard: whether to drop gradients that have not been synchronized instead.
         """
-        remove_source(self)
+        REDUCTIONS.discard(self)
         if self._first_batch is not None:
             self._first_batch.remove()
         self._drop_cleared()

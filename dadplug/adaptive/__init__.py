@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from .accumulator import Accumulator
 from .adaptive_loader import AdaptiveDataLoader
 from .epochs import Epochs, remaining_epochs_until
-from .loader import ElasticDataLoader
-from .progress import reset_progress
-from .sampler import ElasticSampler
+from .loader import ElasticDataLoader, ElasticSampler
+from .progress import Accumulator, reset_progress
 
 __all__ = [
     "Accumulator",

@@ -1,21 +1,416 @@
-"""Loader whose batch follows the goodput of training, at the same step on all sites."""
+"""Loader whose batch follows the goodput of training, at the same step on all sites.
+
+`BatchController` measures steps, and agrees with the other sites on the split of the next ones; `AdaptiveDataLoader`
+gives the batches; `adaptive_loader` makes one in place of the loader that a program gives a trainer.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Generator, Iterator
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from .batch_controller import BatchController
-from .gradient_sources import GradientSource
-from .loader import ElasticDataLoader
-from .progress import Progress, progress
-from .records import Pass
-from .sample_order import check_sampler, order_of_sampler
+from ..errors import MismatchError
+from ..exchange import Traffic, Transport
+from ..exchange.codec import register
+from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
+from .loader import ElasticDataLoader, check_sampler, order_of_sampler
+from .noise import GradientNoise
+from .progress import Pass, Progress, progress
+
+_Item = TypeVar("_Item")
+_Bounds = tuple[int | None, int | None]
+_LAST_INTERVAL = 64  # steps between two decisions
+_LEFT_OUT = 2  # first steps with a split, in which buffers grow
+_MEASURED = 6  # steps that are measured before the first decision
+_FEWEST = 3  # measured steps of a split
+_KEPT = 24
+_SPLITS = 12
+_SHRINKS_AFTER = 17  # steps after which payloads are no longer padded to the size of larger batches before
+# Arguments of a DataLoader that an adaptive one in its place has, too.
+_SAME = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+
+
+class GradientSource(Protocol):
+    """Part of `dadplug.GradientReduction` that the choice of batches needs."""
+
+    traffic: Traffic
+    options: Any
+
+    @property
+    def noise(self) -> GradientNoise:
+        """The gradient noise."""
+
+    @property
+    def gain(self) -> float:
+        """Scale-invariant steps that the last step is worth."""
+
+    @property
+    def plan(self) -> Iterable[Any]:
+        """The path and bytes of every parameter."""
+
+
+REDUCTIONS: weakref.WeakSet[GradientSource] = weakref.WeakSet()
+"""Reductions of this process, so that a loader finds the one whose gradients its batches lead to."""
+
+
+@register
+@dataclass(frozen=True)
+class BatchRequest:
+    """Arguments of one site's loader.
+
+    Attributes:
+        base_batch: batch that training begins with.
+        max_batch: largest batch of all sites.
+        bounds: least and most samples of a micro-batch at this site; None for no bound.
+        accumulate: whether a step may have several micro-batches.
+        source: name of the data set, empty for one that all sites share.
+        length: number of its samples.
+    """
+
+    base_batch: int
+    max_batch: int
+    bounds: _Bounds
+    accumulate: bool
+    source: str
+    length: int
+
+
+@register
+@dataclass(frozen=True)
+class BatchReport:
+    """Measurements of one site, for a decision.
+
+    Attributes:
+        periods: by split, the medians of the measured steps.
+        payload: bytes that the site sends in a step, whatever its batch, and for each of its samples.
+        noise_scale: gradient noise scale, in samples; NaN if it is not known.
+    """
+
+    periods: tuple[tuple[BatchSplit, Measurement], ...]
+    payload: tuple[float, float]
+    noise_scale: float
+
+
+@register
+@dataclass(frozen=True)
+class Decision:
+    """Decision about the next steps.
+
+    Attributes:
+        split: samples of each site.
+        goodput: predicted samples of the base batch per second.
+        left_out: first steps with the split that are not measured.
+    """
+
+    split: BatchSplit
+    goodput: float
+    left_out: int
+
+
+def merge_requests(requests: Sequence[BatchRequest], transport: Transport) -> BatchLimits:
+    """Return the limits that follow from the arguments of all sites.
+
+    Args:
+        requests: the arguments, by rank.
+        transport: the transport.
+
+    Raises:
+        MismatchError: if arguments that all sites share differ.
+        ValueError: if no batch is within all bounds.
+    """
+    first = requests[0]
+    for rank, each in enumerate(requests):
+        if (each.base_batch, each.max_batch, each.accumulate) != (first.base_batch, first.max_batch, first.accumulate):
+            raise MismatchError(
+                f"batch_size, max_batch_size and gradient_accumulation are {first.base_batch}, {first.max_batch}, "
+                f"{first.accumulate} at {transport.sites[0]} and {each.base_batch}, {each.max_batch}, "
+                f"{each.accumulate} at {transport.sites[rank]}"
+            )
+    lengths = {each.source: each.length for each in requests}
+    members = [each.source for each in requests]
+    total = max(len(requests), sum(lengths.values()))  # a batch has no more samples than there are
+    weights = None
+    if len(lengths) > 1:
+        weights = tuple(lengths[source] / members.count(source) for source in members)
+    most = max(first.max_batch, len(requests))
+    bounds = tuple((max(1, low or 1), min(most, high or most)) for low, high in (each.bounds for each in requests))
+    base = max(first.base_batch, len(requests))
+    limits = BatchLimits(base, max(base, min(most, total)), bounds, first.accumulate, weights)
+    limits.check()
+    return limits
+
+
+class BatchController:
+    """Controller of the batch of one loader.
+
+    Args:
+        base_batch: samples of all sites in a step with which training begins.
+
+    Attributes:
+        base_batch: the same.
+        split: the split of the steps; None before the first pass.
+        progress: scale-invariant steps so far: the sum of the gains of all steps.
+        goodput: predicted samples of the base batch per second, of the last decision; NaN before.
+        noise_scale: gradient noise scale at the last decision; NaN before.
+    """
+
+    def __init__(self, base_batch: int) -> None:
+        self.base_batch = base_batch
+        self.split: BatchSplit | None = None
+        self.progress = 0.0
+        self.goodput = self.noise_scale = math.nan
+        self._request: tuple[int, _Bounds, bool] = (base_batch, (None, None), False)
+        self._scales = False
+        self._source: GradientSource | None = None  # that takes the steps; None before it is known
+        self._steps_before: dict[int, int] = {}  # of each reduction, while it is not known
+        self._uses = False
+        self._limits: BatchLimits | None = None
+        self._saved: BatchSplit | None = None
+        # Of each split, seconds, those of computing, and bytes of steps:
+        self._times: dict[BatchSplit, deque[tuple[float, float, int]]] = {}
+        self._recent_rows: deque[int] = deque(maxlen=_SHRINKS_AFTER)
+        self._left_out, self._since, self._with_split = _LEFT_OUT, 0, 0
+        self._interval = _LEFT_OUT + _MEASURED
+        self._before: tuple[int, int, float] | None = None
+
+    def scale(
+        self,
+        max_batch: int,
+        bounds: _Bounds,
+        accumulate: bool,
+        source: GradientSource | None,
+    ) -> None:
+        """Let the batch change from now on, at all sites.
+
+        Args:
+            max_batch: largest batch of all sites.
+            bounds: least and most samples of a micro-batch at this site.
+            accumulate: whether a step may have several micro-batches.
+            source: the reduction; that which takes steps in the loop, where None.
+        """
+        self._request, self._scales = (max_batch, bounds, accumulate), True
+        self._source, self._uses = source, False
+        self._saved, self.split, self._limits = self.split or self._saved, None, None
+
+    def start(self, transport: Transport, source: str, length: int) -> None:
+        """Agree on the first split, if there is none yet; all sites must call it.
+
+        Args:
+            transport: the transport.
+            source: name of the data set.
+            length: number of its samples.
+
+        Raises:
+            MismatchError: if arguments that all sites share differ.
+            ValueError: if no batch is within all bounds.
+        """
+        if self.split is not None and len(self.split.sizes) == transport.world_size:
+            return
+        max_batch, bounds, accumulate = self._request
+        request = BatchRequest(self.base_batch, max_batch, bounds, accumulate, source, length)
+        limits = self._limits = merge_requests(transport.gather_objects(request), transport)
+        saved = self.split or self._saved
+        self._times.clear()
+        self.split = initial_split(limits, None if saved is None else saved.batch)
+        if saved is not None and limits.allow(saved):
+            self.split = saved
+
+    # Steps
+
+    def begin_step(self) -> None:
+        """Begin a step, before its first micro-batch is loaded."""
+        if not self._scales:
+            return
+        self._before = None if self._source is None else _counts(self._source)
+        if self._source is None:
+            self._steps_before = {id(each): each.traffic.steps for each in REDUCTIONS}
+
+    def end_step(self, rows: int, seconds: float, whole: bool) -> None:
+        """End a step, after the program has used its last micro-batch.
+
+        Args:
+            rows: samples of this site.
+            seconds: seconds since `begin_step`.
+            whole: whether each site had as many samples as the split says.
+
+        Raises:
+            RuntimeError: if the program has taken no step, or more than one with several micro-batches.
+            ValueError: if several reductions have taken steps, or one that does not weight by samples.
+        """
+        if not self._scales:
+            return
+        source = self._find_source() if self._source is None else self._source
+        if not self._uses:
+            self._use(source)
+        before, after = self._before or (source.traffic.steps - 1, 0, 0.0), _counts(source)
+        assert self.split is not None
+        steps = after[0] - before[0]
+        if steps > 1 and self.split.micro_batches > 1:
+            raise RuntimeError(
+                f"the program has taken {steps} steps in {self.split.micro_batches} micro-batches: with "
+                "gradient_accumulation=True, hold gradients back and take no step while loader.accumulates is set"
+            )
+        self.progress += steps * source.gain
+        self._since += 1
+        self._with_split += 1
+        self._recent_rows.append(rows)
+        known, self._before = self._before is not None, None
+        if whole and steps == 1 and known and self._with_split > self._left_out:
+            times = self._times.setdefault(self.split, deque(maxlen=_KEPT))
+            times.append((seconds, max(0.0, seconds - (after[2] - before[2])), after[1] - before[1]))
+
+    def _find_source(self) -> GradientSource:
+        """Return the reduction that has taken a step since `begin_step`.
+
+        Raises:
+            RuntimeError: if none has.
+            ValueError: if several have.
+        """
+        found = [each for each in REDUCTIONS if each.traffic.steps > self._steps_before.get(id(each), 0)]
+        if len(found) > 1:
+            raise ValueError(
+                "several GradientReductions take steps in the loop: name the one that decides about the batch, "
+                "autoscale_batch_size(..., reduction=REDUCTION)"
+            )
+        if not found:
+            raise RuntimeError(
+                "autoscale_batch_size needs a dadplug.GradientReduction, and none has taken a step in the loop over "
+                "the loader: call reduction.synchronize() after backward()"
+            )
+        return found[0]
+
+    def _use(self, source: GradientSource) -> None:
+        """Begin to measure a reduction's noise."""
+        if source.options.weighting != "samples":
+            raise ValueError(
+                f"weighting={source.options.weighting!r} weights sites with different batches alike: "
+                "autoscale_batch_size needs weighting='samples'"
+            )
+        if source.noise.base_batch is None:
+            source.noise.base_batch = self.base_batch
+        self._source, self._uses = source, True
+
+    # Decisions
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a decision; the same at all sites."""
+        return self._scales and self._since >= self._interval
+
+    def decide(self, transport: Transport) -> bool:
+        """Agree on the split of the next steps; all sites must call it after the same step.
+
+        The first site decides by what all have measured, since sites with other machines may compute other roundings.
+
+        Args:
+            transport: the transport.
+
+        Returns:
+            Whether the split has changed.
+
+        Raises:
+            SiteError: if a site is gone or does not answer.
+            RuntimeError: if a site cannot report, or the first one cannot decide; on all sites.
+        """
+        assert self.split is not None
+        reports = _gather(self._report, transport)
+        decision = _gather(lambda: self._choose(reports) if transport.rank == 0 else None, transport)[0]
+        self._since = 0
+        self._interval = min(2 * self._interval, _LAST_INTERVAL)
+        if decision is None:
+            return False
+        self.goodput, self.noise_scale = decision.goodput, reports[0].noise_scale
+        if decision.split == self.split:
+            return False
+        self.split = decision.split
+        self._left_out, self._with_split = decision.left_out, 0
+        self._interval = self._left_out + _MEASURED
+        self._times.pop(self.split, None)  # times of long ago
+        while len(self._times) > _SPLITS:
+            self._times.pop(next(iter(self._times)))
+        return True
+
+    def _report(self) -> BatchReport:
+        source = self._source
+        assert source is not None
+        periods = tuple((each, _medians(times)) for each, times in self._times.items() if len(times) >= _FEWEST)
+        return BatchReport(periods, _payload_of(source.plan, max(self._recent_rows)), source.noise.scale)
+
+    def _choose(self, reports: Sequence[BatchReport]) -> Decision | None:
+        assert self.split is not None
+        assert self._limits is not None
+        tables = [dict(report.periods) for report in reports]
+        common = [each for each in tables[0] if all(each in table for table in tables)]  # the present split comes last
+        periods = [Period(each, tuple(table[each] for table in tables)) for each in common]
+        if self.split not in common:
+            return None
+        model = fit(periods, [report.payload for report in reports])
+        measured = [each.batch for each in common]
+        split, value = choose(model, self.split, measured, self._limits, reports[0].noise_scale)
+        grows = any(report.payload[1] > 0.0 for report in reports)
+        fewer = any(after < before for after, before in zip(split.sizes, self.split.sizes, strict=True))
+        return Decision(split, value, _SHRINKS_AFTER if grows and fewer else _LEFT_OUT)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes on after a restart: the split and the progress; the same at all sites."""
+        split, progress = self.split or self._saved, self.progress
+        if self._before is not None and self._source is not None:  # a step that is not over yet, for the loader
+            progress += (self._source.traffic.steps - self._before[0]) * self._source.gain
+        sizes, micro_batches = ([], 1) if split is None else (list(split.sizes), split.micro_batches)
+        return {"sizes": sizes, "micro_batches": micro_batches, "progress": progress}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; with another number of sites the batch is divided anew."""
+        sizes, self.progress, self.split = tuple(state["sizes"]), state["progress"], None
+        self._saved = BatchSplit(sizes, state["micro_batches"]) if sizes else None
+
+
+def _gather(produce: Callable[[], _Item], transport: Transport) -> list[_Item]:
+    """Gather what each site produces, or raise the error of a site at all of them, so that none waits for another."""
+    item: _Item | str
+    failure: Exception | None = None
+    try:
+        item = produce()
+    except Exception as error:
+        item, failure = f"{type(error).__name__}: {error}", error
+    every = transport.gather_objects(item)
+    for rank, each in enumerate(every):
+        if isinstance(each, str):
+            raise RuntimeError(f"{transport.sites[rank]} cannot choose the batch: {each}") from failure
+    return every
+
+
+def _payload_of(plan: Any, rows: int) -> tuple[float, float]:
+    """Return the bytes of a step that do not depend on the batch, and those for each of this site's samples.
+
+    Args:
+        plan: the plan, as of the last steps.
+        rows: samples that its payloads have room for.
+    """
+    growing = [row for row in plan if row.path in ("factors", "activations") and len(row.shape) > 1]
+    grows = sum(row.bytes for row in growing)
+    return float(sum(row.bytes for row in plan) - grows), grows / max(1, rows)
+
+
+def _medians(times: Sequence[tuple[float, float, int]]) -> Measurement:
+    seconds, compute, nbytes = (statistics.median(column) for column in zip(*times, strict=True))
+    return Measurement(seconds, compute, float(nbytes), len(times))
+
+
+def _counts(source: GradientSource) -> tuple[int, int, float]:
+    traffic = source.traffic
+    return traffic.steps, traffic.bytes_in_steps, traffic.wait_in_steps
 
 
 class AdaptiveDataLoader(ElasticDataLoader):
@@ -90,13 +485,13 @@ class AdaptiveDataLoader(ElasticDataLoader):
         self._given: int | None = None  # batches of the running pass, of which the last split has
         self._steps = 0  # so many whole steps
         self.max_batch_size: int | None = None
-        self.local_bsz_bounds: tuple[int | None, int | None] = (None, None)
+        self.local_bsz_bounds: _Bounds = (None, None)
         progress().register_loader(self._controller)
 
     def autoscale_batch_size(
         self,
         max_batch_size: int,
-        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        local_bsz_bounds: _Bounds | None = None,
         gradient_accumulation: bool = False,
         *,
         reduction: GradientSource | None = None,
@@ -210,7 +605,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
     def _order(self, running: Pass, number: int) -> Tensor:
         if self._given_sampler is None:
             return super()._order(running, number)
-        return order_of_sampler(self._given_sampler, self._order_options[1], running.epoch, number)
+        return order_of_sampler(self._given_sampler, self._seed, running.epoch, number)
 
     @property
     def _length(self) -> int:
@@ -236,9 +631,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
             while (yield from self._give_split(current, running, batches)):
                 self._divide(current, running, number)
                 self._steps = 0
-                batches = DataLoader.__iter__(
-                    self
-                )  # batches that workers have loaded ahead are dropped, and come again
+                batches = DataLoader.__iter__(self)  # what workers have loaded ahead is dropped, and comes again
         finally:
             self._accumulates, self._given = False, None
             current.leave(running)
@@ -257,10 +650,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
                 assert self._given is not None
                 self._given, self._steps = self._given + 1, step + (left == 0)
                 self._accumulates, self._micro_batch = left > 0, (len(part), rows)
-                if left:
-                    current.begin_part(running)
-                else:
-                    current.begin_batch(running, self._source, schedule.used_after(step + 1))
+                running.hand_out(None if left else (self._source, schedule.used_after(step + 1)))
                 yield batch
             controller.end_step(rows, time.perf_counter() - began, schedule.is_full(step))
             current.end_batch(running)
@@ -269,3 +659,36 @@ class AdaptiveDataLoader(ElasticDataLoader):
         for _ in batches:  # ends the workers
             raise RuntimeError("the loader has batches beyond the end of the pass")
         return False
+
+
+def adaptive_loader(loader: Any, sites: int, seed: int, sampler: Any = None) -> AdaptiveDataLoader:
+    """Return a loader of the same data with the same batches at first, whose batch can change.
+
+    Args:
+        loader: the loader of each site; its batch size is that of one site.
+        sites: number of sites.
+        seed: seed of the order.
+        sampler: sampler of the order, before it was divided over the sites; that of the loader where None.
+
+    Raises:
+        ValueError: if it is no DataLoader, or a sampler decides about its batches.
+    """
+    if isinstance(loader, AdaptiveDataLoader):
+        return loader
+    if not isinstance(loader, DataLoader):
+        raise ValueError(f"the batch of one DataLoader can follow goodput, not that of a {type(loader).__name__}")
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)) or loader.batch_size is None:
+        raise ValueError(
+            "the training loader's batches are those of a sampler: give its DataLoader a batch_size instead"
+        )
+    sampler = loader.sampler if sampler is None else sampler
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source)
+    order: dict[str, Any] = {"shuffle": shuffle}
+    if not shuffle and type(sampler) is not SequentialSampler:
+        order = {"sampler": sampler}
+    options = {name: getattr(loader, name) for name in _SAME}
+    if loader.num_workers:
+        options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    return AdaptiveDataLoader(
+        loader.dataset, loader.batch_size * sites, **order, seed=seed, drop_last=loader.drop_last, **options
+    )

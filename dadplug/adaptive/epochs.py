@@ -1,18 +1,30 @@
-"""Loop over the epochs that remain, also after a restart."""
+"""Loop over the epochs that remain, also after a restart, and the file with the progress of the training.
+
+The file is checked when it is read; where sites have files of their own, the newest counts.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
+import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import MismatchError
-from ..exchange import DEFAULT_TIMEOUT, codec
+from ..exchange import DEFAULT_TIMEOUT, Transport, codec
+from ..hub.files import PRIVATE, write_file
 from ..logs import get_logger
-from . import checkpoint as files
 from .progress import Progress, progress
 
 _log = get_logger(__name__)
+_VARIABLE = "DADPLUG_CHECKPOINT"  # the path, where the program gives none
+_HEAD = b"dadplug progress 1\n"
+_DIGEST_BYTES = 32
 
 
 class Epochs:
@@ -41,7 +53,8 @@ class Epochs:
             raise ValueError(f"the number of epochs must be a whole number of at least 0, got {until!r}")
         if every is not None and (not isinstance(every, int) or every < 1):
             raise ValueError(f"every must be a number of batches of at least 1, or None, got {every!r}")
-        self._path = files.path_of(checkpoint)
+        given = os.environ.get(_VARIABLE) if checkpoint is None else checkpoint
+        self._path = Path(given) if given else None
         if self._path is not None and state is None:
             raise ValueError(
                 "a checkpoint needs state={'model': model, 'optimizer': optimizer, ...}: what has to be saved together "
@@ -54,17 +67,18 @@ class Epochs:
 
     def __iter__(self) -> Iterator[int]:
         current = self._progress = progress()
-        current.check_idle()
+        if current.epoch is not None:
+            raise RuntimeError("a loop over remaining_epochs_until is running already: such loops cannot be nested")
         current.timeout = self._timeout
         self._agree(current)
         if self._saves and current.run is None:
-            current.run, state = files.newest(self._path, current.transport)
+            current.run, state = _newest(self._path, current.transport)
             if state is not None:
                 current.load_state_dict(state)
         if current.begin(self._until):
             self._load_state(current)
         while current.finished < self._until:
-            epoch = current.start_epoch(self)
+            epoch = current.start_epoch(self._after_step)
             try:
                 yield epoch
                 current.check_reached()
@@ -96,7 +110,7 @@ class Epochs:
             (each.load_states if _is_of_site(each) else each.load_state_dict)(saved[name])
         _log.info("training resumes in epoch %d", current.finished)
 
-    def after_step(self) -> None:
+    def _after_step(self) -> None:
         """Write a checkpoint if it is time for one; all sites call it after the same batch."""
         current = self._progress
         if current is not None and self._saves and self._every and current.steps_since_save >= self._every:
@@ -130,7 +144,7 @@ class Epochs:
         }
         current.serial += 1
         content = current.state_dict([part["progress"] for part in parts])
-        files.write_everywhere(self._path, codec.encode(content | {"states": states}), current.transport)
+        _write_everywhere(self._path, codec.encode(content | {"states": states}), current.transport)
         current.steps_since_save = 0
 
 
@@ -186,3 +200,113 @@ def remaining_epochs_until(
         ...         train(inputs, targets)
     """
     return Epochs(until, checkpoint, state, every, timeout)
+
+
+# The file
+
+
+def _read(path: Path) -> bytes | None:
+    """Read the encoded state that a checkpoint contains; None if there is no file.
+
+    Raises:
+        ValueError: if the file is damaged, or cannot be read.
+    """
+    try:
+        whole = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"checkpoint {path} cannot be read: {error.strerror}") from error
+    content = whole[len(_HEAD) + _DIGEST_BYTES :]
+    if whole[: len(_HEAD)] != _HEAD:
+        raise ValueError(f"{path} is no checkpoint of remaining_epochs_until")
+    if hashlib.sha256(content).digest() != whole[len(_HEAD) : len(_HEAD) + _DIGEST_BYTES]:
+        raise ValueError(f"checkpoint {path} is damaged: it is not what was written")
+    return content
+
+
+def _newest(path: Path | None, transport: Transport) -> tuple[str, dict[str, Any] | None]:
+    """Read the newest checkpoint of all sites; all sites must call it.
+
+    Args:
+        path: path of this site's checkpoint; None if it has none.
+        transport: the transport.
+
+    Returns:
+        The name of the run, and the state; None if no site has a checkpoint.
+
+    Raises:
+        ValueError: on all sites, if there are only damaged files.
+        MismatchError: on all sites, if their files are of different runs.
+        SiteError: if a site is gone or does not answer.
+    """
+    content, state, damage = None, None, None
+    try:
+        content = None if path is None else _read(path)
+        state = None if content is None else codec.decode(content)
+    except ValueError as error:
+        content, damage = None, str(error)
+    fact = None
+    if state is not None and content is not None:
+        fact = (state["run"], state["serial"], hashlib.sha256(content).digest(), len(content))
+    every = transport.gather_objects({"fact": fact, "damage": damage, "run": secrets.token_hex(8)})
+    facts = {rank: each["fact"] for rank, each in enumerate(every) if each["fact"] is not None}
+    damages = [each["damage"] for each in every if each["damage"] is not None]
+    if not facts:
+        if damages:
+            raise ValueError(f"{damages[0]}; remove the file to begin anew")
+        return every[0]["run"], None
+    first = min(facts)
+    for rank, (run, *_) in facts.items():
+        if run != facts[first][0]:
+            raise MismatchError(
+                f"the checkpoints of {transport.sites[first]} and {transport.sites[rank]} are of different runs: "
+                "remove the one that is not to be resumed"
+            )
+    if damage is not None:
+        warnings.warn(f"{damage}; the checkpoint of another site is used", stacklevel=2)
+    best = max(facts, key=lambda rank: facts[rank][1])  # the first of several
+    if any(each["fact"] != facts[best] for each in every):
+        content = _send(content if transport.rank == best else None, facts[best][3], transport)
+        state = codec.decode(content)
+    assert state is not None
+    return state["run"], state
+
+
+def _send(content: bytes | None, length: int, transport: Transport) -> bytes:
+    """Send the bytes of one site to all: a sum to which the others, whose content is None, add nothing."""
+    data = torch.zeros(length, dtype=torch.uint8, device=transport.device)
+    if content is not None:
+        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    transport.all_reduce(data).wait()
+    return data.cpu().numpy().tobytes()
+
+
+def _write_everywhere(path: Path | None, content: bytes, transport: Transport) -> None:
+    """Write a checkpoint at each site that has a place for it; all sites must call it.
+
+    After an error the file is what it was before. Of the processes that torchrun starts on one machine, the first one
+    writes.
+
+    Args:
+        path: path of this site's checkpoint; None if it has none.
+        content: the encoded state.
+        transport: the transport.
+
+    Raises:
+        OSError: on all sites, if none could write. If some could not, these warn, and training goes on.
+        SiteError: if a site is gone or does not answer.
+    """
+    outcome = None
+    if path is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, _HEAD + hashlib.sha256(content).digest() + content, PRIVATE)
+            outcome = ""
+        except OSError as error:
+            outcome = f"checkpoint {path} cannot be written, the last one is left: {error.strerror}"
+    outcomes = [each for each in transport.gather_objects(outcome) if each is not None]
+    if "" not in outcomes:
+        raise OSError(next(iter(outcomes), "no process has a path for the checkpoint"))
+    if outcome:
+        warnings.warn(outcome, RuntimeWarning, stacklevel=2)

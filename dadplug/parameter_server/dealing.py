@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..adaptive.sample_order import seeded
+from ..adaptive.loader import seeded
 from ..exchange import codec
 from ..hogwild.dealing import check_loader, with_batches
 from .dealer import Deal

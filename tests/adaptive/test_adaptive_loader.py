@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 import dadplug
 from dadplug.adaptive import adaptive_loader, reset_progress
-from dadplug.adaptive.batch_controller import BatchController
+from dadplug.adaptive.adaptive_loader import BatchController
 from dadplug.exchange import Traffic
 
 
@@ -253,9 +253,10 @@ def test_a_reduction_is_needed_that_weights_by_samples():
     data.autoscale_batch_size(64)
     with pytest.raises(RuntimeError, match=r"needs a dadplug\.GradientReduction"):
         list(data)
-    data.autoscale_batch_size(64, reduction=Gradients(weighting="uniform"))
+    gradients = Gradients(weighting="uniform")
+    data.autoscale_batch_size(64, reduction=gradients)
     with pytest.raises(ValueError, match="needs weighting='samples'"):
-        train(data, data._controller._watch.source)
+        train(data, gradients)
 
 
 # Several sites

@@ -11,18 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dadplug.adaptive.batch_choice import BatchLimits, best_split, choose, initial_split, measured_limits
 from dadplug.adaptive.goodput import (
+    BatchLimits,
     BatchSplit,
     ExchangeCosts,
+    Measurement,
+    Period,
     SiteCosts,
     StepModel,
+    best_split,
+    choose,
     combined,
     divide,
     efficiency,
+    fit,
     goodput,
+    initial_split,
+    measured_limits,
 )
-from dadplug.adaptive.goodput_fit import Measurement, Period, fit
 
 costs = st.floats(0.0, 1.0)
 

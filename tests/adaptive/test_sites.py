@@ -132,7 +132,7 @@ def trains_on_full_disks(plan, full):
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() in full:
-            patch.setattr("dadplug.adaptive.checkpoint.write_file", fails)
+            patch.setattr("dadplug.adaptive.epochs.write_file", fails)
         return trains(plan)
 
 

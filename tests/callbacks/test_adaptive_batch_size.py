@@ -176,7 +176,7 @@ def test_data_of_each_sites_own_are_refused_in_catalyst(sites, tmp_path):
 
 
 def test_only_a_data_loader_with_a_batch_size_is_converted():
-    from dadplug.adaptive.conversion import adaptive_loader
+    from dadplug.adaptive.adaptive_loader import adaptive_loader
 
     with pytest.raises(ValueError, match="not that of a list"):
         adaptive_loader([1, 2], 2, 0)
