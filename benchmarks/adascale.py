@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import dadplug
-from dadplug.cli.launch import launch_sites
 from dadplug.data import load_dataset
+from dadplug.processes import launch_sites
 
 SITES = 2
 

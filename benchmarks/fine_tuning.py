@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from workloads import SmallGPT, loss
 
 import dadplug
-from dadplug.cli.launch import launch_sites
+from dadplug.processes import launch_sites
 
 ROOT = Path(__file__).resolve().parents[1]
 UNTRAINED = "untrained"

@@ -33,10 +33,10 @@ from dadplug.examples.zoo.clicks import split_by_time
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from dadplug.cli.launch import launch_sites
 from dadplug.data import load_dataset, read_criteo
 from dadplug.hogwild import Hogwild
 from dadplug.models import build_model
+from dadplug.processes import launch_sites
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from hogwild import Network

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import dadplug
-from dadplug.cli.launch import launch_sites
 from dadplug.data import SPLITS, load_dataset, site_indices
 from dadplug.models import MNISTNet
+from dadplug.processes import launch_sites
 
 ALONE = "one process"
 METHODS = (ALONE, f"{ALONE}, rows reordered", "dsgd", "dad")

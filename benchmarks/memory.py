@@ -35,9 +35,9 @@ from attach import Attached
 from workloads import WORKLOADS, loss
 
 import dadplug
-from dadplug.cli.launch import launch_sites
 from dadplug.exchange import gather_objects
 from dadplug.lowrank.scratch import scratch
+from dadplug.processes import launch_sites
 
 METHODS = "alone,ddp,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,powersgd,topk"
 MALLOC = {

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dadplug import connect
-from dadplug.cli.launch import launch_sites
 from dadplug.data import load_dataset, site_indices
 from dadplug.models import MNISTNet
+from dadplug.processes import launch_sites
 
 
 class Curve(dl.Callback):

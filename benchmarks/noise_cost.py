@@ -18,7 +18,7 @@ import torch
 from workloads import WORKLOADS, loss
 
 import dadplug
-from dadplug.cli.launch import launch_sites
+from dadplug.processes import launch_sites
 
 
 def measure(model_name: str, mode: str, measured_steps: int) -> None:

@@ -32,8 +32,8 @@ from attach import Attached, parse
 from torch import Tensor, nn
 
 import dadplug
-from dadplug.cli.launch import launch_sites
 from dadplug.methods import method_names
+from dadplug.processes import launch_sites
 
 EXACT = ("dsgd", "dad", "auto")
 SETTLED = 500  # steps; before, kernels compile and payloads grow

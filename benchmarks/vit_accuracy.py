@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 import dadplug
-from dadplug.cli.comparison import picture
-from dadplug.cli.launch import launch_sites
 from dadplug.data import load_dataset
+from dadplug.processes import launch_sites
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import two_site_vit
 import two_sites
+from runs import picture
 
 
 def run_site(own: argparse.Namespace, rest: list[str]) -> None:

@@ -23,13 +23,13 @@ from pathlib import Path
 from ctr_lightning import LIGHTNING
 from ctr_methods import METHODS, Batches, Outcome, Run
 from dadplug.examples.zoo.clicks import split_by_time
+from runs import RunProgress
 
 from dadplug import connect
 from dadplug.cli import add_option_arguments, options_of, plain_errors
-from dadplug.cli.launch import launch_sites
-from dadplug.cli.progress import RunProgress
 from dadplug.data import Clicks, DataPair, load_dataset, read_criteo
 from dadplug.options import Options
+from dadplug.processes import launch_sites
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

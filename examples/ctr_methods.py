@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from runs import RunProgress
 from torch import Tensor, nn
 
 from dadplug.adapm import AdaDataLoader, AdaModel, Constant, Normal, ParameterManager, Timeline
 from dadplug.adapm.timeline import SiteHistory, frequent_keys
-from dadplug.cli.progress import RunProgress
 from dadplug.data import Clicks, DataPair, renumbered
 from dadplug.exchange import gather_objects
 from dadplug.models import WideDeep

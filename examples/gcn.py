@@ -20,15 +20,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from dadplug.examples.zoo.graph import Graph, NeighbourLoader, block_graph
+from runs import RunProgress
 from torch import nn
 
 from dadplug import connect
 from dadplug.adapm import AdaDataLoader, AdaModel, ParameterManager
 from dadplug.cli import plain_errors
-from dadplug.cli.launch import launch_sites
-from dadplug.cli.progress import RunProgress
 from dadplug.data import SPLITS, site_indices
 from dadplug.models import GCN
+from dadplug.processes import launch_sites
 
 WAYS = ("auto", "manual", "none", "ddp")
 

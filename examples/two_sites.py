@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runs import RunProgress, RunRecord, picture, table
 from torch import nn
 from torch.utils.data import DataLoader
 
 from dadplug import GradientReduction
 from dadplug.cli import add_kit_argument, add_option_arguments, options_of, place_of, plain_errors
-from dadplug.cli.comparison import RunRecord, picture, table
-from dadplug.cli.launch import launch_sites
-from dadplug.cli.progress import RunProgress
 from dadplug.data import DATASETS, SPLITS, DataPair, load_dataset, site_indices
 from dadplug.options import Options
+from dadplug.processes import launch_sites
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,16 @@
-"""Command line arguments of the experiments and examples."""
+"""Arguments of command lines, the place of a process among the sites, and errors as one line; torch loads later."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import KitError, MismatchError, NonFiniteError, SiteError
-from ..exchange.failure_reports import announce
-from ..hub.join import connect, load_site_kit
-from ..hub.local_site import LocalPlace
-from ..options import Options
+from ..errors import DataError, KitError, MismatchError, NonFiniteError, SiteError
 
 # `--rank` is the number of the site.
 _FLAGS = {"rank": "--max-rank", "mode": "--distributed-mode"}
@@ -29,6 +23,8 @@ def add_option_arguments(parser: argparse.ArgumentParser, leave_out: tuple[str, 
         parser: parser to extend.
         leave_out: names of options that get no flag.
     """
+    from ..options import Options
+
     group = parser.add_argument_group("options of the gradient reduction")
     for option in dataclasses.fields(Options):
         if option.name in leave_out:
@@ -52,15 +48,57 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
 
 
+class Argument(NamedTuple):
+    """Argument of a command line.
+
+    Attributes:
+        names: name or flags.
+        settings: keywords of `argparse.ArgumentParser.add_argument`.
+    """
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        """Add the argument to a parser or to a group of one."""
+        parser.add_argument(*self.names, **self.settings)
+
+
+def argument(*names: str, **settings: Any) -> Argument:
+    """Describe an argument; the keywords are those of `argparse.ArgumentParser.add_argument`."""
+    return Argument(names, settings)
+
+
+class Group(NamedTuple):
+    """Arguments with a title of their own in the help.
+
+    Attributes:
+        title: the title.
+        arguments: the arguments.
+    """
+
+    title: str
+    arguments: tuple[Argument, ...]
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        """Add the arguments to a parser."""
+        group = parser.add_argument_group(self.title)
+        for each in self.arguments:
+            each.add_to(group)
+
+
+KIT = argument(
+    "--kit", metavar="FOLDER", help="folder of this site's kit, in place of its number and addresses: dial the hub"
+)
+
+
 def add_kit_argument(parser: argparse._ActionsContainer) -> None:
     """Add the flag ``--kit``.
 
     Args:
         parser: parser, or group of one, to extend.
     """
-    parser.add_argument(
-        "--kit", metavar="FOLDER", help="folder of this site's kit, in place of its number and addresses: dial the hub"
-    )
+    KIT.add_to(parser)
 
 
 class Place(NamedTuple):
@@ -84,6 +122,8 @@ class Place(NamedTuple):
 
     def connect(self, timeout: float, backend: str | None = None) -> None:
         """Join the other sites; arguments and errors are those of `dadplug.connect`."""
+        from ..hub.join import connect
+
         if self.url is None:
             connect(kit=self.kit, backend=backend, timeout=timeout)
         else:
@@ -102,6 +142,9 @@ def place_of(arguments: argparse.Namespace) -> Place:
         KitError: if the kit is incomplete or damaged.
     """
     if (folder := getattr(arguments, "kit", None)) is not None:
+        from ..hub.join import load_site_kit
+        from ..hub.local_site import LocalPlace
+
         given = {name.replace("_", "-"): getattr(arguments, name) for name in ("rank", "num_nodes", "dist_url")}
         kit = load_site_kit(folder, **given)
         local = LocalPlace.find(os.environ)
@@ -118,25 +161,6 @@ def place_of(arguments: argparse.Namespace) -> Place:
     return Place(rank, num_nodes, arguments.dist_url or f"tcp://{arguments.master_addr}:{arguments.master_port}")
 
 
-def picture_file(text: str) -> Path:
-    """Return the path of a picture that is drawn at the end of a long run.
-
-    Args:
-        text: value of a command-line argument.
-
-    Raises:
-        ArgumentTypeError: if no picture could be written there.
-    """
-    path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"{text!r} should end in .png")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
-    return path
-
-
 @contextmanager
 def plain_errors(*further: type[Exception]) -> Iterator[None]:
     """Print errors that a user can fix as one line instead of a traceback, and exit with status 1.
@@ -145,7 +169,7 @@ def plain_errors(*further: type[Exception]) -> Iterator[None]:
         further: exception classes in addition to those that dadplug raises about data and sites, such as ValueError
             while arguments are checked.
     """
-    from ..data import DataError
+    from ..exchange.failure_reports import announce
 
     expected: tuple[type[Exception], ...] = (DataError, KitError, SiteError, MismatchError, NonFiniteError, *further)
     try:

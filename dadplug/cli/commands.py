@@ -1,34 +1,60 @@
-"""The commands of `python -m dadplug`, each in a module of its own that loads when the command is used.
+"""The commands of `python -m dadplug`.
 
-To add a command, write a module with two functions and a line in `COMMANDS`:
-
-- `add_arguments(parser)` adds the arguments of the command to an `argparse.ArgumentParser`;
-- `run(arguments)` carries it out and returns the exit status, or raises one of `ERRORS`.
+A command is a function of the parsed arguments that carries it out and returns the exit status, or raises one of
+`ERRORS`; `command` registers it with its arguments. Modules that a command needs load when it runs, so that kits are
+made without torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import os
+import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..errors import KitError, SiteError
+from ..hub.project import AUTHORITY, HUB, Project
+from .arguments import KIT, Argument, Group, argument, place_of, plain_errors
 
-# Module and help text by command.
-COMMANDS = {
-    "provision": ("provision", "make a certificate authority, and kits for the hub and the sites of a project"),
-    "request": ("request", "make a key at a site, and a request for its certificate"),
-    "sign": ("sign", "sign the request of a site"),
-    "renew": ("renew", "renew the certificate of the hub or one site"),
-    "check": ("check", "check the kit of this site, and the way to the hub"),
-    "hub": ("hub", "run the hub, which all sites dial, until it gets SIGTERM"),
-    "compare": ("compare", "train a model in several ways, and say which is fastest"),
-    "serve": ("serve", "serve models over HTTP until SIGTERM"),
-    "tune": ("tune", "measure which constants are fastest on this machine, and keep them"),
-    "revoke": ("revoke", "revoke the certificates of the hub or one site"),
-}
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback
+ENDS_SOON = 3  # exit status of `check`
+
+
+Run = Callable[[argparse.Namespace], int]
+"""Function of the parsed arguments that returns the exit status."""
+
+
+class Command(NamedTuple):
+    """Command.
+
+    Attributes:
+        text: what it does, for the list of commands.
+        arguments: its arguments.
+        run: function that carries it out.
+    """
+
+    text: str
+    arguments: tuple[Argument | Group, ...]
+    run: Run
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def command(text: str, *arguments: Argument | Group) -> Callable[[Run], Run]:
+    """Register a function as the command of its name; a decorator."""
+
+    def decorate(run: Run) -> Run:
+        COMMANDS[run.__name__] = Command(text, arguments, run)
+        return run
+
+    return decorate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,15 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 after an error of `ERRORS`, or 2 without a command.
     """
     parser = argparse.ArgumentParser(prog="python -m dadplug", description="Distributed training between sites.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, each in COMMANDS.items():
+        own = commands.add_parser(name, help=each.text, description=f"{each.text[0].upper()}{each.text[1:]}.")
+        own.set_defaults(run=each.run)
+        for one in each.arguments:
+            one.add_to(own)
     given = sys.argv[1:] if arguments is None else list(arguments)
-    chosen = next((each for each in given if not each.startswith("-")), None)
-    for name, (module, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        if name == chosen:
-            loaded = importlib.import_module(f".{module}", __package__)
-            loaded.add_arguments(command)
-            command.set_defaults(run=loaded.run)
     if not given:
         parser.print_help(sys.stderr)
         return 2
@@ -60,3 +84,495 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return status
+
+
+# Types of arguments
+
+
+def seconds(text: str) -> float:
+    """Parse a duration: ``50ms``, ``0.05s`` or ``0.05``.
+
+    Raises:
+        ArgumentTypeError: if it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)?", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 50ms or 0.05")
+    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+
+
+def shape(text: str) -> tuple[int | None, ...]:
+    """Parse a shape such as ``1,28,28`` or ``?,4``.
+
+    Raises:
+        ArgumentTypeError: if it is none.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part == "?" or part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 1,28,28")
+    return tuple(None if part == "?" else int(part) for part in parts)
+
+
+def named(text: str) -> tuple[str, str]:
+    """Return the name and the path of a model that is given as NAME=PATH or PATH."""
+    name, separator, path = text.partition("=")
+    return (name, path) if separator and name and "/" not in name else (Path(text).stem, text)
+
+
+def picture_file(text: str) -> Path:
+    """Return the path of a picture that is drawn at the end of a long run.
+
+    Args:
+        text: value of a command-line argument.
+
+    Raises:
+        ArgumentTypeError: if no picture could be written there.
+    """
+    path = Path(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} should end in .png")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
+    return path
+
+
+def _days(text: str) -> int:
+    """Return the number of days of a text such as 14d."""
+    if not (number := text.removesuffix("d")).isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of days, such as 14d, got {text!r}")
+    return int(number)
+
+
+def _hexadecimal(text: str) -> int:
+    return int(text, 16)
+
+
+def _count(text: str) -> int:
+    """Return the number of threads that a command line names."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+# Kits
+
+OUT = argument("--out", type=Path, default=Path("kits"), help="folder of the kits (default: kits)")
+NAME = argument("name", help="name of the site, or hub")
+
+
+@command(
+    "make a certificate authority, and kits for the hub and the sites of a project",
+    argument("project", type=Path, help="project file: name, hub, sites, and further entries"),
+    OUT,
+)
+def provision(arguments: argparse.Namespace) -> int:
+    """Make the kits of a project, and print what is to be done with them."""
+    from ..hub.provision import provision
+
+    project = Project.load(arguments.project)
+    made = provision(project, arguments.out)
+    print(f"{arguments.out / AUTHORITY}: the authority of {project.roster.project}; its key stays on this machine")
+    for name in made:
+        purpose = f"of the hub at {project.roster.hub}" if name == HUB else f"of slot {project.roster.slot(name)}"
+        print(f"{arguments.out / name}: the kit {purpose}; holds a secret key, copy it by a secure way")
+    for name in project.own_keys:
+        print(f"{name}: makes its key itself, with `python -m dadplug request {name} --project ...`")
+    return 0
+
+
+@command(
+    "make a key at a site, and a request for its certificate",
+    argument("name", help="name of this site as in the project file, or hub"),
+    argument("--project", required=True, help="name of the project"),
+    argument("--kit", type=Path, help="folder of the kit: a new one, or a kit to renew with a new key (default: NAME)"),
+)
+def request(arguments: argparse.Namespace) -> int:
+    """Make a key at a site and a request for its certificate, and print what to do with the request."""
+    from ..hub.provision import request
+
+    path, fingerprint = request(arguments.kit or Path(arguments.name), arguments.name, arguments.project)
+    print(f"{path}: send this file to the operator of the project, and nothing else of the folder")
+    print(f"fingerprint of the key, for the operator to compare: {fingerprint}")
+    return 0
+
+
+@command(
+    "sign the request of a site",
+    argument("name", help="the site that has sent the request, or hub"),
+    argument("request", type=Path, help="the request"),
+    OUT,
+    argument("--days", type=int, default=Project.days, help=f"validity (default: {Project.days} days)"),
+    argument("--again", action="store_true", help="the site has a valid certificate, and renews it"),
+)
+def sign(arguments: argparse.Namespace) -> int:
+    """Make a kit for a site that has made its key itself, and print what to send back."""
+    from ..hub.files import CERTIFICATE, read_file
+    from ..hub.provision import sign
+
+    pem = read_file(arguments.request)
+    folder, fingerprint = sign(arguments.out, arguments.name, pem, arguments.days, again=arguments.again)
+    print(f"fingerprint of the key: {fingerprint}")
+    print("If the site does not confirm the fingerprint, revoke the certificate.")
+    what = f"{folder / CERTIFICATE}" if arguments.again else f"the files of {folder}"
+    print(f"Send {what} back, to be copied into the folder of the key. Nothing of it is secret.")
+    return 0
+
+
+@command(
+    "renew the certificate of the hub or one site",
+    NAME,
+    OUT,
+    argument("--days", type=int, help="validity (default: that of the certificate before)"),
+    argument("--new-key", action="store_true", help="make a new key, too; the kit is secret again"),
+    argument(
+        "--hub-name", action="append", default=[], help="further host name or address of the hub; can be repeated"
+    ),
+)
+def renew(arguments: argparse.Namespace) -> int:
+    """Renew the certificate of one kit, and print what to send."""
+    from ..hub.files import CERTIFICATE
+    from ..hub.provision import renew
+
+    folder = renew(arguments.out, arguments.name, arguments.days, tuple(arguments.hub_name), with_key=arguments.new_key)
+    if arguments.new_key:
+        print(f"{folder}: renewed with a new key; holds a secret key, copy it by a secure way")
+    else:
+        print(f"{folder / CERTIFICATE}: renewed; replace the file of this name in the kit that is in use")
+    return 0
+
+
+@command(
+    "revoke the certificates of the hub or one site",
+    NAME,
+    OUT,
+    argument("--serial", type=_hexadecimal, help="serial number of one certificate (default: all of the name)"),
+)
+def revoke(arguments: argparse.Namespace) -> int:
+    """Revoke certificates, and print where the list of revoked ones has to go."""
+    from ..hub.files import REVOKED
+    from ..hub.provision import revoke
+
+    revoked = revoke(arguments.out, arguments.name, arguments.serial)
+    for serial in revoked:
+        print(f"revoked the certificate {serial:x} of {arguments.name}")
+    if not revoked:
+        print(f"the certificates of {arguments.name} were revoked already")
+    path, where = arguments.out / AUTHORITY / REVOKED, "all sites" if arguments.name == HUB else "the hub"
+    print(f"Copy {path} into the kit of {where}. Until then the certificate is accepted there.")
+    return 0
+
+
+@command(
+    "check the kit of this site, and the way to the hub",
+    argument("kit", type=Path, help="folder of the site's kit"),
+    argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
+    argument(
+        "--fail-before",
+        type=_days,
+        metavar="DAYS",
+        help=f"exit with status {ENDS_SOON} if a certificate ends within this time, such as 14d",
+    ),
+    argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
+)
+def check(arguments: argparse.Namespace) -> int:
+    """Print the findings as they are made; return 1 if something has failed, `ENDS_SOON` if a certificate ends soon."""
+    from ..hub.check import check_kit
+    from ..hub.project import split_address
+
+    address = None if arguments.address is None else split_address(arguments.address)
+    failed = 0
+    ends: list[str] = []
+    for finding in check_kit(arguments.kit, address, arguments.timeout):
+        print(f"{finding.item:<12} {finding.state:<7} {finding.text}", flush=True)
+        if finding.advice:
+            print(f"{'':<20} {finding.advice}", flush=True)
+        failed += finding.state == "failed"
+        if finding.days is not None and arguments.fail_before is not None and finding.days < arguments.fail_before:
+            ends.append(f"{finding.item} ({finding.days} days)")
+    print("failed" if failed else "ok: this site can take part")
+    if ends:
+        print(f"these end within {arguments.fail_before} days: {', '.join(ends)}")
+    return 1 if failed else ENDS_SOON if ends else 0
+
+
+# Servers
+
+
+@command(
+    "run the hub, which all sites dial, until it gets SIGTERM",
+    argument("kit", type=Path, help="folder of the hub's kit, such as kits/hub"),
+    argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="address of this machine to listen at, such as 0.0.0.0:8470 (default: the address that sites dial)",
+    ),
+    argument("--status", type=Path, metavar="FILE", help="file for the status, as JSON, twice a second"),
+    argument("--journal", type=Path, metavar="FILE", help="file to append to: who joins, leaves, is refused"),
+    argument(
+        "--site-timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds of silence after which a site is given up (default: 10)",
+    ),
+    argument(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds for which a site may dial again after its connection was lost (default: 5)",
+    ),
+    argument(
+        "--encrypt-local",
+        action="store_true",
+        help="encrypt messages to sites in the hub's machine, too, which do not leave its kernel",
+    ),
+    argument(
+        "--memory",
+        type=int,
+        default=1024,
+        metavar="MIB",
+        help="memory for the messages of one parameter server, of which there may be 8 (default: 1024)",
+    ),
+)
+def hub(arguments: argparse.Namespace) -> int:
+    """Run the hub until SIGTERM or SIGINT."""
+    from ..hub.actions import Rules
+    from ..hub.journal import Journal
+    from ..hub.kits import Kit
+    from ..hub.project import split_address
+    from ..hub.server import Hub
+    from ..hub.status import Meter, StatusFile, Terminal, snapshot
+    from ..parameter_server.hub_host import SequencerHost
+
+    terminal = Terminal()
+    file = open(arguments.journal, "a", buffering=1) if arguments.journal else None  # noqa: SIM115
+    kit = Kit.load(arguments.kit)
+    count = len(kit.roster.sites)
+
+    def write_line(line: str) -> None:
+        terminal.write_line(line)
+        if file is not None:
+            file.write(line + "\n")
+
+    def report(hub: Hub) -> None:
+        status = snapshot(hub, meter)
+        terminal.show(status)
+        if status_file is not None:
+            status_file.write(status)
+
+    meter, journal = Meter(count), Journal(write_line)
+    status_file = StatusFile(arguments.status, journal.write) if arguments.status else None
+    try:
+        if arguments.grace <= 0:
+            raise ValueError(f"grace={arguments.grace}: it has to be positive")
+        if arguments.memory < 1:
+            raise ValueError(f"memory={arguments.memory}: it has to be positive")
+        rules = Rules(min_sites=count, site_timeout=arguments.site_timeout)
+        listen = split_address(arguments.listen) if arguments.listen else None
+        service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
+        grace, local = arguments.grace, arguments.encrypt_local
+        hub = Hub(
+            kit, rules, listen=listen, journal=journal, grace=grace, encrypt_local=local, report=report, service=service
+        )
+    except KitError:
+        raise
+    except ValueError as error:
+        raise KitError(str(error)) from error
+
+    def stop(number: int, frame: Any) -> None:
+        hub.stop(f"it has received {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        hub.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if file is not None:
+            file.close()
+    return 0
+
+
+@command(
+    "serve models over HTTP until SIGTERM",
+    argument(
+        "models",
+        nargs="+",
+        metavar="[NAME=]PATH",
+        help="a checkpoint, a state dict, a .pt2 or .onnx file, or a folder of shards; its name (default: the file's)",
+    ),
+    argument("--builder", metavar="FILE.py:NAME", help="class or function that returns the model"),
+    argument("--slo", type=seconds, default=0.05, help="latency goal, such as 50ms or 0.05 (default: 50ms)"),
+    argument("--deadline", type=seconds, help="time limit of a request (default: 20 times the goal, at least 10s)"),
+    argument("--policy", default="fixed", help="fixed, exp3 or exp4 (default: %(default)s)"),
+    argument("--context", metavar="FIELD", help="name of the field with a request's context, such as site"),
+    argument("--task", default="classification", help="classification or regression (default: %(default)s)"),
+    argument("--scale", type=float, default=1.0, help="error with the largest loss, for regression"),
+    argument("--input-shape", type=shape, metavar="N,N", help="shape of one input; ? for a size that varies"),
+    argument("--dtype", help="dtype of the inputs"),
+    argument("--cache-mb", type=float, default=64.0, help="size of the cache (default: %(default)g)"),
+    argument("--state", type=Path, metavar="FILE", help="file that keeps the policy's weights"),
+    argument("--threads", type=int, default=1, help="threads of each model (default: %(default)d)"),
+    argument("--port", type=int, default=8000, help="port (default: %(default)d)"),
+    argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)"),
+)
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve models until SIGTERM."""
+    from ..serving import Model
+
+    # The servers are above this folder, which therefore loads them by name.
+    serving = importlib.import_module("dadplug.runners.serving")
+    with plain_errors(ValueError):
+        models: dict[str, Any] = {}
+        for given in arguments.models:
+            name, path = named(given)
+            if name in models:
+                raise ValueError(f"two models have the name {name!r}")
+            models[name] = Model(path, builder=arguments.builder)
+            models[name].description()  # a wrong path is an error before anything has started
+        server = serving.serve(
+            models,
+            slo=arguments.slo,
+            deadline=arguments.deadline,
+            policy=arguments.policy,
+            context=arguments.context,
+            task=arguments.task,
+            scale=arguments.scale,
+            input_shape=arguments.input_shape,
+            dtype=arguments.dtype,
+            cache_bytes=int(arguments.cache_mb * 2**20),
+            state=arguments.state,
+            threads=arguments.threads,
+        )
+        text = f"serving {', '.join(models)} on http://{arguments.host}:{arguments.port}/predict"
+        server.run(port=arguments.port, host=arguments.host, ready=lambda: print(text, flush=True))
+        for number in (signal.SIGTERM, signal.SIGINT):  # all has ended; a second signal need not interrupt the exit
+            signal.signal(number, signal.SIG_IGN)
+    return 0
+
+
+# Measurements
+
+BETWEEN_SITES = Group(
+    "between sites: the same command at each, as in dadplug.experiment",
+    (
+        argument("--rank", type=int, help="number of this site, from 0"),
+        argument("--num-nodes", type=int, help="number of sites"),
+        argument("--dist-url", help="rendezvous, tcp://HOST:PORT, an address of site 0"),
+        KIT,
+    ),
+)
+
+
+@command(
+    "train a model in several ways, and say which is fastest",
+    argument(
+        "build",
+        metavar="BUILD",
+        help="FILE.py:NAME or MODULE:NAME of a function that returns (model, optimizer, criterion)",
+    ),
+    argument(
+        "dataset",
+        metavar="DATASET",
+        help="the same of a data set, or of a function that returns one; or the name of a data set of `dadplug.data`, "
+        "such as digits",
+    ),
+    argument("--data-dir", help="folder of the files of a data set that is given by its name"),
+    argument("--seconds", type=float, default=60.0, help="training time of all runs (default: %(default)g)"),
+    argument("--batch-size", type=int, default=32, help="samples a process (default: %(default)d)"),
+    argument("--processes", type=int, help="processes of this machine (default: one a core, at most 4)"),
+    argument("--ways", help="names of ways, separated by commas (default: all that apply)"),
+    argument("--picture", type=picture_file, metavar="FILE.png", help="plot the loss against seconds and megabytes"),
+    BETWEEN_SITES,
+)
+def compare(arguments: argparse.Namespace) -> int:
+    """Compare ways of training for a model and its data."""
+    from ..data import DATASETS, load_dataset
+    from ..racing import compare
+
+    with plain_errors(ValueError, TypeError):
+        build = _load(arguments.build)
+        if arguments.dataset in DATASETS:
+            dataset: Any = load_dataset(arguments.dataset, arguments.data_dir).train
+        else:
+            if arguments.data_dir is not None:
+                raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
+            dataset = _load(arguments.dataset)
+            if not hasattr(dataset, "__getitem__"):
+                dataset = dataset()
+        if arguments.kit or arguments.dist_url or "RANK" in os.environ:
+            place_of(arguments).connect(timeout=60.0)
+        result = compare(
+            build,
+            dataset,
+            arguments.seconds,
+            ways=arguments.ways.split(",") if arguments.ways else None,
+            batch_size=arguments.batch_size,
+            processes=arguments.processes,
+        )
+    print(result.table())
+    if arguments.picture:
+        result.picture(arguments.picture)
+        print(f"picture: {arguments.picture}")
+    return 0 if result.finalists else 1
+
+
+def _load(name: str) -> Any:
+    """Return the object that FILE.py:NAME or MODULE:NAME names.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(f"{name!r} does not read like FILE.py:NAME or MODULE:NAME")
+    path = Path(place)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise ValueError(f"there is no file {place}")
+        sys.path.insert(0, str(path.resolve().parent))  # other processes import it by its name, too
+        place = path.stem
+    module = importlib.import_module(place)
+    if not hasattr(module, attribute):
+        raise ValueError(f"{module.__name__} has no {attribute}")
+    return getattr(module, attribute)
+
+
+@command(
+    "measure which constants are fastest on this machine, and keep them",
+    argument(
+        "--model",
+        metavar="PATH",
+        help="a checkpoint, a state dict or another file that `serve` takes (default: the layers of MNISTNet)",
+    ),
+    argument("--builder", metavar="FILE.py:NAME", help="class or function that returns the model"),
+    argument("--input-shape", type=shape, metavar="N,N", help="shape of one input of the model, for serving"),
+    argument("--batch-size", type=int, default=16, help="rows of a step (default: %(default)d)"),
+    argument("--seconds", type=float, default=60.0, help="time limit, about (default: %(default)g)"),
+    argument(
+        "--threads", type=_count, help="threads, as training or serving will have (default: as torch starts with)"
+    ),
+)
+def tune(arguments: argparse.Namespace) -> int:
+    """Tune constants, and print what was tried and won."""
+    if arguments.threads:  # before torch is loaded
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    import torch
+
+    from ..tuning import tune
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    with plain_errors(ValueError):
+        result = tune(
+            arguments.model,
+            arguments.seconds,
+            builder=arguments.builder,
+            input_shape=arguments.input_shape,
+            rows=arguments.batch_size,
+        )
+    print(result.table())
+    return 0

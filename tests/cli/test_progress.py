@@ -6,8 +6,7 @@ import io
 import sys
 
 import pytest
-
-from dadplug.cli.progress import RunProgress
+from dadplug.examples.runs import RunProgress
 
 
 class Terminal(io.StringIO):

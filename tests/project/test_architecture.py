@@ -30,6 +30,7 @@ LAYERS = (
     "exchange",
     "fused",
     "hub",
+    "processes",
     "methods",
     "options",
     "units",

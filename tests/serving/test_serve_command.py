@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import support
 
-from dadplug.cli.serve import named, seconds, shape
+from dadplug.cli.commands import named, seconds, shape
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "serve_digits.py"
 

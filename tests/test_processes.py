@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 
-from dadplug.cli.launch import launch_sites
+from dadplug.processes import launch_sites
 
 WAITING = """
 import os, sys, time
 if "RANK" in os.environ:
     os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(100)
-from dadplug.cli.launch import launch_sites
+from dadplug.processes import launch_sites
 sys.exit(launch_sites([__file__], 2))
 """
 

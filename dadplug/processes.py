@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ..cores import available_cores
-from ..exchange.handshake import free_port
+from .cores import available_cores
+from .exchange.handshake import free_port
 
 _GRACE = 20.0  # seconds for the other sites to exit after one has failed
 
