@@ -36,7 +36,7 @@ from workloads import WORKLOADS, loss
 
 import dadplug
 from dadplug.exchange import gather_objects
-from dadplug.lowrank.scratch import scratch
+from dadplug.lowrank.dispatch import scratch
 from dadplug.processes import launch_sites
 
 METHODS = "alone,ddp,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,powersgd,topk"

@@ -17,13 +17,13 @@ from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .fused import Deferral, FusedSteps
 from .logs import get_logger
-from .methods import loss_scale
-from .model_sync import replicas
+from .methods import feedback
+from .model_sync import sameness
 from .model_sync.batchnorm import SyncedBatchNorms
-from .model_sync.guards import refuse_unsynchronised
-from .model_sync.join_state import JoinState, Stateful
+from .model_sync.replicated_model import JoinState, Stateful
 from .model_sync.sameness import FirstBatch, OptimizerSettings, Weights
 from .model_sync.samples import SampleCounter
+from .model_sync.structure import refuse_unsynchronised
 from .options import Options
 from .planning.planned_model import PlannedModel
 from .planning.planner import Planner
@@ -94,7 +94,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         if self.options.sync_batchnorm:
             counter = self._counter if self.options.weighting == "samples" else None
             self._norms = SyncedBatchNorms(model, self._open_transport(process_group), counter, announces=True)
-        self._renormalised = replicas.tables_with_max_norm(model)
+        self._renormalised = sameness.tables_with_max_norm(model)
         self._syncing = True
         self._agreed_samples = 0
         self.share: float | None = None
@@ -119,8 +119,8 @@ class GradientReduction(FusedSteps, PlannedModel):
         """Observe the loss scale of each gradient from now on."""
         if not self._remembers:
             self._remembers = True
-            loss_scale.watch()
-            self._unwatch = weakref.finalize(self, loss_scale.unwatch)
+            feedback.watch()
+            self._unwatch = weakref.finalize(self, feedback.unwatch)
 
     def _arrived(self, unit: Unit) -> None:
         """Record that a backward pass has delivered a unit's gradient; send the gradient if it is complete."""
@@ -190,7 +190,7 @@ class GradientReduction(FusedSteps, PlannedModel):
         self._pending |= planner.holds_gradients or self._has_attached
         self._counter.follow()
         for table in self._renormalised:
-            replicas.renormalise(table)
+            sameness.renormalise(table)
         if not planner.is_complete:
             planner.complete_plan(self._step)
         try:

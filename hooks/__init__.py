@@ -1,23 +1,10 @@
 """Hooks on layers, which capture activations and deltas; they know no trainer and no network."""
 
-from . import (  # noqa: F401  (each registers its family)
-    conv,
-    conv_transpose,
-    embedding,
-    embedding_bag,
-    libraries,
-    linear,
-    transposed,
-)
-from .capture import CapturedLayer, LayerCapture
-from .eager import eager
+from . import convolution, embedding, libraries, linear  # noqa: F401  (each registers its families)
+from .capture import CapturedLayer, ForwardOverride, LayerCapture, OwnHook, eager, overridden
 from .elementwise import Elementwise, register_elementwise
-from .factor import Factor, stack_by_form
-from .form import LINEAR, Form
-from .override import ForwardOverride, overridden
-from .own_hook import OwnHook
+from .factor import LINEAR, Factor, Form, Trace, stack_by_form
 from .registry import LayerFamily, Recorder, capturable_layers, family_of, refusal_of, register_family
-from .trace import Trace
 
 __all__ = [
     "CapturedLayer",

@@ -2,23 +2,111 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
+from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from . import products
 from .chain import ChainTracer
-from .eager import eager
-from .factor import Factor, stack_by_form
-from .form import LINEAR, Form
-from .override import ForwardOverride
-from .own_hook import OwnHook, has_user_hooks
+from .factor import LINEAR, Factor, Form, Trace, stack_by_form
 from .registry import LayerFamily, Recorder, capturable_layers, family_of
-from .trace import Trace
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def eager(function: _Function) -> _Function:
+    """Decorate a function so that torch.compile does not trace it: the graph breaks, and the function runs eagerly.
+
+    `torch.compiler.disable` does so, too, but imports the compiler, which takes seconds. These are the marks by which
+    it is done.
+
+    Args:
+        function: the function; changed in place.
+
+    Returns:
+        The function.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "a captured layer runs as it is"
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # and what it calls
+    else:
+        frames.skip_code(function.__code__)
+    return function
+
+
+class ForwardOverride:
+    """Forward that is set on a module instance; hooks on the module keep working.
+
+    Args:
+        module: module whose forward is replaced until `restore`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+    def plain(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the module's own forward."""
+        outputs: Tensor = type(self.module).forward(self.module, *args, **kwargs)
+        return outputs
+
+    def restore(self) -> None:
+        """Restore the module's own forward; a second call does nothing."""
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _own_forward(memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> tuple[Callable[[nn.Module], Any], tuple[nn.Module]]:
+        return _own_forward, (self.module,)
+
+
+def overridden(module: nn.Module) -> bool:
+    """Return whether a module's forward is overridden.
+
+    Args:
+        module: the module.
+    """
+    return isinstance(vars(module).get("forward"), ForwardOverride)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+class OwnHook(partial[None]):
+    """Hook of this package on a tensor or an optimizer, as opposed to a hook of the user.
+
+    Args:
+        function: the function to call.
+        args: positional arguments to call it with, before those of the call.
+    """
+
+
+def has_user_hooks(parameter: Tensor) -> bool:
+    """Return whether a parameter has hooks on its gradient that are not of this package."""
+    hooks: Any = parameter._backward_hooks
+    if hooks and not _OWN.issuperset(map(type, hooks.values())):
+        return True
+    hooks = parameter._post_accumulate_grad_hooks
+    return bool(hooks) and not _OWN.issuperset(map(type, hooks.values()))
+
+
+_OWN = {OwnHook}
 
 
 def _backward_pass() -> int:

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from .form import Form
-from .gradient_use import gradient_use
-from .registry import Recorder
+from .factor import Form
+from .registry import LayerFamily, Recorder, gradient_use, register_family
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _FORWARD_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -230,3 +229,55 @@ def convolve(
     inputs = inputs if batched else inputs[None]
     outputs = _convolution(inputs, weight, bias, geometry, record, weight_gradients)
     return outputs if batched else outputs[0]
+
+
+@register_family(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class Conv(LayerFamily):
+    """Family of convolutions with any stride, padding, padding mode, dilation and groups."""
+
+    methods = ("forward", "_conv_forward")
+
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
+        assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        dims = len(module.kernel_size)
+        before_and_after = module._reversed_padding_repeated_twice  # last dimension first, as F.pad wants it
+        lower, upper = before_and_after[-2::-2], before_and_after[::-2]
+        if module.padding_mode != "zeros":
+            input = F.pad(input, before_and_after, mode=module.padding_mode)
+            padding = (0,) * dims
+        elif lower != upper:  # "same" with an even kernel
+            input = F.pad(input, before_and_after)
+            padding = (0,) * dims
+        else:
+            padding = tuple(lower)
+        geometry = Geometry(module.stride, padding, module.dilation, False, (0,) * dims, module.groups)
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        assert weight is not None
+        return convolve(input, weight, bias, geometry, record, weight_gradients)
+
+
+@register_family(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class ConvTranspose(LayerFamily):
+    """Family of transposed convolutions with any stride, padding, output padding, dilation and groups."""
+
+    methods = ("forward", "_output_padding")
+
+    def forward(
+        self,
+        module: nn.Module,
+        record: Recorder,
+        weight_gradients: bool,
+        input: Tensor,
+        output_size: Sequence[int] | None = None,
+    ) -> Tensor:
+        assert isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+        stride, padding, dilation = module.stride, module.padding, module.dilation
+        assert isinstance(padding, tuple)
+        size = None if output_size is None else list(output_size)
+        output_padding = module._output_padding(
+            input, size, list(stride), list(padding), list(module.kernel_size), len(stride), list(dilation)
+        )
+        geometry = Geometry(stride, padding, dilation, True, tuple(output_padding), module.groups)
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        assert weight is not None
+        return convolve(input, weight, bias, geometry, record, weight_gradients)

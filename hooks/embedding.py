@@ -1,18 +1,107 @@
-"""Factors of `nn.Embedding`; see `hooks/table.py` for their form."""
+"""Factors of embeddings: the distinct rows that were looked up, and the sums of their deltas.
+
+``grad W[i] = sum of the deltas of all lookups of row i``, and zero for all other rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .form import Form
-from .gradient_use import gradient_use
-from .registry import LayerFamily, Recorder, register_family
-from .table import TableForm, factors_of_lookups, form_of, why_dense
+from .factor import Form
+from .registry import LayerFamily, Recorder, gradient_use, register_family
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableForm(Form):
+    """Form of a table's gradient: activations are row numbers, of shape (rows, 1), deltas have shape (rows, width).
+
+    Attributes:
+        width: width of the table's rows.
+        table_rows: their number.
+        sparse: whether the gradient is a sparse tensor.
+    """
+
+    encoded: ClassVar[bool] = False
+
+    width: int
+    table_rows: int  # type: ignore[misc]
+    sparse: bool  # type: ignore[misc]
+
+    def widths(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return self.width, 1
+
+    @property
+    def may_be_dense(self) -> bool:
+        return not self.sparse
+
+    def gradient(self, deltas: Tensor, activations: Tensor) -> Tensor:
+        numbers, shape = activations[:, 0].long(), (self.table_rows, self.width)
+        if not self.sparse:
+            return deltas.new_zeros(shape).index_add_(0, numbers, deltas)
+        numbers, deltas = _sum_by_number(numbers, deltas)
+        return torch.sparse_coo_tensor(numbers[None], deltas, shape, is_coalesced=True, check_invariants=False)
+
+    def add_to(self, gradient: Tensor, deltas: Tensor, activations: Tensor) -> Tensor:
+        if not self.sparse:
+            return gradient.index_add_(0, activations[:, 0].long(), deltas)
+        numbers = torch.cat([gradient._indices()[0], activations[:, 0].long()])
+        return self.gradient(torch.cat([gradient._values(), deltas]), numbers[:, None])
+
+    def by_row(self, deltas: Tensor, activations: Tensor) -> None:
+        return None  # lookups of one row of the table by several samples have been added up
+
+    def unfold(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
+        one_hot = deltas.new_zeros(len(deltas), self.table_rows)
+        return one_hot.scatter_(1, activations[:, :1].long(), 1), deltas
+
+    def merge(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
+        numbers, deltas = _sum_by_number(activations[:, 0], deltas)
+        return deltas, numbers[:, None]
+
+
+def _sum_by_number(numbers: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
+    """Add up the deltas of equal row numbers; return the numbers in ascending order, and the sums."""
+    unique, places = torch.unique(numbers, return_inverse=True)
+    return unique, deltas.new_zeros(len(unique), deltas.shape[1]).index_add_(0, places, deltas)
+
+
+def form_of(module: nn.Embedding | nn.EmbeddingBag) -> TableForm:
+    """Return the form of a table's factors."""
+    return TableForm(width=module.embedding_dim, table_rows=module.num_embeddings, sparse=module.sparse)
+
+
+def why_dense(module: nn.Embedding | nn.EmbeddingBag) -> str:
+    """Return the reason why a table's gradient is not the sum over its lookups; an empty string if it is."""
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq counts the lookups of one site's batch"
+    if module.max_norm is not None:
+        return "max_norm changes rows while they are looked up"
+    return ""
+
+
+def factors_of_lookups(form: TableForm, numbers: Tensor, deltas: Tensor, padding_idx: int | None) -> tuple[Any, ...]:
+    """Build the factors of lookups.
+
+    Args:
+        form: form of the table.
+        numbers: row numbers, of any shape.
+        deltas: deltas of each lookup, of shape (…, width).
+        padding_idx: row without a gradient, or None.
+
+    Returns:
+        Activations, deltas and form, the arguments of a recorder.
+    """
+    numbers, deltas = numbers.reshape(-1), deltas.reshape(-1, form.width)
+    if padding_idx is not None:
+        real = numbers != padding_idx
+        numbers, deltas = numbers[real], deltas[real]
+    return (*reversed(form.merge(deltas, numbers[:, None])), form)
 
 
 class _EmbeddingWithFactors(torch.autograd.Function):
@@ -67,4 +156,110 @@ class Embedding(LayerFamily):
 
     def refuses(self, module: nn.Module) -> str:
         assert isinstance(module, nn.Embedding)
+        return why_dense(module)
+
+
+class _BagsWithFactors(torch.autograd.Function):
+    """`F.embedding_bag` whose backward records the factors, and forms the table's gradient only on request.
+
+    A lookup's delta is that of its bag, times the lookup's weight: the given one, or one over the number of the bag's
+    lookups in a mean.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        numbers: Tensor,
+        bags: Tensor,
+        offsets: Tensor,
+        scales: Tensor | None,
+        module: nn.EmbeddingBag,
+        record: Recorder,
+        weight_gradients: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(numbers, bags, *(() if scales is None else (scales, weight)))
+        ctx.padding_idx, ctx.mean = module.padding_idx, module.mode == "mean"
+        ctx.form = form_of(module)
+        ctx.record = record
+        ctx.weight_gradients = weight_gradients
+        return F.embedding_bag(
+            numbers,
+            weight,
+            offsets,
+            mode=module.mode,
+            per_sample_weights=scales,
+            include_last_offset=True,
+            padding_idx=module.padding_idx,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
+        numbers, bags, *weighted = ctx.saved_tensors
+        of_lookups = deltas[bags]
+        grad_scales = None
+        if weighted:
+            scales, weight = weighted
+            if ctx.needs_input_grad[4]:
+                grad_scales = (of_lookups * weight[numbers]).sum(1)
+                if ctx.padding_idx is not None:
+                    grad_scales = grad_scales * (numbers != ctx.padding_idx)
+            of_lookups = of_lookups * scales[:, None]
+        if ctx.mean:
+            real = torch.ones_like(bags) if ctx.padding_idx is None else (numbers != ctx.padding_idx).long()
+            sizes = torch.zeros(deltas.shape[0], dtype=torch.long, device=bags.device).index_add_(0, bags, real)
+            of_lookups = of_lookups / sizes.clamp(min=1)[bags, None].to(deltas.dtype)
+        use = gradient_use(ctx, ctx.weight_gradients, weight=0, bias=None)
+        rows, sums, form = factors_of_lookups(ctx.form, numbers, of_lookups, ctx.padding_idx)
+        if use.record:
+            ctx.record(rows, sums.detach(), form)
+        grad_weight = form.gradient(sums, rows) if use.weight else None
+        return grad_weight, None, None, None, grad_scales, None, None, None
+
+
+_embedding_bag: Callable[..., Tensor] = _BagsWithFactors.apply
+
+
+@register_family(nn.EmbeddingBag)
+class EmbeddingBag(LayerFamily):
+    """Family of bags of embeddings, summed or averaged, with or without per-sample weights."""
+
+    bias = ""
+
+    def forward(
+        self,
+        module: nn.Module,
+        record: Recorder,
+        weight_gradients: bool,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(module, nn.EmbeddingBag)
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError("offsets must be None where the input has two dimensions, a bag a row")
+            bounds = torch.arange(0, input.numel() + 1, max(1, input.shape[1]), device=input.device)
+            input = input.reshape(-1)
+            per_sample_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+        elif offsets is None:
+            raise ValueError("offsets are needed where the input has one dimension")
+        else:
+            end = offsets.new_tensor([len(input)])
+            bounds = offsets if module.include_last_offset else torch.cat([offsets, end])
+        sizes = bounds.diff()
+        bags = torch.repeat_interleave(torch.arange(len(sizes), device=input.device), sizes)
+        weight = module._parameters["weight"]
+        return _embedding_bag(
+            weight, input, bags, bounds.to(input.dtype), per_sample_weights, module, record, weight_gradients
+        )
+
+    def known_form(self, module: nn.Module) -> Form:
+        assert isinstance(module, nn.EmbeddingBag)
+        return form_of(module)
+
+    def refuses(self, module: nn.Module) -> str:
+        assert isinstance(module, nn.EmbeddingBag)
+        if module.mode == "max":
+            return "mode max has no factors"
         return why_dense(module)

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .form import LINEAR, Form
-from .gradient_use import gradient_use
+from .factor import LINEAR, Form
 from .products import linear, product, uses_fastest
-from .registry import LayerFamily, Recorder, register_family
+from .registry import LayerFamily, Recorder, gradient_use, register_family
 
 _LARGE = 1 << 22  # multiplications for the gradient of an input; they take about a tenth of a millisecond
 

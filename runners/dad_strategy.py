@@ -12,7 +12,7 @@ import torch
 
 from ..exchange import Transport
 from ..exchange.transport import Requirements
-from ..model_sync import replicas
+from ..model_sync import sameness
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
@@ -116,7 +116,7 @@ class DADStrategyBase(SiteStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        replicas.broadcast_model(self.model, self._transport)
+        sameness.broadcast_model(self.model, self._transport)
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..exchange import Transport
-from ..model_sync.uneven_inputs import batches_before
+from ..model_sync.samples import batches_before
 from ..parameter_server import ParameterServer, ServerOptions
 from ..parameter_server.trainer_transport import ServerTransport
 from ..signature import split_keywords, takes_keywords_of

@@ -13,7 +13,7 @@ from torch import nn
 import dadplug
 from dadplug.errors import MismatchError
 from dadplug.model_sync import sameness
-from dadplug.model_sync.guards import refuse_wrapped
+from dadplug.model_sync.structure import refuse_wrapped
 
 
 def network():

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import Optimizer
 
-from ..hooks.override import ForwardOverride
+from ..hooks.capture import ForwardOverride
 from .managed_weight import ManagedWeight
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import IntentError
-from ..hooks.override import ForwardOverride
-from ..lowrank import sparse_kernels
+from ..hooks.capture import ForwardOverride
+from ..lowrank import kernels
 from .index import count_absent
 from .shapes import ShapesOnly, keep_shapes, stub
 
@@ -132,7 +132,7 @@ def _distinct(lookups: dict[str, list[NDArray[np.int64]]]) -> dict[str, Tensor]:
         if key not in found:
             flat = each[0] if len(each) == 1 else np.concatenate(each)
             inverse, distinct = np.empty_like(flat), np.empty_like(flat)
-            found[key] = torch.from_numpy(distinct[: sparse_kernels.unique(flat, inverse, distinct)])
+            found[key] = torch.from_numpy(distinct[: kernels.unique(flat, inverse, distinct)])
     return {name: found[tuple(map(id, each))] for name, each in lookups.items()}
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..errors import IntentError
-from ..hooks.override import ForwardOverride, overridden
+from ..hooks.capture import ForwardOverride, overridden
 
 _CACHE_SIZE = 10_000  # cached results
 _META = torch.device("meta")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..exchange import Transport
 from ..exchange.codec import register
 from ..hooks import LINEAR, CapturedLayer, Form, LayerCapture, OwnHook, Recorder, capturable_layers
-from ..methods.loss_scale import LossScales
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
+from ..methods.feedback import LossScales
 from ..model_sync.samples import SampleCounter
 from ..reducer.step_header import StepHeader
 from ..units.base import Unit, matrix_shape

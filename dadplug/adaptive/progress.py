@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT, Traffic, Transport, open_transport
 from ..hub.link import current_link
-from ..model_sync.join_state import Stateful
+from ..model_sync.replicated_model import Stateful
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model_sync.guards import refuse_wrapped
+from ..model_sync.structure import refuse_wrapped
 from .board import Board
 from .memory import SharedMemory, aligned
 from .optimizer_state import STEP, StepCounts

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
-from ..model_sync import replicas
+from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
 from .agreed import AgreedModel
 from .deltas import DeltaFormat
@@ -38,7 +38,7 @@ class Agreement:
         self._format = DeltaFormat(options.wire, options.rank, options.error_feedback)
         self._buffers = MovingBuffers(model)
         self._headers = HeaderGather(transport)
-        self._tables = replicas.tables_with_max_norm(model)
+        self._tables = sameness.tables_with_max_norm(model)
         self._layout: dict[str, Tensor] = {}
         self._fingerprint = 0
         self._gathers: dict[torch.dtype, Gather] = {}
@@ -113,7 +113,7 @@ class Agreement:
             )
         if any(header.layout != layout for header in headers):
             settings: dict[str, Any] = {}
-            replicas.check_alike(replicas.describe(self._model, settings), self._transport)
+            sameness.check_alike(sameness.describe(self._model, settings), self._transport)
             raise MismatchError("the sites have changed which parameters they train in different rounds")
         if layout != self._fingerprint:
             self._check_added()
@@ -129,7 +129,7 @@ class Agreement:
             MismatchError: on every site, if they differ.
         """
         own = {
-            name: replicas.fingerprint(self.agreed.values[name]) for name in self._added if name in self.agreed.values
+            name: sameness.fingerprint(self.agreed.values[name]) for name in self._added if name in self.agreed.values
         }
         for rank, other in enumerate(self._transport.gather_objects(own)):
             for name in [*own, *other]:
@@ -186,7 +186,7 @@ class Agreement:
     def _renormalise(self) -> None:
         """Renormalise tables with ``max_norm`` as lookups do, since sites look up different rows."""
         for table in self._tables:
-            replicas.renormalise(table)
+            sameness.renormalise(table)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this site's state; waits for deltas that are in transit."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..exchange import Gather, Transport
-from ..model_sync import replicas, sameness
+from ..model_sync import sameness
 from ..model_sync.batchnorm import SyncedBatchNorms
 from ..model_sync.replicated_model import ReplicatedModel
 from ..model_sync.samples import SampleCounter
@@ -139,7 +139,7 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
         return (
             sameness.described(self.local_options.may_differ)
             | optimizer.described()
-            | replicas.describe(self.model, settings)
+            | sameness.describe(self.model, settings)
         )
 
     def _begin_local_steps(self) -> None:

@@ -1,11 +1,13 @@
-"""Algorithms that find a basis for the best low-rank approximation of a gradient G (out x in).
+"""Algorithms that find a basis for the best low-rank approximation of a gradient G (out x in), and the choice of one.
 
 Each takes G as an `Operator`, the number of columns k, and a `Search`; each returns at least k rows of length out,
-whose span is to be made orthonormal. What follows, the projection of G onto it, is the same for all.
+whose span is to be made orthonormal. What follows, the projection of G onto it, is the same for all. The rates of the
+cost model are in `dadplug.schedules.Encoding`, and ``dadplug.tune`` measures them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..hooks.products import product
-from .dispatch import kernels_for
-from .scratch import scratch
+from ..schedules import Encoding, current
+from .dispatch import kernels_for, scratch
 
 _JITTER = {torch.float32: 1e-6, torch.float64: 1e-14}
 _SQUARED = {torch.float32: 1e-2, torch.float64: 1e-6}  # shares of singular values that squares keep precise
@@ -276,3 +278,66 @@ ALGORITHMS: dict[str, Algorithm] = {
     "formed": formed,
     "deflation": deflation,
 }
+
+
+OPTIMAL = 1.2  # the optimum may cost this much more than an approximation
+
+
+def terms(rows: int, out: int, width: int, k: int, iterations: int) -> dict[str, dict[str, float]]:
+    """Return the work of each algorithm, by the name of the rate at which it is done.
+
+    Args:
+        rows: rows N of the factors.
+        out: width of the deltas.
+        width: width of the activations.
+        k: number of columns.
+        iterations: passes of a block iteration; a warm start halves the first.
+
+    Returns:
+        Multiplications and additions by ``"fat"`` and ``"skinny"``, and rows^3 by ``"eigen"``. A constant time of a
+        call, such as ``"start_gram"``, is not among them.
+    """
+    columns, sides = columns_for(k), out + width
+    further = columns - k  # which the projection, too, has more of than after the Gram matrices
+    products = max(1, 2 * iterations - 1) * columns + further
+    return {
+        "gram": {"fat": rows * rows * sides, "eigen": rows**3},
+        "iteration": {"skinny": products * rows * sides},
+        "formed": {"fat": rows * out * width, "skinny": products * out * width},
+    }
+
+
+def predict(
+    rows: int, out: int, width: int, k: int, iterations: int, constants: Encoding | None = None
+) -> dict[str, float]:
+    """Predict the time of each algorithm in microseconds, without the projection that follows.
+
+    Args:
+        rows: rows N of the factors.
+        out: width of the deltas.
+        width: width of the activations.
+        k: number of columns.
+        iterations: passes of a block iteration; a warm start halves the first.
+        constants: the rates; those of this process if None.
+    """
+    rates = current().encoding if constants is None else constants
+    costs = {}
+    for algorithm, work in terms(rows, out, width, k, iterations).items():
+        starts = getattr(rates, f"start_{algorithm}")
+        costs[algorithm] = starts + sum(amount / getattr(rates, name) for name, amount in work.items())
+    return costs
+
+
+def choose(rows: int, out: int, width: int, k: int, iterations: int, constants: Encoding | None = None) -> str:
+    """Choose an algorithm; G itself is formed only if there are more rows than its smaller side has."""
+    return _chosen(rows, out, width, k, iterations, current().encoding if constants is None else constants)
+
+
+@functools.lru_cache(4096)
+def _chosen(rows: int, out: int, width: int, k: int, iterations: int, constants: Encoding) -> str:
+    costs = predict(rows, out, width, k, iterations, constants)
+    if costs["gram"] <= OPTIMAL * min(costs["iteration"], costs["formed"]):
+        return "gram"
+    if rows > min(out, width) and costs["formed"] < costs["iteration"]:
+        return "formed"
+    return "iteration"

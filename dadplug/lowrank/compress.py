@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from . import portable
-from .algorithms import ALGORITHMS, Algorithm, Formed, Operator, Search, direct, exact
-from .cost import choose
-from .dispatch import kernels_for
-from .scratch import scratch
+from .algorithms import ALGORITHMS, Algorithm, Formed, Operator, Search, choose, direct, exact
+from .dispatch import kernels_for, scratch
 
 _MOST_ELEMENTS = 1 << 20  # of a product that is formed at a time
 _SAFE = (1e-12, 1e12)  # largest singular values outside may come from products that overflow or underflow in fp32

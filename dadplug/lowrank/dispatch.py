@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import warnings
 from typing import Protocol
 
@@ -12,7 +13,50 @@ from torch import Tensor
 
 from ..schedules import current
 from . import portable
-from .scratch import scratch
+
+_VIEWS = 4096  # shapes that are cached
+
+
+class Scratch(threading.local):
+    """Buffers by name, separate for each thread; they grow to the largest requested size, and are kept."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._views: dict[tuple[object, ...], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a buffer with undefined contents; the tensor of the last call with this name is overwritten.
+
+        Args:
+            name: name of the buffer.
+            shape: wanted shape.
+            like: gives the device, and the type where `dtype` is None.
+            dtype: wanted type.
+        """
+        kind, device = dtype or like.dtype, like.device
+        view = self._views.get((name, kind, device, shape))
+        if view is None:
+            view = self._views[name, kind, device, shape] = self._view(name, shape, kind, device)
+        return view
+
+    def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, dtype, device))
+        if buffer is None or buffer.numel() < size:
+            self._views = {key: view for key, view in self._views.items() if key[:3] != (name, dtype, device)}
+            buffer = self._buffers[name, dtype, device] = torch.empty(size, dtype=dtype, device=device)
+        if len(self._views) >= _VIEWS:
+            self._views.clear()
+        return buffer[:size].view(shape)
+
+    def clear(self) -> None:
+        """Free this thread's buffers."""
+        self._buffers.clear()
+        self._views.clear()
+
+
+scratch = Scratch()
+
 
 _CHOLESKY = 1e-4  # least square of what is left of a row for which Cholesky's factor is precise enough
 _ONCE = 0.5  # and for which one turn is
@@ -49,17 +93,16 @@ class Kernels(Protocol):
         """Find the elements of largest magnitude, as many as the results hold; see `packing.top_k`."""
 
     def product(self, left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
-        """See `packing_kernels.product`."""
+        """See `kernels.product`."""
 
 
 class NumbaKernels:
     """Kernels by numba, on the memory of contiguous CPU tensors without a copy; large products by BLAS."""
 
     def __init__(self) -> None:
-        from . import kernels, packing_kernels
+        from . import kernels
 
         self._kernels = kernels
-        self._packing = packing_kernels
 
     def try_out(self) -> None:
         """Run the smallest kernel, to raise an error if numba cannot run here."""
@@ -98,19 +141,19 @@ class NumbaKernels:
         return portable.gram_vectors(of_deltas, of_activations, jitter, found) if math.isnan(cut) else cut
 
     def quantise(self, rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
-        self._packing.quantise(rows.numpy(), quantised.numpy(), scales.numpy())
+        self._kernels.quantise(rows.numpy(), quantised.numpy(), scales.numpy())
 
     def dequantise(self, quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
-        self._packing.dequantise(quantised.numpy(), scales.numpy(), rows.numpy())
+        self._kernels.dequantise(quantised.numpy(), scales.numpy(), rows.numpy())
 
     def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
         if values.dtype == torch.float32:
-            self._packing.top_k(values.numpy(), indices.numpy(), found.numpy(), current().encoding.coarse)
+            self._kernels.top_k(values.numpy(), indices.numpy(), found.numpy(), current().encoding.coarse)
         else:
             portable.top_k(values, indices, found)
 
     def product(self, left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
-        self._packing.product(left.numpy(), right.numpy(), result.numpy(), strip)
+        self._kernels.product(left.numpy(), right.numpy(), result.numpy(), strip)
 
 
 def kernels_for(tensor: Tensor) -> Kernels:

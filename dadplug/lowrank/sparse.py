@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import sparse_portable
+from . import portable
 
 
 class RowKernels(Protocol):
-    """Kernels that this module dispatches to; `sparse_kernels` describes them."""
+    """Kernels that this module dispatches to; `kernels` describes them."""
 
     def first_outside(self, rows: Tensor, count: int) -> int: ...
 
@@ -57,9 +57,9 @@ class _NumbaRows:
     """Kernels by numba, on the memory of contiguous CPU tensors without a copy."""
 
     def __init__(self) -> None:
-        from . import sparse_kernels
+        from . import kernels
 
-        self._kernels = sparse_kernels
+        self._kernels = kernels
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(self._kernels, name)
@@ -84,7 +84,7 @@ def cpu_row_kernels() -> RowKernels:
         return _NumbaRows()
     except Exception as error:
         warnings.warn(f"numba cannot run here ({error}): operations on rows use torch, more slowly", stacklevel=4)
-        return sparse_portable
+        return portable
 
 
 def gather(table: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -126,7 +126,7 @@ def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: if the keys are not a vector of int64.
     """
     _check_keys("keys", keys)
-    kernels = cpu_row_kernels() if keys.device.type == "cpu" else sparse_portable
+    kernels = cpu_row_kernels() if keys.device.type == "cpu" else portable
     return kernels.unique(keys)
 
 
@@ -266,7 +266,7 @@ def adam(
 def _kernels_for(tensor: Tensor) -> RowKernels:
     if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64):
         return cpu_row_kernels()
-    return sparse_portable
+    return portable
 
 
 def _check_keys(name: str, keys: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Methods of gradient agreement, each in a file of its own."""
 
-from . import auto, dad, dsgd, edad, powersgd, rankdad, topk  # noqa: F401  (each registers itself)
+from . import exact, powersgd, rankdad, topk  # noqa: F401  (each registers itself)
 from .base import (
     METHODS,
     Method,

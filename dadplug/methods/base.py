@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,8 +18,34 @@ from ..hub.project import check_restrictions
 from ..lowrank import sum_of_products, sum_one_by_one
 from ..registry import Registry
 from ..schedules import Decoding
-from .feedback import ErrorFeedback
-from .loss_scale import LossScales
+from .feedback import ErrorFeedback, LossScales
+
+
+class GradientPath(str, Enum):
+    """Name of a path; equal to, printed and hashed as the plain string.
+
+    A method may name paths of its own beside these, for which `dadplug.reducer.register_handler` has registered a
+    handler.
+    """
+
+    ALLREDUCE = "allreduce"
+    """Gradients are summed over sites."""
+    FACTORS = "factors"
+    """Rows of activations and deltas are gathered."""
+    ACTIVATIONS = "activations"
+    """Activations are gathered; deltas are recomputed from those of the layer that follows in a chain."""
+    LOWRANK = "lowrank"
+    """Gradients are compressed to low-rank factors, which are gathered."""
+    POWERSGD = "powersgd"
+    """Gradients are compressed to a low rank that is common to all sites."""
+    TOPK = "topk"
+    """The largest elements of each gradient are gathered with their indices."""
+    FROZEN = "frozen"
+    """The parameter is not trained, and nothing is sent."""
+
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+    __format__ = str.__format__  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -302,3 +329,24 @@ def check_allowed(options: MethodOptions) -> None:
 def make_method(options: MethodOptions) -> Method:
     """Make the method that ``options.mode`` names."""
     return METHODS[options.mode](options)
+
+
+_ROWS, _OUT, _WIDTH = 12, 20, 16
+
+
+def warm_up(options: MethodOptions, dtype: torch.dtype) -> None:
+    """Encode and decode a small layer, so that kernels are loaded or compiled before other sites wait for this one.
+
+    Args:
+        options: options of the reduction.
+        dtype: type of the gradients.
+    """
+    method = make_method(options)
+    if not (method.traits.takes_factors and dtype.is_floating_point):
+        return
+    generator = torch.Generator().manual_seed(0)
+    activations, deltas = (torch.randn(_ROWS, n, generator=generator).to(dtype) for n in (_WIDTH, _OUT))
+    for _ in range(2):  # the second call begins from the basis of the first
+        payload = method.encode("warm-up", Factor(activations, deltas), True)
+        decode([payload, payload], [0.5, 0.5], True, site_by_site=method.traits.exact)
+        method.commit("warm-up")

@@ -18,9 +18,7 @@ from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor
 from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
 from .base import Method, MethodOptions, Quality, Traits, register_method
-from .feedback import ErrorFeedback
-from .loss_scale import LossScales
-from .merge_memory import MergeMemory
+from .feedback import ErrorFeedback, LossScales, MergeMemory
 
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import DamagedError, MismatchError
 from ..exchange import Transport, codec
 from ..exchange.failure_reports import PeerNames
-from .replicas import flattened
+from .sameness import flattened
 
 
 def agreed_value(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

@@ -4,21 +4,53 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import DroppedError, MismatchError
 from ..exchange import Traffic, Transport, open_transport
+from ..exchange.codec import register
 from ..methods import check_allowed
-from ..methods.warm_up import warm_up
+from ..methods.base import warm_up
 from ..options import Options
-from . import buffers, replicas, sameness
-from .guards import check_elastic, check_model
-from .join_state import JoinState, Stateful
-from .structure import without_managed
+from . import buffers, sameness
+from .structure import check_elastic, check_model, without_managed
+
+
+class Stateful(Protocol):
+    """Object with state, such as an optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Restore what `state_dict` returned."""
+
+
+@register
+@dataclass(frozen=True)
+class JoinState:
+    """State of a site at the beginning of a step.
+
+    Attributes:
+        description: options, and types and shapes of the model's tensors, which have to be the same.
+        tensors: parameters and buffers by name.
+        step: number of the step.
+        plan: state of the plan.
+        further: state of the objects that the program has named, such as the optimizer, by name.
+        noise: state of the estimates of the gradient's noise; None where there are none.
+    """
+
+    description: dict[str, str]
+    tensors: dict[str, Tensor]
+    step: int
+    plan: Any
+    further: dict[str, Any]
+    noise: dict[str, Any] | None = None
 
 
 class ReplicatedModel:
@@ -61,16 +93,16 @@ class ReplicatedModel:
             warm_up(options, next((parameter.dtype for parameter in model.parameters()), torch.float32))
         self._joined: JoinState | None = self._receive_state()
         if self._joined is None:
-            replicas.check_alike(self._describe(), self._transport)
+            sameness.check_alike(self._describe(), self._transport)
             self._make_equal()
 
     def _receive_state(self) -> JoinState | None:
         """Receive the state of another site, where this one joins in mid-training, and load its model."""
-        state: JoinState | None = self._transport.receive_state(replicas.largest_state(self.model))
+        state: JoinState | None = self._transport.receive_state(sameness.largest_state(self.model))
         if state is not None:
             others, own = "the other sites", self._transport.sites[self.site_rank]
-            replicas.compare(state.description, self._describe(), others, own)
-            replicas.load_tensors(self.model, state.tensors)
+            sameness.compare(state.description, self._describe(), others, own)
+            sameness.load_tensors(self.model, state.tensors)
         return state
 
     def _check_allowed(self, options: Options) -> None:
@@ -79,7 +111,7 @@ class ReplicatedModel:
 
     def _make_equal(self) -> None:
         """Replace the parameters and buffers at the start by those of rank 0."""
-        replicas.broadcast_model(self.model, self._transport)
+        sameness.broadcast_model(self.model, self._transport)
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         """Open a transport of its own over a process group."""
@@ -119,11 +151,11 @@ class ReplicatedModel:
             plan: state of the plan.
         """
         further = {name: each.state_dict() for name, each in self._further.items()}
-        return JoinState(self._describe(), replicas.tensors_of(self.model), step, plan, further)
+        return JoinState(self._describe(), sameness.tensors_of(self.model), step, plan, further)
 
     def _describe(self) -> dict[str, str]:
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
-        return sameness.described(self.options.may_differ) | replicas.describe(self.model, settings)
+        return sameness.described(self.options.may_differ) | sameness.describe(self.model, settings)
 
     @property
     def rank(self) -> int:
@@ -145,7 +177,7 @@ class ReplicatedModel:
             SiteError: if a site is gone or does not answer.
         """
         with self.traffic.apart(), without_managed(self.model):
-            replicas.broadcast_model(self.model, self._transport)
+            sameness.broadcast_model(self.model, self._transport)
 
     def average_buffers(self) -> None:
         """Replace running statistics and other float buffers by their mean over sites; all sites must call it.
@@ -171,7 +203,7 @@ class ReplicatedModel:
             SiteError: if a site is gone or does not answer.
         """
         with self.traffic.apart(), without_managed(self.model):
-            return replicas.first_difference(self.model, self._transport)
+            return sameness.first_difference(self.model, self._transport)
 
     def gather_objects(self, item: Any) -> list[Any]:
         """Gather an object from every site, by rank; all sites must call it.

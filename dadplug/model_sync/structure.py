@@ -1,12 +1,16 @@
-"""Structure of a model, compared step by step: layers and parameters are added, removed and frozen."""
+"""Structure of a model: what is compared step by step, and checks that turn silent mistakes into errors."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+
+from ..hooks import OwnHook, overridden
 
 _MANAGED = "_dadplug_managed"  # attribute of a parameter
 
@@ -76,3 +80,98 @@ def without_managed(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, parameter in hidden:
             module._parameters[name] = parameter
+
+
+_DISTRIBUTED = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule")
+
+
+class Synchronized(Protocol):
+    """A model whose gradients are synchronized before the optimizer's step.
+
+    Attributes:
+        model: the model.
+        pending: whether gradients have arrived that are not synchronized yet.
+    """
+
+    model: nn.Module
+
+    @property
+    def pending(self) -> bool: ...
+
+    def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+def check_model(model: nn.Module) -> None:
+    """Check that a model can be captured.
+
+    Raises:
+        TypeError: if it is no module.
+        ValueError: if a parameter has no shape yet, if a layer is captured already, or if torch itself distributes it.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+    refuse_wrapped(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")
+    for name, module in model.named_modules():
+        if overridden(module):
+            raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise ValueError if torch itself reduces or shards the gradients of a model or of a part of it.
+
+    Both would exchange the same gradients: the traffic of the one with the losses of the other. The classes are found
+    by name, since the import of torch's FSDP takes longer than that of dadplug.
+    """
+    for name, module in model.named_modules():
+        found = next((each for each in type(module).__mro__ if each.__name__ in _DISTRIBUTED), None)
+        if found is None or not found.__module__.startswith("torch."):
+            continue
+        part = f"layer {name!r}" if name else "the model"
+        if found.__name__ == "FSDPModule":
+            raise ValueError(f"{part} is sharded by torch's fully_shard: pass a model without it, dadplug replaces it")
+        own = "model" + (f".{name}" if name else "") + ".module"
+        raise ValueError(
+            f"{part} is wrapped in torch's {found.__name__}, which dadplug replaces: pass the unwrapped model ({own}), "
+            "and use it in the training loop"
+        )
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "DTensor":
+            raise ValueError(f"parameter {name!r} is a DTensor, sharded by torch: pass a model with whole parameters")
+
+
+def check_elastic(model: nn.Module) -> None:
+    """Check that a model can be trained while sites leave and return.
+
+    Raises:
+        ValueError: if a parameter is managed elsewhere, as the tables of an AdaModel are: each site has a part of them.
+    """
+    for name, parameter in model.named_parameters():
+        if is_managed(parameter):
+            raise ValueError(f"min_sites: the rows of {name!r} are spread over the sites, and all of them must stay")
+
+
+def refuse_unsynchronised(reduction: Synchronized) -> OwnHook:
+    """Return a pre-hook for optimizers that reports their steps, and raises an error if `synchronize` was forgotten.
+
+    Args:
+        reduction: the reduction; the hook holds it weakly.
+    """
+    reference = weakref.ref(reduction)
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = reference()
+        if found is None:
+            return
+        ours = {id(parameter) for parameter in found.model.parameters()}
+        if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        found.on_optimizer_step(optimizer)
+        if found.pending and not any(callable(given) for given in (*args, *kwargs.values())):
+            raise RuntimeError(
+                "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward()"
+            )
+
+    return OwnHook(check)

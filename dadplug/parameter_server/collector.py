@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..exchange import Transport
-from ..methods import Method, loss_scale
+from ..methods import Method, feedback
 from ..model_sync.samples import SampleCounter
 from ..options import Options
 from ..units.base import Unit
@@ -38,7 +38,7 @@ class GradientCollector:
         self.pending = self._scaled = False
         self.counted = 0
         self.norms: CommittedBatchNorms | None = None
-        loss_scale.watch()
+        feedback.watch()
 
     def _before_forward(self) -> None:
         self.gradients.check_unchanged()
@@ -57,7 +57,7 @@ class GradientCollector:
     def _arrived(self, unit: Unit) -> None:
         unit.arrivals += 1
         self.pending = True
-        self._scaled |= loss_scale.running().value != 1.0
+        self._scaled |= feedback.running().value != 1.0
         if isinstance(unit, FactorUnit):
             unit.prepare(self.counter.owned, exact=self._method.traits.exact)
         self.gradients.record_arrival(unit)
@@ -107,4 +107,4 @@ class GradientCollector:
         self.counter.detach()
         if self.norms is not None:
             self.norms.detach()
-        loss_scale.unwatch()
+        feedback.unwatch()

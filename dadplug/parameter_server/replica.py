@@ -11,8 +11,8 @@ from torch import nn
 from ..errors import SiteError
 from ..exchange.failure_reports import PeerNames
 from ..methods import Method
-from ..model_sync.join_state import JoinState
-from ..model_sync.replicas import tables_with_max_norm, tensors_of
+from ..model_sync.replicated_model import JoinState
+from ..model_sync.sameness import tables_with_max_norm, tensors_of
 from ..model_sync.structure import is_managed
 from .contribution import ContributionCodec
 from .gradients import ModelGradients

@@ -15,7 +15,7 @@ from ..exchange.failure_reports import add_announcer, remove_announcer
 from ..logs import get_logger
 from ..methods import Quality, make_method
 from ..model_sync.buffers import average_packed, pack_buffers
-from ..model_sync.join_state import Stateful
+from ..model_sync.replicated_model import Stateful
 from ..signature import takes_keywords_of
 from .collector import GradientCollector
 from .connect import check_role, gather_workers, largest_message, open_log, raise_problem

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..errors import MismatchError
 from ..exchange import codec
-from ..model_sync.join_state import JoinState
-from ..model_sync.replicated_model import ReplicatedModel
+from ..model_sync.replicated_model import JoinState, ReplicatedModel
 from .collector import GradientCollector
 from .frames import Kind
 from .gradients import UnsentGradients

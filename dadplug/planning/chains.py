@@ -15,10 +15,9 @@ from torch import nn
 
 from ..exchange.codec import register
 from ..hooks import LINEAR, LayerCapture, Trace
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..units.base import Unit
-from ..units.chained import ChainedUnit, ChainLink
-from ..units.factor import FactorUnit
+from ..units.factor import ChainedUnit, ChainLink, FactorUnit
 
 
 @register

@@ -9,7 +9,7 @@ from torch import nn
 from ..exchange import Transport
 from ..exchange.wire import wire_format
 from ..methods import Method
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..model_sync.structure import is_managed
 from ..options import Options
 from ..reducer import handler_type

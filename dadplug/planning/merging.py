@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..exchange import Transport
 from ..exchange.wire import wire_format
 from ..methods import Method
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..methods.rankdad import keeps_rows
 from ..options import Options
 from ..reducer.owners import OwnedLayer, Owners, assign_owners, busiest_numbers, stacked_rows

@@ -10,10 +10,9 @@ from torch import nn
 
 from ..hooks import LINEAR, Form, LayerCapture, capturable_layers, family_of, refusal_of
 from ..methods import Method
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..units.base import DenseUnit, Unit, matrix_shape
-from ..units.factor import FactorUnit
-from ..units.lowrank import LowrankUnit
+from ..units.factor import FactorUnit, LowrankUnit
 
 
 class Partition(NamedTuple):

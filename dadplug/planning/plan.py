@@ -15,7 +15,7 @@ class PlanRow:
         parameter: name of the parameter.
         shape: its shape.
         path: the path of its gradient, equal to a string such as ``"allreduce"``, ``"factors"`` or ``"frozen"``; see
-            `dadplug.methods.paths.GradientPath`.
+            `dadplug.methods.base.GradientPath`.
         bytes: predicted payload that this site hands to the transport in a step for this parameter, in bytes. Where
             it depends on the rows of a batch, it is for those of the last steps, and for one row before the first.
         dense_bytes: payload of an all-reduce of its gradient, in bytes.

@@ -12,8 +12,7 @@ from torch import nn
 from ..exchange import Transport
 from ..methods import Quality, make_method
 from ..methods.feedback import ErrorFeedback
-from ..model_sync.join_state import JoinState
-from ..model_sync.replicated_model import ReplicatedModel
+from ..model_sync.replicated_model import JoinState, ReplicatedModel
 from ..model_sync.samples import SampleCounter
 from ..options import Options
 from ..reducer.attached import AttachedGradients

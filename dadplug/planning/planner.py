@@ -11,17 +11,16 @@ from torch import nn
 
 from ..exchange import Transport
 from ..methods import Method, check_allowed
+from ..methods.base import GradientPath
 from ..methods.feedback import ErrorFeedback
-from ..methods.paths import GradientPath
-from ..model_sync import replicas
+from ..model_sync import sameness
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..options import Options
 from ..reducer.reducer import Reducer
 from ..reducer.request import StepRequest
 from ..reducer.step_header import StepHeader
 from ..units.base import DenseUnit, Unit
-from ..units.chained import ChainedUnit
-from ..units.factor import FactorUnit
+from ..units.factor import ChainedUnit, FactorUnit
 from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
 from .costs import PayloadCosts, dense_bytes
 from .first_step import FirstStepReport, MergedReport, merge_reports
@@ -173,7 +172,7 @@ class Planner:
             self._rounding = self._reducer.rounding()
             self._reducer.close_plan(step, self._version)
         if self._added:
-            replicas.check_values(self._model, self._added, self._transport)
+            sameness.check_values(self._model, self._added, self._transport)
             self._added.clear()
         if (self._method.traits.chooses_path or self._merging.needs_link) and self._link is None:
             with self._transport.traffic.apart():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..exchange import Transport
 from ..exchange.summed_buckets import GatheredBucket, summed_bucket
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..units.base import Unit
 from .context import HandlerContext
 from .handler import register_handler, write_gradient

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..exchange.factor_buckets import ContributionBucket, FactorPayload, OwnedSlot, Slot
-from ..lowrank.merging import divide_columns, merge_coefficients, part_size
-from ..methods.merge_memory import PartPlace
-from ..methods.paths import GradientPath
+from ..lowrank.packing import divide_columns, merge_coefficients, part_size
+from ..methods.base import GradientPath
+from ..methods.feedback import PartPlace
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .context import HandlerContext

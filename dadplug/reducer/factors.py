@@ -12,7 +12,7 @@ from torch import Tensor
 from ..exchange.factor_buckets import FactorBucket, FactorPayload, IndexSlot, Slot, finite
 from ..fused import GradientProduct
 from ..methods import Method, decode, decode_bias, is_product
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..units.base import Unit, add_gradient
 from ..units.factor import FactorUnit
 from .context import HandlerContext

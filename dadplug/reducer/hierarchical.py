@@ -15,7 +15,7 @@ from torch import Tensor
 from ..exchange.factor_buckets import FactorPayload, finite
 from ..exchange.hierarchy import NodeGather, NodeMessage, NodeMessages
 from ..hooks import Factor
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .context import HandlerContext

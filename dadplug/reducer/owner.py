@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ..exchange.factor_buckets import ContributionBucket, FactorPayload, OwnedSlot, Slot
 from ..hooks import Factor
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .context import HandlerContext

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..exchange.factor_buckets import finite
 from ..exchange.summed_buckets import GatheredBucket, summed_bucket
 from ..methods import Method
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..methods.powersgd import (
     PowerSGD,
     WeightedGradient,

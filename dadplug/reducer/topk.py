@@ -12,7 +12,7 @@ from ..exchange.factor_buckets import finite
 from ..exchange.summed_buckets import SparseBucket, element_size
 from ..exchange.wire import WireFormat, wire_format
 from ..methods import Method
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from ..methods.topk import TopK, accumulate, decode, encode, subtract_sent
 from ..units.base import Unit
 from .context import HandlerContext

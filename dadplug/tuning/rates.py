@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..lowrank.algorithms import ALGORITHMS, Operator, Search
-from ..lowrank.cost import choose, predict, terms
+from ..lowrank.algorithms import ALGORITHMS, Operator, Search, choose, predict, terms
 from ..schedules import Encoding
 from .kernel_tasks import Layer, random_rows
 from .task import Config, Space, Task, Vector

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks import OwnHook
-from ..methods.paths import GradientPath
+from ..methods.base import GradientPath
 from .lazy_gradient import accumulated
 
 

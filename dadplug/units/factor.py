@@ -1,19 +1,20 @@
-"""Unit of a weight, and perhaps a bias, whose gradients are sent as factors."""
+"""Units whose gradients are sent as factors: as they are, compressed to a low rank, or as one side of a chain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from ..exchange.codec import register
 from ..exchange.factor_buckets import FactorPayload
-from ..hooks import LINEAR, CapturedLayer, Factor, Form, OwnHook, stack_by_form
-from ..methods.paths import GradientPath
+from ..hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, OwnHook, stack_by_form
+from ..methods.base import GradientPath
 from .base import Unit
-from .lazy_gradient import Placeholders, accumulated, is_agreed, mark_agreed
+from .lazy_gradient import Placeholders, accumulated, is_agreed, mark_agreed, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
 
@@ -28,7 +29,7 @@ class FactorUnit(Unit):
         bias: name of the bias, or None.
         parameters: both, by name.
         layers: the captured layers that use them.
-        path: the path of the gradients; `GradientPath.LOWRANK` for a `dadplug.units.lowrank.LowrankUnit`.
+        path: the path of the gradients; `GradientPath.LOWRANK` for a `dadplug.units.factor.LowrankUnit`.
         form: the form in which the factors are sent, or None if it depends on the layers' inputs.
 
     Attributes:
@@ -354,3 +355,208 @@ class FactorUnit(Unit):
 
 def _keys(factors: Sequence[Factor]) -> list[int]:
     return [factor.trace.key for factor in factors if factor.trace is not None]
+
+
+class LowrankUnit(FactorUnit):
+    """A weight whose gradient is compressed as a matrix, whatever forms its factors have.
+
+    What autograd forms itself is compressed together with the factors: all of it where no layer has factors, else what
+    comes from hooks, from other uses of the weight, and from changes of ``.grad``.
+
+    Args:
+        weight: name of the weight, of two dimensions or more.
+        bias: name of the bias, or None.
+        parameters: both, by name.
+        layers: the captured layers that use them.
+    """
+
+    def __init__(
+        self, weight: str, bias: str | None, parameters: dict[str, nn.Parameter], layers: list[CapturedLayer]
+    ) -> None:
+        super().__init__(weight, bias, parameters, layers, GradientPath.LOWRANK, LINEAR)
+        self._aside: dict[str, Tensor | None] = {}  # what is in `.grad` already, while autograd forms a gradient
+
+    def _before_dense(self, name: str, gradient: Tensor | None) -> None:
+        self.drop_cleared()
+        if gradient is not None:
+            self._placeholders.lift(name)
+            parameter = self.parameters[name]
+            self._aside[name], parameter.grad = parameter.grad, None
+            self.outside = bool(self.layers)
+
+    def _after_dense(self, name: str, parameter: Tensor) -> None:
+        if name in self._aside:
+            gradient, parameter.grad = parameter.grad, self._aside.pop(name)
+            if gradient is not None:
+                self._hold(name, gradient)
+        super()._after_dense(name, parameter)
+
+    def _hold(self, name: str, gradient: Tensor) -> None:
+        """Hold a gradient that has been formed, as a factor."""
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        out, width = self.shape
+        if name == self.name:
+            zeros = None if self.bias is None else gradient.new_zeros(self.parameters[self.bias].shape)
+            formed = Factor.formed(gradient)
+            factor = Factor(formed.activations, formed.deltas, formed.form, zeros)
+        else:
+            factor = Factor(gradient.new_empty(0, width), gradient.new_empty(0, out), LINEAR, gradient)
+        self._held.append(factor)
+        if len(self._held) > 1:
+            self._condense()
+
+    def resolve(self) -> None:
+        self._placeholders.resolve()
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and not is_agreed(parameter, self.reduction):
+                gradient, parameter.grad = parameter.grad, None
+                self._hold(name, gradient)
+
+    def own_gradient(self, name: str) -> Tensor:
+        own = super().own_gradient(name)
+        self.dense = False  # it is compressed as it will be at the end of the step
+        unmark_agreed(own)
+        return own
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the matrices that are compressed."""
+        return sum(factor.rows * factor.form.positions for factor in self._peek())
+
+    def take(self) -> Factor | None:
+        factors = self._collect()
+        self._sent_factors = factors if self._is_small(factors) else []
+        return self._matrix(factors) if factors else None
+
+    def _matrix(self, factors: list[Factor]) -> Factor:
+        shape = self.lead.shape
+        # Rows of linear layers come first: stacked in their form, all stay rows, and no gradient is formed of many.
+        ordered = sorted(stack_by_form(factors), key=lambda factor: factor.form != LINEAR)
+        return Factor.stack([factor.matrix(shape) for factor in ordered]).matrix(shape)
+
+    def _condense(self) -> None:
+        self._held = [self._matrix(self._collect())]
+
+
+register(Elementwise)
+
+
+@register
+@dataclass(frozen=True)
+class ChainLink:
+    """Link from a layer to the next one of its chain.
+
+    Attributes:
+        follower: name of the unit whose layer has the output as its input.
+        function: the function between the two.
+    """
+
+    follower: str
+    function: Elementwise
+
+
+class ChainedUnit(FactorUnit):
+    """A unit that sends activations alone, since its deltas follow from those of another unit.
+
+    Rows of the two are matched call by call: this unit's rows are the first ones of the follower's. Rows without a
+    match, since a step took another way through the model, become a dense gradient.
+
+    Args:
+        unit: the unit that it replaces.
+        link: the link to the unit that follows.
+    """
+
+    def __init__(self, unit: FactorUnit, link: ChainLink) -> None:
+        super().__init__(unit.name, unit.bias, unit.parameters, unit.layers, GradientPath.ACTIVATIONS, LINEAR)
+        self.arrivals, self.expected = unit.arrivals, unit.expected
+        self.dense, self.outside = unit.dense, unit.outside
+        self.link = link
+        self.follower: FactorUnit = unit  # until all units of the plan have been replaced
+        self._accepted: list[int] = []
+        self._refused: set[int] = set()
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return 0, self.shape[1]
+
+    @property
+    def row_keys(self) -> list[int]:
+        follower_keys = self.follower.row_keys
+        for factor in self._peek():
+            trace = factor.trace
+            if trace is None or trace.key in self._refused or trace.key in self._accepted:
+                continue
+            place = len(self._accepted)
+            fits = (
+                trace.function == self.link.function
+                and follower_keys[place : place + 1] == [trace.follower_key]
+                and not self.follower.weight_changed
+            )
+            if fits:
+                self._accepted.append(trace.key)
+            else:
+                self._refused.add(trace.key)
+        return self._accepted
+
+    def take(self) -> Factor | None:
+        accepted = set(self.row_keys)
+        fitting: list[Factor] = []
+        others: list[Factor] = []
+        factors = self._collect()
+        self._sent_factors = factors if self._is_small(factors) else []
+        for factor in factors:
+            fits = factor.trace is not None and factor.trace.key in accepted
+            (fitting if fits else others).append(factor)
+        for factor in stack_by_form(others):
+            self._form(factor)
+            self.dense = True
+        if not fitting:
+            return None
+        activations = torch.cat([factor.activations for factor in fitting]) if fitting[1:] else fitting[0].activations
+        return Factor(activations, activations.new_empty(len(activations), 0))
+
+    def complete(
+        self, payloads: Sequence[FactorPayload], known: Mapping[str, list[FactorPayload]]
+    ) -> list[FactorPayload] | None:
+        followers = known.get(self.link.follower)
+        if followers is None or any(own.rows > other.rows for own, other in zip(payloads, followers, strict=True)):
+            return None
+        weight = self.follower.lead.detach()
+        complete = []
+        for own, other in zip(payloads, followers, strict=True):
+            matched = other.part(0, own.rows)
+            deltas = self.link.function.backward(matched.left @ weight, matched.right)
+            complete.append(FactorPayload(deltas.to(own.right.device), own.right))
+        return complete
+
+    def before_header(self) -> None:
+        if self._is_stale:
+            self.reclaim()
+
+    @property
+    def broken(self) -> bool:
+        return self._is_stale
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether other sites would recompute deltas from others than this site had, or by another weight."""
+        changed = self.follower.void or self.follower.weight_changed
+        return self.sent and not self.void and bool(self._accepted) and changed
+
+    def reclaim(self) -> bool:
+        reclaimed = super().reclaim()
+        if reclaimed:
+            self._forget_matches()
+        return reclaimed
+
+    def discard(self) -> None:
+        super().discard()
+        self._forget_matches()
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._forget_matches()
+
+    def _forget_matches(self) -> None:
+        self._accepted.clear()
+        self._refused.clear()

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...errors import MismatchError
 from ...exchange import Transport, connect
 from ...exchange.transport import Requirements
-from ...model_sync.uneven_inputs import batches_before, takes_part
+from ...model_sync.samples import batches_before, takes_part
 from ..position import batches_from
 from .engine import SiteEngine
 from .fixes import accumulation_steps, adapt, load_model, load_runner

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import MismatchError
 from ...exchange import Transport, codec
-from ...model_sync.uneven_inputs import batches_before, takes_part
+from ...model_sync.samples import batches_before, takes_part
 from ..position import batches_from
 from .present_sites import metrics_of_present_sites
 from .uneven_loader import UnevenLoader

@@ -18,8 +18,7 @@ from ...exchange.failure_reports import describe
 from ...exchange.handshake import choose_interface, gloo_interface
 from ...exchange.transport import Requirements
 from ...hub.site_connection import current_connection
-from ...model_sync.samples import batch_size
-from ...model_sync.uneven_inputs import takes_part
+from ...model_sync.samples import batch_size, takes_part
 from .collectives import SiteCollectives
 from .environment import SiteEnvironment
 from .uneven_loader import UnevenLoader, compare_lengths

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...exchange import Transport
-from ...model_sync.uneven_inputs import takes_part
+from ...model_sync.samples import takes_part
 from ..delegating_loader import DelegatingLoader
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dadplug
-from dadplug.lowrank.merging import merge_coefficients
+from dadplug.lowrank.packing import merge_coefficients
 from dadplug.reducer import divided
 from dadplug.reducer.divided import DividedHandler
 from dadplug.reducer.merged import MergedHandler

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dadplug.model_sync.uneven_inputs import batches_before, takes_part
+from dadplug.model_sync.samples import batches_before, takes_part
 
 BATCH = 8
 

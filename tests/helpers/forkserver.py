@@ -46,7 +46,6 @@ PACKAGE = (
     "pytest",  # which helpers of tests import
     "dadplug.reduction",
     "dadplug.lowrank.kernels",
-    "dadplug.lowrank.sparse_kernels",
     "dadplug.hub.join",
     "dadplug.hub.server",
     "dadplug.adapm.kernels",

@@ -19,7 +19,7 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange import rendezvous
-from dadplug.model_sync import replicas
+from dadplug.model_sync import sameness
 
 CONNECTING = 60.0  # seconds
 
@@ -70,7 +70,7 @@ def site(case: Case, rank: int, port: int, folder: Path, spared: bool = False) -
     hit_before(rendezvous.RollCall, "_claim", "claim")
     hit_before(rendezvous.RollCall, "_follow" if rank else "_lead", "roll call")
     hit_before(dist, "init_process_group", "group")
-    hit_before(replicas, "broadcast_model", "broadcast")
+    hit_before(sameness, "broadcast_model", "broadcast")
     result = {"error": None, "kind": None}
     try:
         train(case, rank, port, folder, hit)

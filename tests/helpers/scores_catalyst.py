@@ -41,7 +41,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def one_process(kind="sgd", epochs=2, accumulation=1, steps=(6, 6), head=True):
-    from dadplug.model_sync.uneven_inputs import takes_part
+    from dadplug.model_sync.samples import takes_part
 
     model = Scores(head)
     optimizer = optimizer_of(model, kind)

@@ -11,7 +11,7 @@ from torch import nn
 
 from dadplug.errors import SiteError
 from dadplug.hub.rounds import Rounds
-from dadplug.model_sync.replicas import largest_state
+from dadplug.model_sync.sameness import largest_state
 
 
 def rounds_of(announced: int) -> Rounds:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dadplug.lowrank import compress, compress_matrix, dispatch, merging, orthonormalise, portable
+from dadplug.lowrank import compress, compress_matrix, dispatch, orthonormalise, packing, portable
 from dadplug.lowrank.algorithms import ALGORITHMS
 
 SHAPES = [(1, 5, 3), (2, 40, 7), (9, 12, 30), (16, 64, 48), (33, 80, 10), (64, 10, 90), (130, 200, 150), (256, 40, 300)]
@@ -176,7 +176,7 @@ def test_merged_factors_are_the_optimum_at_every_scale(dtype, scales):
     left = (torch.randn(50, 12, generator=generator, dtype=torch.float64) * scales[0]).to(dtype).double()
     right = (torch.randn(30, 12, generator=generator, dtype=torch.float64) * scales[1]).to(dtype).double()
     left[:, 5] = left[:, 2]
-    x, y = merging.merge_coefficients((left.T @ left).to(dtype), (right.T @ right).to(dtype), 4)
+    x, y = packing.merge_coefficients((left.T @ left).to(dtype), (right.T @ right).to(dtype), 4)
     gradient, scale = left @ right.T, scales[0] * scales[1]
     best = float(torch.linalg.svdvals(gradient / scale)[4:].norm())
     found = float(((gradient - (left @ x) @ (right @ y).T) / scale).norm())

@@ -13,7 +13,7 @@ from divided_network import backward, batch, divided_layers, fail_to_merge, mean
 from torch import nn
 
 from dadplug.errors import NonFiniteError
-from dadplug.lowrank.merging import merge_coefficients
+from dadplug.lowrank.packing import merge_coefficients
 from dadplug.planning.link_model import LinkCosts
 from dadplug.planning.merging import predict_seconds
 from dadplug.reducer import divided

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dadplug
 from dadplug.errors import NonFiniteError
-from dadplug.methods import loss_scale
+from dadplug.methods import feedback
 
 DENSE = [
     {"mode": "powersgd", "rank": 2},
@@ -320,10 +320,10 @@ def test_every_network_has_the_scale_of_its_own_scaler(sites):
 
 def test_the_scale_of_a_backward_pass_ends_with_it():
     layer, found, scale = nn.Linear(3, 3), [], GradScaler.scale
-    layer.weight.register_post_accumulate_grad_hook(lambda _: found.append(loss_scale.running()))
+    layer.weight.register_post_accumulate_grad_hook(lambda _: found.append(feedback.running()))
     scaler, inputs = GradScaler("cpu", init_scale=8.0), torch.ones(2, 3, requires_grad=True)
-    loss_scale.watch()
-    loss_scale.watch()
+    feedback.watch()
+    feedback.watch()
     try:
         scaler.scale(layer(inputs).sum()).backward()
         layer(inputs).sum().backward()
@@ -334,9 +334,9 @@ def test_the_scale_of_a_backward_pass_ends_with_it():
             scaler.scale([outputs.sum()])[0].backward()
         layer(inputs).sum().backward()
         GradScaler("cpu", enabled=False).scale(layer(inputs).sum()).backward()
-        loss_scale.unwatch()
+        feedback.unwatch()
         scaler.scale(layer(inputs).sum()).backward()
     finally:
-        loss_scale.unwatch()
+        feedback.unwatch()
     assert [each.value for each in found] == [8.0, 1.0, 8.0, 1.0, 1.0, 8.0]
     assert GradScaler.scale is scale

@@ -15,7 +15,7 @@ from torch import nn
 import dadplug
 from dadplug.errors import NonFiniteError
 from dadplug.exchange.factor_buckets import FactorPayload
-from dadplug.methods.merge_memory import MergeMemory, PartPlace
+from dadplug.methods.feedback import MergeMemory, PartPlace
 from dadplug.methods.rankdad import RankDAD
 from dadplug.options import Options
 

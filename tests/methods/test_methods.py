@@ -10,7 +10,7 @@ from dadplug.hooks import Factor
 
 from dadplug.exchange.factor_buckets import FactorPayload
 from dadplug.methods import METHODS, Method, Traits, decode, make_method, method_names, register_method
-from dadplug.methods.paths import GradientPath
+from dadplug.methods.base import GradientPath
 from dadplug.options import Options
 
 

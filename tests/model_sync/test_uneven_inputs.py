@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dadplug.model_sync.uneven_inputs import batches_before, takes_part
+from dadplug.model_sync.samples import batches_before, takes_part
 
 
 @given(steps=st.integers(1, 300), data=st.data())

@@ -156,7 +156,7 @@ def uneven() -> None:
     make_trainer(AdaPMStrategy(), max_epochs=1).fit(
         module, DataLoader(data(site, steps=4 - 2 * site), batch_size=BATCH)
     )
-    from dadplug.model_sync.uneven_inputs import takes_part
+    from dadplug.model_sync.samples import takes_part
 
     optimizer = expected.configure_optimizers()
     for step in range(4):

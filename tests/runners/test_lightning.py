@@ -13,7 +13,7 @@ pl = pytest.importorskip("pytorch_lightning")
 import lightning_zoo as zoo  # noqa: E402
 from dadplug.runners import DADStrategy  # noqa: E402
 
-from dadplug.model_sync.uneven_inputs import takes_part  # noqa: E402
+from dadplug.model_sync.samples import takes_part  # noqa: E402
 
 MODES = ("dsgd", "dad", "rankdad")
 

@@ -11,7 +11,7 @@ import torch
 
 from dadplug import schedules
 from dadplug.lowrank import sum_of_products, sum_one_by_one, top_k
-from dadplug.lowrank.cost import choose, predict
+from dadplug.lowrank.algorithms import choose, predict
 from dadplug.schedules import Decoding, Encoding, Machine, Record, Serving
 
 TUNED = Record(

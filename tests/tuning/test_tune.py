@@ -10,7 +10,7 @@ from torch import nn
 import dadplug
 from dadplug import schedules
 from dadplug.cli.commands import main
-from dadplug.lowrank.cost import predict
+from dadplug.lowrank.algorithms import predict
 from dadplug.schedules import Decoding, Encoding, Record
 from dadplug.tuning import kernel_tasks, rates
 from dadplug.tuning.kernel_tasks import Layer
