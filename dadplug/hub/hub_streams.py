@@ -100,14 +100,7 @@ class HubStreams:
             if head.tag != Tag.DATA or head.offset:
                 return
             stream = self._begin(session, head.exchange)
-        if head.tag == Tag.DATA:
-            stream.peer.receive(head.offset, body)
-        elif head.tag == Tag.ROOM:
-            stream.peer.grant(bytes(body))
-        elif head.tag == Tag.END:
-            stream.peer.end()
-        else:
-            raise FrameError(f"unknown message {head.tag} of a stream")
+        stream.peer.take(head, body)
         self._reached.add(stream)
 
     def _begin(self, session: Session, channel: int) -> HubStream:
@@ -159,12 +152,9 @@ class HubStreams:
     def _send(self, stream: HubStream) -> bool:
         """Send what the service has written; return whether there may be more."""
         while room := stream.room:
-            try:
-                content = stream.peer.local.recv(min(room, OPEN_BYTES))
-            except BlockingIOError:
+            content = stream.peer.read_program(room)
+            if content is None:
                 return True
-            except OSError:  # the service has closed its socket with bytes unread
-                content = b""
             if not content:
                 stream.send(Tag.END, b"\0")
                 return False

@@ -94,10 +94,6 @@ class PeerStream:
         self._peer_ended = False
 
     @property
-    def _other(self) -> str:
-        return "the other end" if self.slot == HUB_SLOT else f"site {self.slot}"
-
-    @property
     def holds_incoming(self) -> bool:
         """Whether bytes have arrived that the local socket had no room for."""
         return bool(self._incoming)
@@ -114,44 +110,52 @@ class PeerStream:
         head = Head(Kind.MESSAGE, self.slot, 0, self.channel, offset, len(content), tag)
         return head.pack() + content if self._keys is None else self._keys[0].frame(head, content)
 
-    def opened(self, head: Head, body: memoryview) -> memoryview:
-        """Return the content of a frame that has arrived.
+    def take(self, head: Head, body: memoryview) -> None:
+        """Take a frame that has arrived.
 
         Raises:
             SealingError: if it is sealed, and is not the next one that the other site has sent.
+            FrameError: if it is damaged, its bytes are not the next ones, or more than was granted.
         """
-        return body if self._keys is None else memoryview(self._keys[1].open(head, body))
+        if self._keys is not None:
+            body = memoryview(self._keys[1].open(head, body))
+        if head.tag == Tag.DATA:
+            self._receive(head.offset, body)
+        elif head.tag == Tag.ROOM:
+            if len(body) != ROOM_FORMAT.size:
+                raise FrameError(f"a message of {len(body)} bytes where {ROOM_FORMAT.size} are due")
+            self.granted = max(self.granted, ROOM_FORMAT.unpack(body)[0])
+        elif head.tag == Tag.END:
+            self.end()
+        else:
+            raise FrameError(f"unknown message {head.tag} of a stream")
 
-    def receive(self, offset: int, body: memoryview) -> None:
-        """Take bytes that have arrived.
-
-        Args:
-            offset: bytes of the stream before them.
-            body: the bytes.
-
-        Raises:
-            FrameError: if they are not the next ones, or more than was granted.
-        """
+    def _receive(self, offset: int, body: memoryview) -> None:
+        """Take bytes that have arrived, and their place in the stream."""
+        other = "the other end" if self.slot == HUB_SLOT else f"site {self.slot}"
         if offset != self._received:
-            raise FrameError(f"bytes of {self._other} begin at {offset}, and byte {self._received} comes next")
+            raise FrameError(f"bytes of {other} begin at {offset}, and byte {self._received} comes next")
         if self._received + len(body) > self._announced:
-            raise FrameError(f"{self._other} has sent more than the {self._announced} bytes that it may send")
+            raise FrameError(f"{other} has sent more than the {self._announced} bytes that it may send")
         self._received += len(body)
         self._incoming.append(body)
-
-    def grant(self, content: bytes) -> None:
-        """Take a message `ROOM`.
-
-        Raises:
-            FrameError: if it is damaged.
-        """
-        if len(content) != ROOM_FORMAT.size:
-            raise FrameError(f"a message of {len(content)} bytes where {ROOM_FORMAT.size} are due")
-        self.granted = max(self.granted, ROOM_FORMAT.unpack(content)[0])
 
     def end(self) -> None:
         """Let the program read the end of the stream, after what has arrived."""
         self._peer_ended = True
+
+    def read_program(self, most: int) -> bytes | None:
+        """Return bytes that the program has written; none at the end of its stream, and None where there are none yet.
+
+        Args:
+            most: their number, at most; a frame takes no more than `OPEN_BYTES`.
+        """
+        try:
+            return self.local.recv(min(most, OPEN_BYTES))
+        except BlockingIOError:
+            return None
+        except OSError:  # the program has closed its socket with bytes unread
+            return b""
 
     def pass_on(self) -> bytes:
         """Write what has arrived to the local socket, as far as it has room.

@@ -20,7 +20,7 @@ from .actions import Drop
 from .connection import HubConnection
 from .frames import Head, Kind, Leave
 from .peer_stream import HUB_SLOT, PeerStream, Tag, pieces
-from .sealing import OPEN_BYTES, Keys
+from .sealing import Keys
 
 if TYPE_CHECKING:
     from .kits import Kit
@@ -179,7 +179,7 @@ class Tunnel(HubConnection):
             return  # in a forked child, where the lock may be held for good
         with self.lock:
             if not stream.spilled and not self.closed and (stream.channel, stream.slot) in self._streams:
-                self._append_notice(stream, Tag.END, b"\0")
+                self._frames.append(stream.frame(Tag.END, [b"\0"]))
                 self._flush_or_disconnect()
                 stream.ended = True
         self._wake()
@@ -217,7 +217,6 @@ class Tunnel(HubConnection):
         return self.room(head) if head.slot == HUB_SLOT else super()._room(head)
 
     def room(self, head: Head) -> memoryview:
-        """Return room for a frame."""
         if head.kind is not Kind.MESSAGE or head.slot == self.rank:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} on the channel for parameters")
         return memoryview(bytearray(head.length))
@@ -230,15 +229,7 @@ class Tunnel(HubConnection):
         stream = self._streams.get((head.exchange, head.slot))
         if stream is None:
             return
-        body = stream.opened(head, body)
-        if head.tag == Tag.DATA:
-            stream.receive(head.offset, body)
-        elif head.tag == Tag.ROOM:
-            stream.grant(bytes(body))
-        elif head.tag == Tag.END:
-            stream.end()
-        else:
-            raise FrameError(f"unknown message {head.tag} of a stream")
+        stream.take(head, body)
         self._reached.add(stream)
 
     def control(self, message: object) -> None:
@@ -263,21 +254,15 @@ class Tunnel(HubConnection):
         self._frames.append(stream.frame(Tag.DATA, parts))
         stream.sent += size
 
-    def _append_notice(self, stream: PeerStream, tag: Tag, content: bytes) -> None:
-        self._frames.append(stream.frame(tag, [content]))
-
     def _send_spilled(self, stream: PeerStream) -> None:
         """Send what the program has left in the local socket, or that it has closed its end."""
         while room := self._sendable(stream):
-            try:
-                content = stream.local.recv(min(room, OPEN_BYTES))
-            except BlockingIOError:
+            content = stream.read_program(room)
+            if content is None:
                 return
-            except OSError:  # the program has closed its socket with bytes unread
-                content = b""
             if not content:
                 if not stream.ended:
-                    self._append_notice(stream, Tag.END, b"\0")
+                    self._frames.append(stream.frame(Tag.END, [b"\0"]))
                 self._remove(stream)
                 return
             stream.spilled -= len(content)
@@ -327,7 +312,7 @@ class Tunnel(HubConnection):
         for stream in list(self._streams.values()):
             events = ready.get(stream.local.fileno(), 0)
             if (stream in self._reached or events & select.POLLOUT) and (grant := stream.pass_on()):
-                self._append_notice(stream, Tag.ROOM, grant)
+                self._frames.append(stream.frame(Tag.ROOM, [grant]))
             if events & ~select.POLLOUT or stream.spilled:
                 self._send_spilled(stream)
         self._reached.clear()
