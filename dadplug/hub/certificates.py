@@ -117,10 +117,7 @@ def make_authority(project: str, key: Key, begin: datetime, end: datetime) -> Ce
         end: end of validity.
     """
     name = _name(project, f"{project} authority")
-    builder = _builder(name, name, key.public_key(), begin, end)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_key_usage(authority=True), critical=True)
-    return builder.sign(key, _HASH)
+    return _builder(name, name, key.public_key(), begin, end, authority=True).sign(key, _HASH)
 
 
 def make_certificate(
@@ -140,15 +137,13 @@ def make_certificate(
         hub_names: host names and addresses of the hub. Only a certificate for `HUB` has them.
     """
     end = min(end, authority.not_valid_after_utc)
-    builder = _builder(_name(project, name), authority.subject, key, begin, end)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_key_usage(authority=False), critical=True)
-    # A site's certificate is no good as the hub's, and the hub's is none of a site.
+    # A site's certificate cannot serve as the hub's, nor the hub's as a site's.
     usage = ExtendedKeyUsageOID.SERVER_AUTH if name == HUB else ExtendedKeyUsageOID.CLIENT_AUTH
-    builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-    subject_key = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject_key)
-    builder = builder.add_extension(issuer, critical=False)
+    builder = (
+        _builder(_name(project, name), authority.subject, key, begin, end, authority=False)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(_issuer_key(authority), critical=False)
+    )
     if name == HUB:
         builder = builder.add_extension(x509.SubjectAlternativeName(map(_general_name, hub_names)), critical=False)
     return builder.sign(authority_key, _HASH)
@@ -200,12 +195,14 @@ def make_revocation_list(
         number: number of the list, larger than that of the list before.
         now: date of the list; `CLOCK_SKEW` is subtracted.
     """
-    begin = max(now - CLOCK_SKEW, authority.not_valid_before_utc)
-    builder = x509.CertificateRevocationListBuilder().issuer_name(authority.subject)
-    builder = builder.last_update(begin).next_update(authority.not_valid_after_utc)
-    subject_key = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject_key)
-    builder = builder.add_extension(issuer, critical=False).add_extension(x509.CRLNumber(number), critical=False)
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(authority.subject)
+        .last_update(max(now - CLOCK_SKEW, authority.not_valid_before_utc))
+        .next_update(authority.not_valid_after_utc)
+        .add_extension(_issuer_key(authority), critical=False)
+        .add_extension(x509.CRLNumber(number), critical=False)
+    )
     for serial, date in revoked.items():
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(date).build()
         builder = builder.add_revoked_certificate(entry)
@@ -264,21 +261,9 @@ def current_time() -> datetime:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: PublicKey, begin: datetime, end: datetime
+    subject: x509.Name, issuer: x509.Name, key: PublicKey, begin: datetime, end: datetime, *, authority: bool
 ) -> x509.CertificateBuilder:
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
-    builder = builder.serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(begin - CLOCK_SKEW).not_valid_after(end)
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-
-
-def _name(project: str, name: str) -> x509.Name:
-    organization = x509.NameAttribute(NameOID.ORGANIZATION_NAME, project)
-    return x509.Name([organization, x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _key_usage(*, authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
+    usage = x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
         crl_sign=authority,
@@ -289,6 +274,29 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin - CLOCK_SKEW)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
+        .add_extension(usage, critical=True)
+    )
+
+
+def _issuer_key(authority: Certificate) -> x509.AuthorityKeyIdentifier:
+    """Return the extension that names the key of an authority."""
+    subject_key = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject_key)
+
+
+def _name(project: str, name: str) -> x509.Name:
+    organization = x509.NameAttribute(NameOID.ORGANIZATION_NAME, project)
+    return x509.Name([organization, x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def _general_name(name: str) -> x509.GeneralName:

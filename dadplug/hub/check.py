@@ -291,6 +291,16 @@ class _Line:
         took = time.monotonic() - sent
         return took, theirs - begin - took / 2
 
+    def upload(self, size: int) -> None:
+        """Send bytes, and wait until they have arrived."""
+        self.request(Request.UP, bytes(size))
+        self.time()
+
+    def download(self, size: int) -> None:
+        """Receive bytes."""
+        self.request(Request.DOWN, NUMBER.pack(size))
+        self.answer(Request.DOWN, size)
+
     def close(self) -> None:
         """Take leave of the hub."""
         with contextlib.suppress(OSError):
@@ -302,8 +312,7 @@ def _measurements(line: _Line) -> Iterator[Finding]:
     trip = statistics.median(trips)
     yield _clock(min(zip(trips, ahead))[1])
     yield Finding("round trip", "ok", f"{1e3 * trip:.1f} ms, the median of {_ROUND_TRIPS}")
-    up = _rate(trip, lambda size: _upload(line, size))
-    down = _rate(trip, lambda size: _download(line, size))
+    up, down = _rate(trip, line.upload), _rate(trip, line.download)
     yield Finding("rate", "ok", f"up {_text(up)}, down {_text(down)}")
 
 
@@ -313,16 +322,6 @@ def _clock(ahead: float) -> Finding:
         return Finding("clock", "ok", text)
     advice = "Let both machines get their time from a time server (NTP): certificates are checked by the clock."
     return Finding("clock", "note" if abs(ahead) < _CLOCK_FAILED else "failed", text, advice)
-
-
-def _upload(line: _Line, size: int) -> None:
-    line.request(Request.UP, bytes(size))
-    line.time()
-
-
-def _download(line: _Line, size: int) -> None:
-    line.request(Request.DOWN, NUMBER.pack(size))
-    line.answer(Request.DOWN, size)
 
 
 def _rate(trip: float, transfer: Callable[[int], None]) -> float:

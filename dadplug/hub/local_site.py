@@ -258,26 +258,27 @@ class LocalGroup:
         Raises:
             RuntimeError: if the connection is closed.
         """
-        if self._group is None:
-            raise RuntimeError("the connection is closed")
-        work: dist.Work = (self._group.send if sends else self._group.recv)([tensor], index, tag)
+        group = self._open()
+        work: dist.Work = (group.send if sends else group.recv)([tensor], index, tag)
         return work
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
         """Start to replace a tensor's values by those of the leader."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        if self._group is None:
-            raise RuntimeError("the connection is closed")
-        work: dist.Work = self._group.broadcast([tensor], options)
+        work: dist.Work = self._open().broadcast([tensor], options)
         return work
 
     def gather(self, tensor: Tensor) -> tuple[list[Tensor], dist.Work]:
         """Start to gather a tensor of each process; return room for them, by local rank, and the operation."""
+        rooms = [torch.empty_like(tensor) for _ in range(self._place.processes)]
+        return rooms, self._open().allgather([rooms], [tensor])
+
+    def _open(self) -> Any:
+        """Return the connections, or raise RuntimeError once they are closed."""
         if self._group is None:
             raise RuntimeError("the connection is closed")
-        rooms = [torch.empty_like(tensor) for _ in range(self._place.processes)]
-        return rooms, self._group.allgather([rooms], [tensor])
+        return self._group
 
     def close(self) -> None:
         """Close the connections. May be called twice."""

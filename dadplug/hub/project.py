@@ -93,7 +93,11 @@ class Policy:
 
     def text(self) -> str:
         """Return the policy as the content of a kit's policy file."""
-        modes = "# modes = []" if self.modes is None else f"modes = [{', '.join(map(_quoted, self.modes))}]"
+        modes = (
+            "# modes = []"
+            if self.modes is None
+            else f"modes = [{', '.join(json.dumps(mode, ensure_ascii=False) for mode in self.modes)}]"
+        )
         return (
             "# Local policy of this site. Options of training that it does not allow are refused.\n"
             '# modes: the modes that are allowed, such as ["dsgd", "rankdad"]; without this entry all are.\n'
@@ -103,11 +107,6 @@ class Policy:
             "# encrypt_local: true encrypts messages to a hub in the same machine, too; by default they are not.\n"
             f"encrypt_local = {str(self.encrypt_local).lower()}\n"
         )
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 HUB = "hub"
@@ -255,7 +254,9 @@ class Project:
         for site in policies:
             roster.slot(site)
         parsed = {site: Policy.parse(entries, f"policy.{site}") for site, entries in policies.items()}
-        days, authority_days = _days(table, "days", cls.days), _days(table, "authority_days", cls.authority_days)
+        days, authority_days = table.get("days", cls.days), table.get("authority_days", cls.authority_days)
+        check_days("days", days)
+        check_days("authority_days", authority_days)
         return cls(roster, days, authority_days, own_keys, parsed)
 
 
@@ -338,12 +339,6 @@ def _texts(table: Mapping[str, Any], name: str, default: tuple[str, ...] | None)
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
         raise KitError(f'{name} must be a list of texts, such as ["a", "b"], got {value!r}')
     return tuple(value)
-
-
-def _days(table: Mapping[str, Any], name: str, default: int) -> int:
-    value = table.get(name, default)
-    check_days(name, value)
-    return int(value)
 
 
 def check_days(name: str, value: object) -> None:

@@ -201,9 +201,14 @@ def read_verdict(kit: Kit, connection: SecureSocket, host: str, port: int) -> No
         RefusedError: if the hub refuses the site.
         OSError: if the connection is lost.
     """
+    closed = "the hub has closed the connection before it has accepted this site"
     try:
-        if reason := _receive(connection, int.from_bytes(_receive(connection, 2), "big")):
-            raise RefusedError(f"the hub at {host}:{port} refuses {kit.name}: {_printable(reason)}")
+        size = int.from_bytes(read_exactly(connection, 2, closed), "big")
+        if size > _LONGEST_REASON:
+            raise RefusedError(f"the other end is no {HUB} of dadplug")
+        if reason := read_exactly(connection, size, closed).decode(errors="replace"):
+            printable = "".join(each if each.isprintable() else "?" for each in reason)
+            raise RefusedError(f"the hub at {host}:{port} refuses {kit.name}: {printable}")
     except (RefusedError, OSError) as error:
         raise _given_up(connection, error, host, port) from error
 
@@ -216,7 +221,11 @@ def _given_up(
     end(connection)
     if isinstance(error, TimeoutError):
         return TimeoutError(f"{host}:{port} accepts connections, but has not answered within {timeout:g} s")
-    return _translated(error, f"{host}:{port}: ")
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return ConnectionError(f"{host}:{port}: the other end has closed the connection during the handshake")
+    if isinstance(error, ssl.SSLError):  # what the other end's or this end's TLS has decided
+        return RefusedError(f"{host}:{port}: {explain(error)}")
+    return error
 
 
 def explain(error: Exception) -> str:
@@ -227,27 +236,6 @@ def explain(error: Exception) -> str:
     if isinstance(error, ssl.SSLError) and error.reason:
         return f"{_REASONS.get(error.reason, 'TLS error')} ({error.reason.lower().replace('_', ' ')})"
     return str(error) or type(error).__name__
-
-
-def _translated(error: RefusedError | OSError, place: str = "") -> RefusedError | OSError:
-    """Return the error to raise: a refusal for what the other end's or this end's TLS has decided."""
-    if isinstance(error, RefusedError):
-        return error
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return ConnectionError(f"{place}the other end has closed the connection during the handshake")
-    if isinstance(error, ssl.SSLError):
-        return RefusedError(place + explain(error))
-    return error
-
-
-def _receive(connection: SecureSocket, size: int) -> bytes:
-    if size > _LONGEST_REASON:
-        raise RefusedError(f"the other end is no {HUB} of dadplug")
-    return read_exactly(connection, size, "the hub has closed the connection before it has accepted this site")
-
-
-def _printable(text: bytes) -> str:
-    return "".join(each if each.isprintable() else "?" for each in text.decode(errors="replace"))
 
 
 def end(connection: socket.socket | SecureSocket, seconds: float = _DRAIN) -> None:
