@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import forkserver
@@ -24,16 +23,8 @@ ROOT = Path(__file__).parents[2]
 ENDED = 100.0  # seconds for a process, on a busy machine
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "dadplug", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=ENDED,
-        check=False,
-    )
+def command(folder: Path, *arguments: str) -> support.Finished:
+    return support.run_programs([["-m", "dadplug", *arguments]], ENDED, folder=folder)[0]
 
 
 class Project:
@@ -47,21 +38,15 @@ class Project:
         self.folder, self.address = folder, f"127.0.0.1:{free_port()}"
         self.provision("a", "b")
         shutil.copytree(folder / "kits" / "hub", folder / "copy")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dadplug", "hub", "copy", "--status", "status.json", "--journal", "journal"],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        files = ["--status", "status.json", "--journal", "journal"]
+        self.process = forkserver.start(["-m", "dadplug", "hub", "copy", *files], folder=folder)
         until(lambda: (folder / "status.json").exists() or self.process.poll() is not None)
 
     def provision(self, *sites: str) -> None:
         lines = ['name = "study"', f'hub = "{self.address}"', f"sites = {list(sites)}", 'hub_at = "a"']
         (self.folder / "project.toml").write_text("\n".join(lines))
         made = command(self.folder, "provision", "project.toml")
-        assert made.returncode == 0, made.stderr
+        assert made.status == 0, made.errors
 
     def copy(self, name: str, kit: str = "copy") -> None:
         shutil.copy(self.folder / "kits" / "hub" / name, self.folder / kit / name)
@@ -73,7 +58,7 @@ class Project:
         kit = self.kit(name)
         return TestSite(kit, kit.roster.address(), sites=len(kit.roster.sites))
 
-    def check(self, name: str) -> subprocess.CompletedProcess:
+    def check(self, name: str) -> support.Finished:
         return command(self.folder, "check", f"kits/{name}")
 
     def journal(self) -> str:
@@ -91,7 +76,7 @@ def project(tmp_path):
     project = Project(tmp_path)
     yield project
     project.process.kill()
-    project.process.communicate()
+    project.process.wait(ENDED)
 
 
 def test_a_site_is_revoked_after_another_one_was_added(project):
@@ -101,15 +86,15 @@ def test_a_site_is_revoked_after_another_one_was_added(project):
     project.provision("a", "b", "c")
     project.copy("roster.json")
     project.await_line("the roster has new sites: c")
-    assert [site["name"] for site in project.status()["sites"]] == ["a", "b", "c"]
-    assert "ok: this site can take part" in project.check("c").stdout
-    assert command(project.folder, "revoke", "b").returncode == 0
+    until(lambda: [site["name"] for site in project.status()["sites"]] == ["a", "b", "c"], project.status)
+    assert "ok: this site can take part" in project.check("c").output
+    assert command(project.folder, "revoke", "b").status == 0
     project.copy("revoked.pem")
     for site in sites:
         assert site.action(Drop) == Drop(1, 1, "its certificate has been revoked")
     found = project.check("b")
-    assert found.returncode == 1
-    assert "revoked" in found.stdout
+    assert found.status == 1
+    assert "revoked" in found.output
 
 
 def test_a_revocation_is_applied_though_other_parts_of_the_kit_are_of_no_use(project):
@@ -122,7 +107,7 @@ def test_a_revocation_is_applied_though_other_parts_of_the_kit_are_of_no_use(pro
         site["slot"] = slot
     (project.folder / "copy" / "roster.json").write_text(json.dumps(roster))
     shutil.copy(project.folder / "kits" / "a" / "certificate.pem", project.folder / "copy" / "certificate.pem")
-    assert command(project.folder, "revoke", "a").returncode == 0
+    assert command(project.folder, "revoke", "a").status == 0
     project.copy("revoked.pem")
     for site in sites:
         assert site.action(Drop) == Drop(0, 1, "its certificate has been revoked")
@@ -130,8 +115,9 @@ def test_a_revocation_is_applied_though_other_parts_of_the_kit_are_of_no_use(pro
         project.dial("a")
     parts = ("copy/certificate.pem is that of a, not of hub", "copy/roster.json: sites have been removed, renamed")
     until(lambda: all(part in str(project.status()["kit_problems"]) for part in parts))
-    project.process.terminate()
-    _, errors = project.process.communicate(timeout=ENDED)
+    project.process.send_signal(signal.SIGTERM)
+    project.process.wait(ENDED)
+    errors = project.process.read()[1]
     for part in parts:
         assert part in project.journal()
         assert part in errors

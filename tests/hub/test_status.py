@@ -7,11 +7,10 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forkserver
 import hub_kits
 import pytest
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
@@ -182,13 +181,7 @@ def kits(tmp_path):
 
 def test_the_command_serves_sites_until_it_gets_a_signal(kits, tmp_path):
     command = f"{kits}/hub --status {tmp_path}/status.json --journal {tmp_path}/journal.log --site-timeout 7 --grace 3"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dadplug", "hub", *command.split()],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = forkserver.start(["-m", "dadplug", "hub", *command.split()], folder=ROOT)
     try:
         until(lambda: (tmp_path / "status.json").exists() or process.poll() is not None)
         address = Kit.load(kits / "a").roster.address()
@@ -200,13 +193,13 @@ def test_the_command_serves_sites_until_it_gets_a_signal(kits, tmp_path):
         process.send_signal(signal.SIGTERM)
         for site in sites:
             assert site.action(Drop).reason == "the hub ends: it has received SIGTERM"
-        output, _ = process.communicate(timeout=TIMEOUT)
+        process.wait(TIMEOUT)
     finally:
         process.kill()
-        process.wait()
-    assert process.returncode == 0, output
+    output, errors = process.read()
+    assert process.returncode == 0, errors
     log = (tmp_path / "journal.log").read_text()
-    assert output == log
+    assert (output, errors) == (log, "")
     for event in ("listens at 127.0.0.1", "a has joined", "training starts", "b has left: the hub ends"):
         assert event in log
     found = json.loads((tmp_path / "status.json").read_text())
