@@ -31,11 +31,9 @@ import torch
 from dadplug import schedules
 from dadplug.lowrank import warmup
 from dadplug.schedules import Decoding, Encoding, Record
-from dadplug.tuning import proof, tune
-from dadplug.tuning.kernel_tasks import MNIST_NET, Layer, tasks_for
-from dadplug.tuning.search import search
-from dadplug.tuning.task import Config, Task
-from dadplug.tuning.timer import Timer
+from dadplug.tuning import tune
+from dadplug.tuning.search import Config, Task, Timer, compare_in_pairs, search
+from dadplug.tuning.tasks import MNIST_NET, Layer, tasks_for
 
 WORKLOADS = {
     "MNISTNet": MNIST_NET,
@@ -202,7 +200,7 @@ def pairs(seconds: float, defaults: Record | None = None) -> None:
         if config == task.default:
             print(f"{task.name:32} the same constants")
             continue
-        outcome = proof.compare(task, config, timer.once)
+        outcome = compare_in_pairs(task, config, timer.once)
         print(f"{task.name:32} {outcome.ratio:.3f}  {outcome.wins} of {outcome.pairs}", flush=True)
 
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from . import serving as serving
     from .adaptive import Accumulator, AdaptiveDataLoader, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .adaptive.adascale import AdaScale
+    from .comparison import compare
     from .errors import DadplugError, MismatchError, NonFiniteError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
     from .hub.join import connect
     from .local_steps import LocalSGD
     from .parameter_server import ParameterServer
-    from .racing import compare
     from .reduction import GradientReduction
     from .runners import (
         AdaPMRunner,
@@ -76,7 +76,7 @@ _LAZY = {
     "ParameterServerStrategy": "runners",
     "ProcessFailedError": "errors",
     "SiteError": "errors",
-    "compare": "racing",
+    "compare": "comparison",
     "connect": "hub.join",
     "remaining_epochs_until": "adaptive",
     "serve": "runners.serving",

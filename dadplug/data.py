@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import DataError
+from .examples.zoo import transforms
 from .examples.zoo.clicks import Clicks, clicks, criteo, generated, read_criteo, renumbered
 from .examples.zoo.images import MNIST, DataPair, Images, Samples, digits, mnist
 from .examples.zoo.photos import Photos, dogsvscats
@@ -33,6 +34,7 @@ __all__ = [
     "register_dataset",
     "renumbered",
     "site_indices",
+    "transforms",
 ]
 
 

@@ -490,8 +490,8 @@ BETWEEN_SITES = Group(
 )
 def compare(arguments: argparse.Namespace) -> int:
     """Compare ways of training for a model and its data."""
+    from ..comparison import compare
     from ..data import DATASETS, load_dataset
-    from ..racing import compare
 
     with plain_errors(ValueError, TypeError):
         build = _load(arguments.build)

@@ -1,6 +1,5 @@
 """Tuner: measures on this machine which constants kernels and served models are fastest with, and keeps them."""
 
-from .result import Row, Tuning
-from .tune import tune
+from .tuner import Row, Tuning, tune
 
 __all__ = ["Row", "Tuning", "tune"]

@@ -1,20 +1,250 @@
-"""Search: simulated annealing proposes configurations, the model of run time ranks them, measurements refit it."""
+"""Search of constants: tasks and their spaces, a learned model of run time, annealing, and proof in pairs."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Iterable
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .runtime_model import RuntimeModel
-from .task import Config, Measure, Task
+import numpy as np
+from numpy.typing import NDArray
 
+_SHORTEST = 0.01  # seconds of a sample; shorter work is repeated within it, since an interrupt takes a millisecond
+_RIDGE = 0.1
+_STUMPS = 40
+_SHRINKAGE = 0.3
+_FEW = 8  # measurements below which there are no stumps
+_TIMID = 0.02  # logarithm of the seconds that a configuration far from all measured ones is supposed to save
 _CHAINS = 12
 _MOVES = 30  # of each chain
 _HOT, _COLD = 0.3, 0.01  # temperatures at the beginning and the end, in logarithms of seconds
 _FIRST = 4  # configurations that are measured before the model is fitted
 _AT_RANDOM = 0.1  # share of proposals
+REPEATS = 30
+_WINS = 21  # of 30 pairs: as many by chance with a probability of 0.02
+_LEAST = 0.99  # ratio of the seconds, from which a difference is worth a change
+
+Config = tuple[Any, ...]
+"""A value for each constant of a space."""
+
+Vector = NDArray[np.float64]
+
+
+class Space:
+    """Constants and the values among which each is searched.
+
+    Args:
+        values: the values by name. Numbers are in ascending order, so that neighbours are alike.
+    """
+
+    def __init__(self, values: Mapping[str, Sequence[Any]]) -> None:
+        self.names = tuple(values)
+        self.values = tuple(tuple(each) for each in values.values())
+
+    def __len__(self) -> int:
+        return math.prod(map(len, self.values))
+
+    def configs(self) -> list[Config]:
+        """Return all configurations."""
+        return list(itertools.product(*self.values))
+
+    def draw(self, rng: random.Random) -> Config:
+        """Draw a configuration."""
+        return tuple(rng.choice(each) for each in self.values)
+
+    def neighbour(self, config: Config, rng: random.Random) -> Config:
+        """Change one constant: a number by one or two places, a word at random."""
+        movable = [place for place, values in enumerate(self.values) if len(values) > 1]
+        if not movable:
+            return config
+        place = rng.choice(movable)
+        values = self.values[place]
+        if isinstance(values[0], (bool, str)):
+            new = rng.choice([each for each in values if each != config[place]])
+        else:
+            position = values.index(config[place]) + rng.choice((-2, -1, 1, 2))
+            new = values[min(max(position, 0), len(values) - 1)]
+        return (*config[:place], new, *config[place + 1 :])
+
+    def named(self, config: Config) -> dict[str, Any]:
+        """Return a configuration's values by name."""
+        return dict(zip(self.names, config, strict=True))
+
+    def features(self, config: Config) -> Vector:
+        """Return the numbers by which the run time is learned: logarithms of numbers, one indicator a word."""
+        found: list[float] = []
+        for value, values in zip(config, self.values, strict=True):
+            if isinstance(values[0], (bool, str)):
+                found += [float(value == each) for each in values]
+            else:
+                found.append(math.log2(1 + value))
+        return np.array(found)
+
+
+class Task(ABC):
+    """Constants that are tuned together, for a given amount of work.
+
+    Args:
+        name: name of the task, for people.
+        space: the constants and their values.
+        default: the configuration today, which may be outside of the space.
+    """
+
+    def __init__(self, name: str, space: Space, default: Config) -> None:
+        self.name = name
+        self.space = space
+        self.default = default
+
+    @abstractmethod
+    def prepare(self, config: Config) -> Callable[[], object]:
+        """Return a call that does the work with a configuration."""
+
+    def prior(self, config: Config) -> float:
+        """Return the seconds that an analytic cost model predicts, up to a factor that is the same for all."""
+        return 1.0
+
+
+Measure = Callable[[Task, Config], float]
+"""Function that returns the seconds of a task's work with a configuration."""
+
+
+class Timer:
+    """Function that measures a configuration's seconds by the clock.
+
+    The first measurement of a configuration prepares it and calls it once or twice before: kernels are compiled, and
+    memory is touched.
+
+    Args:
+        samples: samples of a measurement, whose median counts.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, samples: int = 5, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._samples = samples
+        self._clock = clock
+        self._calls: dict[tuple[int, Config], tuple[Callable[[], object], int]] = {}
+
+    def __call__(self, task: Task, config: Config) -> float:
+        """Return the seconds of the task's work."""
+        return self.sample(task, config, self._samples)
+
+    def once(self, task: Task, config: Config) -> float:
+        """Return the seconds of one sample, for comparisons in pairs."""
+        return self.sample(task, config, 1)
+
+    def sample(self, task: Task, config: Config, count: int) -> float:
+        """Return the median of some samples."""
+        call, repeats = self._prepared(task, config)
+        times = []
+        for _ in range(count):
+            start = self._clock()
+            for _ in range(repeats):
+                call()
+            times.append((self._clock() - start) / repeats)
+        return statistics.median(times)
+
+    def _prepared(self, task: Task, config: Config) -> tuple[Callable[[], object], int]:
+        key = id(task), config
+        if key not in self._calls:
+            call = task.prepare(config)
+            call()
+            start = self._clock()
+            call()
+            took = self._clock() - start
+            self._calls[key] = call, min(1000, max(1, round(_SHORTEST / took))) if took > 0 else 1
+        return self._calls[key]
+
+
+class RuntimeModel:
+    """Predictor of the logarithm of a task's seconds.
+
+    Args:
+        task: the task.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._known: dict[Config, tuple[Vector, float]] = {}
+        self._weights: Vector | None = None
+        self._stumps: list[tuple[int, float, float, float]] = []  # feature, threshold, value below, and above
+
+    def fit(self, measured: dict[Config, float]) -> None:
+        """Fit the model to seconds by configuration."""
+        inputs = np.stack([self._features(config) for config in measured])
+        self._inputs = inputs
+        self._mean, spread = inputs.mean(0), inputs.std(0)
+        self._spread = np.where(spread > 0, spread, 1.0)
+        priors = np.array([self._prior(config) for config in measured])
+        self._mean_prior = priors.mean()
+        terms = self._terms(inputs, priors)
+        targets = np.log(np.array(list(measured.values()))) - priors
+        penalty = _RIDGE * np.eye(terms.shape[1])
+        penalty[0, 0] = 1e-9  # the constant is free
+        self._weights = np.linalg.solve(terms.T @ terms + penalty, terms.T @ targets)
+        self._stumps = []
+        if len(measured) >= _FEW:
+            self._boost(inputs, targets - terms @ self._weights)
+
+    def predict(self, configs: Sequence[Config], explore: float = 0.0) -> Vector:
+        """Predict the logarithm of the seconds of configurations.
+
+        Args:
+            configs: the configurations.
+            explore: from 0 to 1, how much lower the seconds of configurations far from all measured ones are taken.
+        """
+        assert self._weights is not None
+        inputs = np.stack([self._features(config) for config in configs])
+        priors = np.array([self._prior(config) for config in configs])
+        found: Vector = self._terms(inputs, priors) @ self._weights + priors
+        for feature, threshold, below, above in self._stumps:
+            found += np.where(inputs[:, feature] <= threshold, below, above)
+        if explore:
+            gaps = (inputs[:, None] - self._inputs[None]) / self._spread
+            found -= explore * _TIMID * np.sqrt((gaps**2).sum(2)).min(1)
+        return found
+
+    def _features(self, config: Config) -> Vector:
+        if config not in self._known:
+            self._known[config] = self._task.space.features(config), float(np.log(self._task.prior(config)))
+        return self._known[config][0]
+
+    def _prior(self, config: Config) -> float:
+        self._features(config)
+        return self._known[config][1]
+
+    def _terms(self, inputs: Vector, priors: Vector) -> Vector:
+        """Return 1, the analytic cost, which may be wrong, the features, their squares and products."""
+        scaled = (inputs - self._mean) / self._spread
+        first, second = np.triu_indices(scaled.shape[1])
+        own = np.stack([np.ones(len(scaled)), priors - self._mean_prior], axis=1)
+        return np.concatenate([own, scaled, 0.5 * scaled[:, first] * scaled[:, second]], axis=1)
+
+    def _boost(self, inputs: Vector, rest: Vector) -> None:
+        """Add stumps, each of which explains most of what those before leave."""
+        rest = rest.copy()
+        cuts = []
+        for feature in range(inputs.shape[1]):
+            values = np.unique(inputs[:, feature])
+            cuts += [(feature, (low + high) / 2) for low, high in itertools.pairwise(values)]
+        for _ in range(_STUMPS if cuts else 0):
+            best: tuple[float, int, float, float, float] | None = None
+            for feature, threshold in cuts:
+                low = inputs[:, feature] <= threshold
+                # One more observation of zero on each side keeps single measurements from being copied.
+                below, above = rest[low].sum() / (low.sum() + 1), rest[~low].sum() / ((~low).sum() + 1)
+                gain = below * rest[low].sum() + above * rest[~low].sum()
+                if best is None or gain > best[0]:
+                    best = float(gain), feature, float(threshold), float(below), float(above)
+            assert best is not None
+            _, chosen, cut, left, right = best
+            rest -= _SHRINKAGE * np.where(inputs[:, chosen] <= cut, left, right)
+            self._stumps.append((chosen, cut, _SHRINKAGE * left, _SHRINKAGE * right))
 
 
 @dataclass
@@ -111,3 +341,44 @@ def _anneal(task: Task, model: RuntimeModel, found: Found, rng: random.Random) -
             if height < heights[place] or rng.random() < math.exp((heights[place] - height) / temperature):
                 chains[place], heights[place] = step, height
     return sorted((each for each in seen if each not in found.measured), key=seen.__getitem__)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Outcome of a paired comparison.
+
+    Attributes:
+        ratio: median over pairs of the seconds over those of the default.
+        wins: number of pairs in which the configuration was faster.
+        pairs: number of pairs.
+        default: median of the default's seconds.
+    """
+
+    ratio: float
+    wins: int
+    pairs: int
+    default: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the configuration is faster beyond chance."""
+        return self.ratio < _LEAST and self.wins >= math.ceil(_WINS / REPEATS * self.pairs) and self.pairs >= 5
+
+
+def compare_in_pairs(task: Task, config: Config, measure: Measure, repeats: int = REPEATS) -> Proof:
+    """Measure a configuration and the default in turns, each first in every other pair.
+
+    Args:
+        task: the task.
+        config: the configuration.
+        measure: measures a configuration once.
+        repeats: number of pairs.
+    """
+    ratios, defaults = [], []
+    for pair in range(repeats):
+        order = (config, task.default) if pair % 2 else (task.default, config)
+        seconds = {each: measure(task, each) for each in order}
+        ratios.append(seconds[config] / seconds[task.default])
+        defaults.append(seconds[task.default])
+    wins = sum(each < 1 for each in ratios)
+    return Proof(statistics.median(ratios), wins, repeats, statistics.median(defaults))

@@ -274,7 +274,7 @@ class MNIST(Dataset[tuple[Any, int]]):
     Args:
         root: folder of the IDX files.
         train: whether to use the training images; otherwise the test images.
-        transform: function of an image, a uint8 array of shape (28, 28); see `dadplug.examples.zoo.photos`.
+        transform: function of an image, a uint8 array of shape (28, 28); see `dadplug.data.transforms`.
         download: whether to download missing files.
 
     Raises:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from dadplug.examples.zoo import images
 from dadplug.examples.zoo.images import read_idx
-from dadplug.examples.zoo.photos import Compose, Normalize, ToTensor
+from dadplug.examples.zoo.transforms import Compose, Normalize, ToTensor
 from data_files import idx, write_mnist
 
 from dadplug import data as data_sets

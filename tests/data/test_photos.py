@@ -12,7 +12,7 @@ from data_files import photo_files
 
 Image = pytest.importorskip("PIL.Image")
 
-from dadplug.examples.zoo.photos import RandomHorizontalFlip, RandomResizedCrop, Resize  # noqa: E402
+from dadplug.examples.zoo.transforms import RandomHorizontalFlip, RandomResizedCrop, Resize  # noqa: E402
 
 from dadplug.data import DataError, load_dataset  # noqa: E402
 from dadplug.models import build_for, build_model  # noqa: E402

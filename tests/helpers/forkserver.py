@@ -53,7 +53,7 @@ PACKAGE = (
     "dadplug.local_steps",
     "dadplug.hogwild",
     "dadplug.parameter_server.server",
-    "dadplug.racing",
+    "dadplug.comparison",
     "dadplug.data",
     "dadplug.models",
     "dadplug.experiment",

@@ -6,10 +6,7 @@ import statistics
 
 import pytest
 
-from dadplug.tuning import proof
-from dadplug.tuning.runtime_model import RuntimeModel
-from dadplug.tuning.search import search
-from dadplug.tuning.task import Space, Task
+from dadplug.tuning.search import RuntimeModel, Space, Task, compare_in_pairs, search
 
 
 class FormulaTask(Task):
@@ -81,7 +78,7 @@ def test_a_default_that_is_wrong_by_a_factor_of_four_is_corrected(wrong):
     result = search(task, measure, len(task.space) // 4)
     assert next(iter(result.measured)) == task.default
     assert seconds(result.best) <= 1.05 * 1e-3
-    assert proof.compare(task, result.best, measure).holds
+    assert compare_in_pairs(task, result.best, measure).holds
 
 
 def test_spaces_smaller_than_the_budget_are_measured_whole_and_a_search_ends_in_time():
@@ -119,15 +116,15 @@ class Noisy:
 def test_the_default_stays_unless_the_other_is_really_faster():
     task = FormulaTask(lambda config: config[0], values={"size": (90, 98, 100, 103)}, default=(100,))
     noisy = Noisy(0.05)
-    outcome = proof.compare(task, (90,), noisy)
+    outcome = compare_in_pairs(task, (90,), noisy)
     assert outcome.holds
     assert 0.87 < outcome.ratio < 0.93
     assert outcome.pairs == 30
     assert noisy.orders[:4] == [(100,), (90,), (90,), (100,)]
-    assert not proof.compare(task, (103,), noisy).holds
+    assert not compare_in_pairs(task, (103,), noisy).holds
     same = FormulaTask(lambda config: 100.0, values={"size": (1, 2)}, default=(1,))
-    wrong = sum(proof.compare(same, (2,), Noisy(0.05)).holds for _ in range(1))
+    wrong = sum(compare_in_pairs(same, (2,), Noisy(0.05)).holds for _ in range(1))
     for seed in range(200):
         noisy.rng = random.Random(seed)
-        wrong += proof.compare(same, (2,), noisy).holds
+        wrong += compare_in_pairs(same, (2,), noisy).holds
     assert wrong <= 10  # by chance

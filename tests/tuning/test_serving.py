@@ -12,7 +12,7 @@ from dadplug.schedules import Record, Serving
 from dadplug.serving import schedule
 from dadplug.serving.backends import runner_of
 from dadplug.tuning import tune
-from dadplug.tuning.serving_task import ServingTask, label
+from dadplug.tuning.tasks import ServingTask, label
 
 
 class Residual(nn.Module):

@@ -12,8 +12,8 @@ from dadplug import schedules
 from dadplug.cli.commands import main
 from dadplug.lowrank.algorithms import predict
 from dadplug.schedules import Decoding, Encoding, Record
-from dadplug.tuning import kernel_tasks, rates
-from dadplug.tuning.kernel_tasks import Layer
+from dadplug.tuning import tasks
+from dadplug.tuning.tasks import Layer
 
 TRUE = Encoding(fat=20_000.0, skinny=9_000.0, eigen=200.0, start_gram=10.0, start_iteration=30.0, start_formed=25.0)
 BEST = {"few": 20, "strip": 512, "block": 1 << 15, "align": 16, "tile": 1 << 16, "narrow": 64, "coarse": 12}
@@ -21,10 +21,10 @@ BEST = {"few": 20, "strip": 512, "block": 1 << 15, "align": 16, "tile": 1 << 16,
 
 def synthetic(task, config):
     """Seconds by formulas: a valley around `BEST`, and compression at the rates of `TRUE`."""
-    if isinstance(task, rates.AlgorithmTask):
+    if isinstance(task, tasks.AlgorithmTask):
         case, algorithm = task.cases[config[0]], config[1]
         return 1e-6 * predict(*case, 1, TRUE)[algorithm]
-    if isinstance(task, rates.ChoiceTask):
+    if isinstance(task, tasks.ChoiceTask):
         return sum(synthetic(task._algorithms, each) for each in task.chosen(config))
     named = task.space.named(config)
     return 1e-3 * math.prod(1 + 0.05 * math.log2((1 + value) / (1 + BEST[name])) ** 2 for name, value in named.items())
@@ -56,9 +56,9 @@ def test_constants_that_are_wrong_by_a_factor_of_four_are_found_again(folder, fa
     for name, value in (record.encoding.values() | record.decoding.values()).items():
         if name in BEST:  # seconds within a few percent of the optimum
             assert abs(math.log2((1 + value) / (1 + BEST[name]))) <= 1.1, name
-    task = rates.AlgorithmTask(rates.cases_for(kernel_tasks.MNIST_NET), wrong.encoding)
-    fitted = rates.fit_rates(task, {config: synthetic(task, config) for config in task.space.configs()})
-    for name in (*rates.RATES, *rates.STARTS):
+    task = tasks.AlgorithmTask(tasks.cases_for(tasks.MNIST_NET), wrong.encoding)
+    fitted = tasks.fit_rates(task, {config: synthetic(task, config) for config in task.space.configs()})
+    for name in (*tasks.RATES, *tasks.STARTS):
         assert getattr(fitted, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
     assert all(row.changed and row.ratio < 1 for row in result.rows[:-1])
     assert all(row.pairs == 30 and row.measured <= max(11, 0.26 * row.size) for row in result.rows[:-1])
@@ -106,21 +106,21 @@ def test_layers_of_a_model():
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3), nn.Linear(64, 32), nn.Linear(64, 32), nn.Linear(32, 10), nn.LayerNorm(32)
     )
-    assert kernel_tasks.layers_of(model, 8) == [Layer(32, 27, 8), Layer(32, 64, 8)]
+    assert tasks.layers_of(model, 8) == [Layer(32, 27, 8), Layer(32, 64, 8)]
 
 
 def test_every_task_runs_with_the_ends_of_its_space():
     layers = [Layer(40, 24, 6), Layer(17, 33, 6)]
-    for task in kernel_tasks.tasks_for(layers, Decoding(), Encoding()):
+    for task in tasks.tasks_for(layers, Decoding(), Encoding()):
         configs = task.space.configs()
         for config in (task.default, configs[0], configs[-1]):
             task.prepare(config)()
             assert task.prior(config) > 0
-    task = rates.AlgorithmTask(rates.cases_for(layers), Encoding())
+    task = tasks.AlgorithmTask(tasks.cases_for(layers), Encoding())
     for config in task.space.configs():
         task.prepare(config)()
         assert task.prior(config) > 0
-    rates.ChoiceTask(task, Encoding(), dataclasses.replace(TRUE)).prepare(("fitted",))()
+    tasks.ChoiceTask(task, Encoding(), dataclasses.replace(TRUE)).prepare(("fitted",))()
 
 
 @pytest.mark.parametrize("seconds", [0, -1])

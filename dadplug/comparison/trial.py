@@ -1,17 +1,25 @@
-"""Task of a race: model, data and batches, the same for all ways."""
+"""One trial of a comparison: a strategy trains a model for some seconds, and its held-out loss is recorded."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from .strategies import Strategy, Trainer
+
 MAX_HELD_OUT = 1000  # samples
+WARM_UP = 3  # steps before the clock starts: kernels are compiled, plans are made
+LAPS = 10
 
 Built: TypeAlias = tuple[nn.Module, Optimizer, Callable[..., Tensor]]
 Build: TypeAlias = Callable[[], Built]
@@ -19,7 +27,7 @@ Build: TypeAlias = Callable[[], Built]
 
 @dataclass(frozen=True)
 class Task:
-    """Model, data and batches of a race.
+    """Model, data and batches of a comparison, the same for all strategies.
 
     Attributes:
         build: returns a model with its optimizer and criterion.
@@ -39,7 +47,7 @@ class Task:
     def create(
         cls, build: Build, dataset: Any, evaluation: Any, batch_size: int, processes: int, *, dealt: bool
     ) -> Task:
-        """Check the arguments of a race, and hold samples out where no data set for evaluation is given.
+        """Check the arguments of a comparison, and hold samples out where no data set for evaluation is given.
 
         Raises:
             TypeError: if `build` cannot be called, or the samples cannot be indexed.
@@ -52,7 +60,7 @@ class Task:
         for each in (dataset, evaluation):
             if each is not None and (isinstance(each, IterableDataset) or not hasattr(each, "__getitem__")):
                 raise TypeError(
-                    f"samples must be drawn by number in a race, which {type(each).__name__} does not allow"
+                    f"samples must be drawn by number in a comparison, which {type(each).__name__} does not allow"
                 )
         count = len(cast(Sized, dataset))
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
@@ -103,3 +111,101 @@ def to_device_of(model: nn.Module, batch: list[Tensor]) -> list[Tensor]:
     """Return a batch on the device of a model's parameters."""
     device = next(model.parameters()).device
     return [each.to(device) for each in batch]
+
+
+@dataclass(frozen=True)
+class Point:
+    """State of a run after a lap.
+
+    Attributes:
+        seconds: time spent training, evaluation and warm-up left out.
+        megabytes: payload that a process has sent.
+        steps: number of steps.
+        loss: mean loss of the held-out samples, of process 0's model.
+    """
+
+    seconds: float
+    megabytes: float
+    steps: int
+    loss: float
+
+
+class _Clock:
+    """Clock of process 0, which decides for all processes how many steps each lap has.
+
+    Args:
+        seconds: duration of the run.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.limit = seconds
+        self.seconds = 0.0
+        self.steps = 0
+
+    def next_lap(self) -> int:
+        """Return the number of steps of the next lap, the same in all processes; 0 when the time is over."""
+        count = torch.tensor([self._length()])
+        if dist.is_initialized():
+            dist.broadcast(count, 0)
+        return int(count)
+
+    def _length(self) -> int:
+        if not self.steps:
+            return WARM_UP  # shows how long a step takes
+        step, left = self.seconds / self.steps, self.limit - self.seconds
+        return 0 if left < step / 2 else max(1, round(min(left, self.limit / LAPS) / step))
+
+    @contextmanager
+    def timed(self, steps: int) -> Iterator[None]:
+        """Count the time inside, and steps; a context manager."""
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+        self.steps += steps
+
+
+def run_trial(strategy: Strategy, task: Task, seconds: float, seed: int, rank: int, world_size: int) -> list[Point]:
+    """Train a fresh model for some seconds. All processes of the strategy call it.
+
+    Args:
+        strategy: the strategy.
+        task: model and data.
+        seconds: time to train.
+        seed: seed of the first values, of the division of the data and of the batches.
+        rank: number of this process.
+        world_size: number of processes.
+
+    Returns:
+        The state of the run before the first lap and after each; in other processes than 0 the first only.
+
+    Raises:
+        FloatingPointError: if the held-out loss is not finite.
+    """
+    torch.manual_seed(seed)
+    model, optimizer, criterion = task.build()
+    trainer = strategy.attach(model, optimizer)
+    batches = task.batches(rank, world_size, seed)
+    _train(trainer, criterion, batches, WARM_UP)
+    clock, sent = _Clock(seconds), trainer.bytes_sent
+    points = [Point(0.0, 0.0, 0, task.evaluate(model, criterion))]
+    while steps := clock.next_lap():
+        with clock.timed(steps):
+            _train(trainer, criterion, batches, steps)
+        if rank == 0:
+            megabytes = (trainer.bytes_sent - sent) / 1e6
+            points.append(Point(clock.seconds, megabytes, clock.steps, task.evaluate(model, criterion)))
+    trainer.close()
+    if not all(math.isfinite(point.loss) for point in points):
+        raise FloatingPointError("the held-out loss became NaN or Inf")
+    return points
+
+
+def _train(trainer: Trainer, criterion: Any, batches: Iterator[list[Any]], steps: int) -> None:
+    for _ in range(steps):
+        *inputs, target = to_device_of(trainer.model, next(batches))
+        trainer.optimizer.zero_grad()
+        criterion(trainer.model(*inputs), target).backward()
+        trainer.step()
+    trainer.end_lap()

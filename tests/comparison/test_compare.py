@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import pickle
@@ -13,13 +14,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dadplug
+from dadplug.comparison import STRATEGIES, Comparison, Place, Row, Strategy
+from dadplug.comparison.strategies import Trainer
+from dadplug.comparison.trial import MAX_HELD_OUT, Point, Task
 from dadplug.errors import RunFailedError
-from dadplug.racing import Comparison, Row
-from dadplug.racing.heat import Point
-from dadplug.racing.pool import Pool
-from dadplug.racing.progress import Progress
-from dadplug.racing.task import MAX_HELD_OUT, Task
-from dadplug.racing.ways import WAYS, Place, Trainer, Way
+from dadplug.processes import Pool
+from dadplug.progress import Progress
 
 
 def samples(count=512):
@@ -57,11 +57,11 @@ def comparison(*rows, finalists=None):
     return Comparison(list(rows), finalists, 2.0, 100, 2, 32, False)
 
 
-def test_the_way_that_is_ahead_in_every_run_is_the_best():
+def test_the_strategy_that_is_ahead_in_every_run_is_the_best():
     found = comparison(row("a", 0.5, 0.6, 0.4), row("b", 0.7, 0.8, 0.6), Row("c", "C", failure="no such thing"))
     assert found.best == "a"
     assert found.verdict == "fastest: A"
-    assert "C: not raced, no such thing" in found.table()
+    assert "C: failed, no such thing" in found.table()
     head = found.table().splitlines()[0].strip()
     assert [each for each in head.split("  ") if each] == [
         *("loss", "runs", "s to 0.8", "MB to 0.8", "ms a step", "MB a step")
@@ -77,7 +77,7 @@ def test_a_difference_within_noise_has_no_winner():
         assert found.verdict == "no difference beyond noise between A and B"
 
 
-def test_ways_that_left_after_the_heats_do_not_win():
+def test_strategies_that_left_before_the_final_do_not_win():
     found = comparison(row("a", 0.5, 0.6), row("b", 0.1), finalists=["a"])
     assert found.best == "a"
     assert "0.1000*" in found.table()
@@ -146,7 +146,7 @@ def test_evaluation_leaves_no_trace():
         ((build, iter([1]), None, 8, 2), TypeError, "draws samples by number|drawn by number"),
     ],
 )
-def test_tasks_that_cannot_be_raced_are_refused(arguments, error, message):
+def test_tasks_that_cannot_be_compared_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         Task.create(*arguments, dealt=True)
     assert MAX_HELD_OUT == 1000
@@ -158,7 +158,7 @@ def test_wrong_arguments_are_refused_before_anything_runs():
         ({"seeds": 1}, "at least 2"),
         ({"processes": 0}, "at least 1"),
         ({"ways": ["nonsense"]}, "unknown way to train 'nonsense'; valid ones are alone, threads, ddp, dad"),
-        ({"ways": ["dad"], "processes": 1}, "'dad' has nothing to race with 1 processes here"),
+        ({"ways": ["dad"], "processes": 1}, "'dad' has nothing to compare with 1 processes here"),
     ]:
         with pytest.raises(ValueError, match=message):
             dadplug.compare(build, samples(), **options)
@@ -174,20 +174,20 @@ class Terminal(io.StringIO):
 def test_progress_is_a_bar_in_a_terminal_and_lines_in_a_log():
     terminal, log = Terminal(), io.StringIO()
     for stream in (terminal, log):
-        progress = Progress(4.0, 2, stream=stream)
-        for label in ("DDP", "dad"):
-            with progress.run(label, 2.0):
+        progress = Progress(4.0, stream=stream)
+        for number, label in enumerate(("DDP", "dad")):
+            with progress.span(2.0 * number, 2.0, f"run {number + 1} of 2: {label}"):
                 pass
-            progress.report(f"{label}: loss 0.5")
+            progress.report(f"run {number + 1} of 2: {label}: loss 0.5")
     assert log.getvalue() == "run 1 of 2: DDP: loss 0.5\nrun 2 of 2: dad: loss 0.5\n"
     lines = [line.split("\r\033[K")[-1] for line in terminal.getvalue().rstrip("\n").split("\n")]
     assert lines == log.getvalue().splitlines()
     bars = [part for part in terminal.getvalue().split("\r\033[K") if part.startswith("[")]
     assert bars[0].endswith("run 1 of 2: DDP")
     assert [bar.count("#") for bar in bars] == sorted(bar.count("#") for bar in bars)
-    silent = Progress(4.0, 2, stream=(stream := Terminal()), shown=False)
-    with silent.run("DDP", 1.0):
-        pass
+    silent = Progress(4.0, stream=(stream := Terminal()), shown=False)
+    with silent.span(0.0, 1.0, "DDP"):
+        silent.show("DDP")
     silent.report("DDP")
     assert not stream.getvalue()
 
@@ -220,7 +220,7 @@ def test_a_pool_goes_on_after_a_failed_run():
 
 
 @pytest.mark.slow
-def test_a_race_on_this_machine_by_the_command(tmp_path):
+def test_a_comparison_on_this_machine_by_the_command(tmp_path):
     (tmp_path / "task.py").write_text(
         textwrap.dedent("""
         import torch
@@ -237,23 +237,26 @@ def test_a_race_on_this_machine_by_the_command(tmp_path):
         """)
     )
     program = ["-m", "dadplug", "compare", "task.py:build"]
-    options = ["--seconds=2", "--processes=2", "--ways=alone,ddp,hogwild", "--picture=race.png"]
+    options = ["--seconds=2", "--processes=2", "--ways=alone,ddp,hogwild", "--picture=comparison.png"]
     commands = [[*program, "task.py:dataset", *options], [*program, "task.py:missing"]]
     commands += [[*program, "digits", "--ways=none"], [*program, "task.py:dataset", "--data-dir=photos"]]
-    commands += [[*program, "digits", "--picture=none/race.png"], [*program, "digits", "--picture=race.txt"]]
+    commands += [
+        [*program, "digits", "--picture=none/loss.png"],
+        [*program, "digits", "--picture=loss.txt"],
+    ]
     found, wrong, embedded, folder, nowhere, text = support.run_programs(commands, folder=tmp_path)
     assert found.status == 0, found.errors
     lines = found.output.splitlines()
     labels = [line.split("  ")[0] for line in lines[2:5]]
     assert sorted(labels) == ["DDP", "Hogwild!", "alone, 1 thread"]
     assert lines[6].startswith(("fastest: ", "no difference beyond noise between "))
-    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert "Exception" not in found.errors
     assert (wrong.status, wrong.errors) == (1, "error: task has no missing\n")
     assert embedded.errors.startswith("error: unknown way to train 'none'")
     assert folder.errors.startswith("error: --data-dir is for a data set of ")
-    assert "there is no folder 'none' that may be written to" in nowhere.errors  # before the race
-    assert "'race.txt' should end in .png" in text.errors
+    assert "there is no folder 'none' that may be written to" in nowhere.errors  # before any run
+    assert "'loss.txt' should end in .png" in text.errors
     assert nowhere.status == text.status == 2
 
 
@@ -261,30 +264,23 @@ def test_a_race_on_this_machine_by_the_command(tmp_path):
 
 
 class Climber(Trainer):
+    """A trainer that makes the loss larger."""
+
     def step(self):
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter += 0.003 * parameter.grad.sign()
 
 
-class Ascent(Way):
-    """A way that makes the loss larger."""
-
-    label = "ascent"
-
-    def attach(self, model, optimizer):
-        return Climber(model, optimizer)
-
-
-def races_between_sites():
-    WAYS.register("ascent")(Ascent())
+def compares_between_sites():
+    STRATEGIES.register("ascent")(Strategy("ascent", Climber))
     try:
         alone = "alone" if torch.get_num_threads() == 1 else "threads"
         ways = [alone, "diloco", "dad", "server", "ascent"]
         found = dadplug.compare(build, samples(), 2.0, ways=ways, seeds=2, progress=False)
         failed = dadplug.compare(build_for_no_way, samples(), 0.2, ways=["dad"], progress=False)
     finally:
-        del WAYS["ascent"]
+        del STRATEGIES["ascent"]
     rows = {each.way: each for each in found.rows}
     for name in ("diloco", "dad", "server"):
         assert rows[name].megabytes_a_step > 0
@@ -301,12 +297,19 @@ def races_between_sites():
     assert found.processes == 2
     assert failed.rows[0].failure == "ValueError: this model trains alone"
     assert failed.best is None
-    assert failed.verdict == "no way could be raced"
+    assert failed.verdict == "no way could be compared"
     return [(each.way, each.losses) for each in found.rows]
 
 
-def test_connected_sites_race_over_their_link(sites):
+def test_connected_sites_are_compared_over_their_link(sites):
     random.seed(0)
-    first, second = sites(2).run(races_between_sites)
+    first, second = sites(2).run(compares_between_sites)
     assert first == second
     assert Place(2, 2, connected=True) != Place(2, 2, connected=False)
+
+
+def test_the_former_name_still_works():
+    with pytest.warns(DeprecationWarning, match=r"dadplug\.comparison"):
+        racing = importlib.import_module("dadplug.racing")
+    assert racing.Comparison is Comparison
+    assert racing.compare is dadplug.compare

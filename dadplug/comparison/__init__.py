@@ -1,4 +1,4 @@
-"""Race of the ways to train a model, on the user's own model and data."""
+"""Comparison of ways to train a model, on the user's own model and data."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch.distributed as dist
 from ..cores import available_cores
 from ..errors import RunFailedError
 from ..exchange.codec import gather_objects
-from .heat import Point, run_heat
-from .pool import Pool
-from .progress import Progress
-from .result import Comparison
-from .row import Row
-from .task import Build, Task
-from .ways import WAYS, Place, Way
+from ..processes import Pool
+from ..progress import Progress
+from .result import Comparison, Row
+from .strategies import STRATEGIES, Place, Strategy
+from .trial import Build, Point, Task, run_trial
+
+__all__ = ["STRATEGIES", "Comparison", "Place", "Row", "Strategy", "compare"]
 
 FINALISTS = 3
-HEATS_SHARE = 0.4  # of the time, where not all ways are in the final
+FIRST_SHARE = 0.4  # of the time, where not all strategies are in the final
 
-Runner = Callable[[str, float, int], "list[Point]"]  # way, seconds, seed
+Runner = Callable[[str, float, int], "list[Point]"]  # name of a strategy, seconds, seed
 
 
 def compare(
@@ -39,8 +39,8 @@ def compare(
 ) -> Comparison:
     """Train a model in all ways that apply, each for the same time, and say which is fastest.
 
-    Where sites are connected (`dadplug.connect`), all of them call it, and the race is between them over their link,
-    each with its own data. Otherwise it is between processes of this machine, which divide the data.
+    Where sites are connected (`dadplug.connect`), all of them call it, and train together over their link, each with
+    its own data. Otherwise processes of this machine do, which divide the data.
 
     First each way runs once. Then the three with the lowest held-out loss run with several seeds, in turn. Only
     training counts as time: not the start of processes, nor the first three steps, in which kernels are compiled, nor
@@ -51,7 +51,7 @@ def compare(
             the criterion is a mean over a batch. For processes of this machine it must be at the top level of a module.
         dataset: samples, tuples of inputs and a target, drawn by number.
         seconds: training time of all runs together.
-        ways: names of ways; all that apply if None, see `dadplug.racing.ways.WAYS`.
+        ways: names of ways; all that apply if None, see `dadplug.comparison.STRATEGIES`.
         batch_size: samples in a batch of each process.
         evaluation: samples whose loss is compared; a tenth of `dataset`, at most 1,000, if None.
         processes: number of processes of this machine; one a core, at most 4, if None.
@@ -79,80 +79,85 @@ def compare(
         raise ValueError(f"seeds must be a whole number of at least 2, since one run shows no noise; got {seeds!r}")
     chosen = _choose(ways, place)
     task = Task.create(build, dataset, evaluation, batch_size, place.processes, dealt=not connected)
-    race = _Race(chosen, seconds, seeds, progress and (not connected or dist.get_rank() == 0))
-    finalists = _hold(race, task, place)
+    trials = _Trials(chosen, seconds, seeds, progress and (not connected or dist.get_rank() == 0))
+    _run_all(trials, task, place)
     held_out = len(task.held_out)  # type: ignore[arg-type]
     return Comparison(
-        race.rows(finalists), finalists, race.final_seconds, held_out, place.processes, batch_size, connected
+        trials.rows(), trials.finalists, trials.final_seconds, held_out, place.processes, batch_size, connected
     )
 
 
-class _Race:
-    """Heats and final.
+class _Trials:
+    """First trials of all strategies, and the final of the best.
 
     Args:
-        ways: names of the ways.
-        seconds: training time of all runs together.
-        seeds: number of runs of each way in the final.
-        shown: whether to print the runs.
+        names: names of the strategies.
+        seconds: training time of all trials together.
+        seeds: number of trials of each strategy in the final.
+        shown: whether to print the trials.
 
     Attributes:
-        final_seconds: training time of a run of the final.
+        finalists: names of the strategies that have trained in the final.
+        final_seconds: training time of a trial of the final.
     """
 
-    def __init__(self, ways: Sequence[str], seconds: float, seeds: int, shown: bool) -> None:
-        self._ways = list(ways)
+    def __init__(self, names: Sequence[str], seconds: float, seeds: int, shown: bool) -> None:
+        self._names = list(names)
         self._seconds = seconds
         self._seeds = seeds
-        heats = len(ways) if len(ways) > FINALISTS else 0
-        self._progress = Progress(seconds, heats + min(len(ways), FINALISTS) * seeds, shown=shown)
-        self._heats: dict[str, list[list[Point]]] = {name: [] for name in ways}
+        self._progress = Progress(seconds, shown=shown)
+        first = len(names) if len(names) > FINALISTS else 0
+        self._planned = first + min(len(names), FINALISTS) * seeds
+        self._number = 0
+        self._done = 0.0  # seconds
+        self._first: dict[str, list[list[Point]]] = {name: [] for name in names}
         self._final: dict[str, list[list[Point]]] = {}
         self._failures: dict[str, str] = {}
+        self.finalists = self._names
         self.final_seconds = 0.0
 
-    def run(self, run: Runner) -> list[str]:
-        """Run the race.
+    def run(self, run: Runner) -> None:
+        """Run the trials.
 
         Args:
-            run: runs one way for some seconds with a seed.
-
-        Returns:
-            The names of the ways that have run in the final.
+            run: trains by one strategy for some seconds with a seed.
         """
-        left, finalists = self._seconds, self._ways
-        if len(self._ways) > FINALISTS:
-            left *= 1 - HEATS_SHARE
-            for name in self._ways:
-                self._run(run, name, self._seconds * HEATS_SHARE / len(self._ways), 0, self._heats)
-            able = [name for name in self._ways if name not in self._failures]
-            finalists = sorted(able, key=lambda name: self._heats[name][0][-1].loss)[:FINALISTS]
-        self._final = {name: [] for name in finalists}
-        self.final_seconds = left / max(1, len(finalists) * self._seeds)
+        left = self._seconds
+        if len(self._names) > FINALISTS:
+            left *= 1 - FIRST_SHARE
+            for name in self._names:
+                self._run(run, name, self._seconds * FIRST_SHARE / len(self._names), 0, self._first)
+            able = [name for name in self._names if name not in self._failures]
+            self.finalists = sorted(able, key=lambda name: self._first[name][0][-1].loss)[:FINALISTS]
+        self._final = {name: [] for name in self.finalists}
+        self.final_seconds = left / max(1, len(self.finalists) * self._seeds)
         for seed in range(1, self._seeds + 1):
-            for name in finalists:
+            for name in self.finalists:
                 if name not in self._failures:
                     self._run(run, name, self.final_seconds, seed, self._final)
-        return [name for name in finalists if name not in self._failures]
+        self.finalists = [name for name in self.finalists if name not in self._failures]
 
     def _run(self, run: Runner, name: str, seconds: float, seed: int, into: dict[str, list[list[Point]]]) -> None:
-        label = WAYS[name].label
+        self._number += 1
+        label = STRATEGIES[name].label
+        place = f"run {self._number} of {self._planned}: {label}"
         try:
-            with self._progress.run(label, seconds):
+            with self._progress.span(self._done, seconds, place):
                 points = run(name, seconds, seed)
         except RunFailedError as error:
             self._failures[name] = str(error)
-            self._progress.report(f"{label}: failed")
+            self._progress.report(f"{place}: failed")
         else:
             into[name].append(points)
-            self._progress.report(f"{label}: loss {points[-1].loss:.4f} after {points[-1].seconds:.1f} s")
+            self._progress.report(f"{place}: loss {points[-1].loss:.4f} after {points[-1].seconds:.1f} s")
+        self._done += seconds
 
-    def rows(self, finalists: Sequence[str]) -> list[Row]:
+    def rows(self) -> list[Row]:
         """Return the rows: finalists by their loss, then the others, then those that failed."""
-        rows = [Row(name, WAYS[name].label, self._final[name]) for name in finalists]
-        others = [name for name in self._ways if name not in finalists and name not in self._failures]
-        behind = [Row(name, WAYS[name].label, self._heats[name]) for name in others]
-        failed = [Row(name, WAYS[name].label, failure=reason) for name, reason in self._failures.items()]
+        rows = [Row(name, STRATEGIES[name].label, self._final[name]) for name in self.finalists]
+        others = [name for name in self._names if name not in self.finalists and name not in self._failures]
+        behind = [Row(name, STRATEGIES[name].label, self._first[name]) for name in others]
+        failed = [Row(name, STRATEGIES[name].label, failure=reason) for name, reason in self._failures.items()]
         return [*sorted(rows, key=lambda row: row.loss), *sorted(behind, key=lambda row: row.loss), *failed]
 
 
@@ -168,41 +173,42 @@ def _place(connected: bool, processes: int | None) -> Place:
     return Place(count, cores, connected=False)
 
 
-def _choose(ways: Sequence[str] | None, place: Place) -> list[str]:
-    if ways is None:
-        return [name for name, way in WAYS.items() if way.applies(place)]
-    for name in ways:
-        if not WAYS[name].applies(place):
-            raise ValueError(f"{WAYS[name].label!r} has nothing to race with {place.processes} processes here")
-    return list(dict.fromkeys(ways))
+def _choose(names: Sequence[str] | None, place: Place) -> list[str]:
+    if names is None:
+        return [name for name, strategy in STRATEGIES.items() if strategy.applies(place)]
+    for name in names:
+        if not STRATEGIES[name].applies(place):
+            raise ValueError(f"{STRATEGIES[name].label!r} has nothing to compare with {place.processes} processes here")
+    return list(dict.fromkeys(names))
 
 
-def _hold(race: _Race, task: Task, place: Place) -> list[str]:
+def _run_all(trials: _Trials, task: Task, place: Place) -> None:
     if place.connected or place.processes == 1:
-        return race.run(lambda name, seconds, seed: _run_here(WAYS[name], task, place, seconds, seed))
+        trials.run(lambda name, seconds, seed: _run_here(STRATEGIES[name], task, place, seconds, seed))
+        return
     with Pool(task) as pool:
-        return race.run(lambda name, seconds, seed: _run_in(pool, name, place, seconds, seed))
+        trials.run(lambda name, seconds, seed: _run_in(pool, name, place, seconds, seed))
 
 
 def _run_in(pool: Pool, name: str, place: Place, seconds: float, seed: int) -> list[Point]:
-    """Run a way in processes of this machine."""
-    way = WAYS[name]
-    results = pool.run(_heat, way.processes(place), way.threads(place), name, seconds, seed)
+    """Train by a strategy in processes of this machine."""
+    strategy = STRATEGIES[name]
+    results = pool.run(_trial, strategy.processes(place), strategy.threads(place), name, seconds, seed)
     points: list[Point] = results[0]
     return points
 
 
-def _heat(task: Task, rank: int, count: int, name: str, seconds: float, seed: int) -> list[Point]:
-    return run_heat(WAYS[name], task, seconds, seed, rank, count)
+def _trial(task: Task, rank: int, count: int, name: str, seconds: float, seed: int) -> list[Point]:
+    return run_trial(STRATEGIES[name], task, seconds, seed, rank, count)
 
 
-def _run_here(way: Way, task: Task, place: Place, seconds: float, seed: int) -> list[Point]:
-    """Run a way in this process, one of the connected sites or alone; return site 0's points at all sites."""
+def _run_here(strategy: Strategy, task: Task, place: Place, seconds: float, seed: int) -> list[Point]:
+    """Train by a strategy in this process, one of the connected sites or alone; return site 0's points at all sites."""
     rank, threads = dist.get_rank() if place.connected else 0, torch.get_num_threads()
-    torch.set_num_threads(way.threads(place))
+    torch.set_num_threads(strategy.threads(place))
     failure, points = "", []
     try:
-        points = run_heat(way, task, seconds, seed, rank, place.processes)
+        points = run_trial(strategy, task, seconds, seed, rank, place.processes)
     except (ValueError, TypeError, NotImplementedError, FloatingPointError) as error:
         failure = f"{type(error).__name__}: {error}"
     finally:
