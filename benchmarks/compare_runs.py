@@ -3,9 +3,9 @@
     python benchmarks/compare_runs.py                        MNISTNet's shape of data: scikit-learn's digits, five times
     python benchmarks/compare_runs.py --runs 1 --seconds 5   one short comparison
 
-The network of the guide (one hidden layer of 512) is trained on this machine in all ways that apply. Each comparison has a line
-in OUT.json. With --keep and --stop-after they are made in pieces: the same command until it exits with 0. Exits
-with 1 if fewer than four of five comparisons have the verdict that is the most frequent one.
+The network of the guide (one hidden layer of 512) is trained on this machine in all ways that apply. Each comparison
+has a line in OUT.json. With --keep and --stop-after they are made in pieces: the same command until it exits with 0.
+Exits with 1 if fewer than four of five comparisons have the verdict that is the most frequent one.
 """
 
 from __future__ import annotations
