@@ -1,9 +1,16 @@
 """Optimizer steps on gradients that are products of factors, and are never formed as a whole."""
 
-from .deferral import Deferral, clip_norm, compare_digests, fused_remarks, reasons_against
-from .product import GradientProduct
-from .steps import FusedSteps, HeldGradients
-from .updates import register_update
+from .steps import (
+    Deferral,
+    FusedSteps,
+    HeldGradients,
+    clip_norm,
+    compare_digests,
+    fused_remarks,
+    reasons_against,
+    take_step,
+)
+from .updates import GradientProduct, engine_for, register_update
 
 __all__ = [
     "Deferral",
@@ -12,7 +19,9 @@ __all__ = [
     "HeldGradients",
     "clip_norm",
     "compare_digests",
+    "engine_for",
     "fused_remarks",
     "reasons_against",
     "register_update",
+    "take_step",
 ]

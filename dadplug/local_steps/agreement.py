@@ -1,21 +1,362 @@
-"""Agreements between sites on the parameters: headers, buffers, and deltas that may be in transit for a round."""
+"""Agreements between sites on the parameters, after rounds of local steps: headers, deltas, and the outer step.
+
+**Outer step.** With the mean delta d of a round, the outer momentum mu and the outer learning rate lr, as of SGD with
+Nesterov momentum on the gradient -d (DiLoCo, arXiv:2311.08105, algorithm 1):
+
+    m <- mu m + d            a <- a + lr (d + mu m)            without momentum: a <- a + lr d
+
+With lr = 1 and mu = 0 this is the mean of the sites' parameters (local SGD).
+
+With overlap the mean of a round arrives one round later. Meanwhile a site goes on from the agreed model plus what it
+has done in the round that is in transit (CoCoD-SGD, arXiv:1906.12043). At the end of round t, x the site's parameters:
+
+    a <- a moved by the mean of round t - 1            agreed on all sites
+    d_t = x - start                                    sent; its mean arrives at the end of round t + 1
+    start <- x <- a + d_t
+
+So x - a always holds what this site has done and the others do not have yet, once.
+
+**Deltas.** With D the delta of a site plus its error memory E, and C the encoding (rounding, or rank-r factors and
+rounding):
+
+    sent = C(D)            E <- D - sent            mean = sum over sites of w_s sent_s
+
+All sites decode the same payloads in the order of ranks, so that they get the same bits.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
+from ..exchange.wire import WireFormat, wire_format
+from ..lowrank import Carry, compress_matrix, sum_of_products
+from ..methods.feedback import ErrorFeedback
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
-from .agreed import AgreedModel
-from .deltas import DeltaFormat
-from .header import Header, HeaderGather, fingerprint
 from .options import LocalOptions
+
+_ITERATIONS = 2  # power iterations of the first compression
+_WARM_ITERATIONS = 1  # of those that begin with the basis of the last one
+
+
+# The agreed model
+
+
+def outer_step(value: Tensor, delta: Tensor, momentum: Tensor | None, lr: float, mu: float) -> None:
+    """Move an agreed value by the mean delta of a round, in place.
+
+    Args:
+        value: the agreed value a.
+        delta: the mean delta d, of the same shape; may be overwritten.
+        momentum: the momentum m, updated; None without.
+        lr: outer learning rate.
+        mu: outer momentum.
+    """
+    if momentum is not None:
+        momentum.mul_(mu).add_(delta)
+        delta = delta.add_(momentum, alpha=mu)
+    value.add_(delta, alpha=lr)
+
+
+class AgreedModel:
+    """Agreed values of the parameters that are trained, in single or double precision.
+
+    Args:
+        lr: outer learning rate.
+        mu: outer momentum.
+
+    Attributes:
+        values: the agreed values by name of the parameter.
+    """
+
+    def __init__(self, lr: float, mu: float) -> None:
+        self._lr, self._mu = lr, mu
+        self.values: dict[str, Tensor] = {}
+        self._momenta: dict[str, Tensor] = {}
+        self._starts: dict[str, Tensor] = {}  # of the present round; without one: the agreed value
+        self._frozen: set[str] = set()  # at the end of the last round
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module) -> list[str]:
+        """Take in parameters that are trained from now on, before a step changes them; return their names."""
+        new = []
+        for name, parameter in model.named_parameters():
+            known = self.values.get(name)
+            if parameter.requires_grad and (known is None or known.shape != parameter.shape):
+                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                self.values[name] = parameter.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
+                self._momenta.pop(name, None)
+                self._starts.pop(name, None)
+                new.append(name)
+        return new
+
+    def drop_untrained(self, model: nn.Module) -> None:
+        """Forget parameters that the model no longer has, or that were frozen throughout a round."""
+        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        for name in [*self.values]:
+            if name not in trained or (not trained[name] and name in self._frozen):
+                for kept in (self.values, self._momenta, self._starts):
+                    kept.pop(name, None)
+        self._frozen = {name for name in self.values if not trained[name]}
+
+    @torch.no_grad()
+    def deltas(self, model: nn.Module) -> dict[str, Tensor]:
+        """Compute what this site has done since the start of the round, by name, in new memory."""
+        parameters = dict(model.named_parameters())
+        return {
+            name: torch.empty_like(value).copy_(parameters[name]).sub_(self._starts.get(name, value))
+            for name, value in self.values.items()
+        }
+
+    @torch.no_grad()
+    def move(self, means: Mapping[str, Tensor]) -> None:
+        """Take the outer step.
+
+        Args:
+            means: the mean deltas by name; may be overwritten.
+        """
+        for name, mean in means.items():
+            value = self.values.get(name)
+            if value is None or value.shape != mean.shape:
+                continue
+            momentum = None
+            if self._mu:
+                momentum = self._momenta.get(name)
+                if momentum is None:
+                    momentum = self._momenta[name] = torch.zeros_like(value)
+            outer_step(value, mean.to(value), momentum, self._lr, self._mu)
+
+    @torch.no_grad()
+    def begin_round(self, model: nn.Module, in_transit: Mapping[str, Tensor] | None = None) -> None:
+        """Set the model to the start of the next round.
+
+        Args:
+            model: the model.
+            in_transit: the site's deltas that the agreed values do not contain yet; None where there are none.
+        """
+        parameters = dict(model.named_parameters())
+        self._starts = {}
+        for name, value in self.values.items():
+            start = value
+            if in_transit is not None and name in in_transit:
+                start = self._starts[name] = value + in_transit[name]
+            parameters[name].copy_(start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the values, momenta and starts."""
+        kept = {"values": self.values, "momenta": self._momenta, "starts": self._starts}
+        state: dict[str, Any] = {kind: {name: each.clone() for name, each in own.items()} for kind, own in kept.items()}
+        return state | {"frozen": sorted(self._frozen)}
+
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Restore what `state_dict` returned, on the device of the model's parameters."""
+        devices = {name: parameter.device for name, parameter in model.named_parameters()}
+
+        def restored(kind: str) -> dict[str, Tensor]:
+            return {name: each.to(devices[name], copy=True) for name, each in state[kind].items() if name in devices}
+
+        self.values, self._momenta, self._starts = restored("values"), restored("momenta"), restored("starts")
+        self._frozen = set(state["frozen"])
+
+
+# Payloads of deltas
+
+
+class _Slot(NamedTuple):
+    """Place of a tensor in a payload.
+
+    Attributes:
+        shape: shape of the tensor.
+        dtype: type of its delta.
+        wire: wire format.
+        rank: rank of the factors; None where the tensor is sent whole.
+        start: first element of the payload.
+        size: number of elements.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    wire: WireFormat
+    rank: int | None
+    start: int
+    size: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape as a matrix: the first dimension times all others."""
+        return self.shape[0], self.shape.numel() // self.shape[0]
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Decode a tensor that has been sent whole."""
+        return self.wire.decode_flat(part, self.shape.numel()).to(self.dtype).view(self.shape)
+
+    def factors(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode the factors of a tensor, of shapes (rank, out) and (rank, width)."""
+        rank, between = self.rank or 0, (self.rank or 0) * self.wire.row_size(self.shape[0])
+        left = self.wire.decode(part[:between].view(rank, -1))
+        right = self.wire.decode(part[between:].view(rank, -1))
+        return left.to(self.dtype), right.to(self.dtype)
+
+
+class DeltaFormat:
+    """Format of the payloads of a model's deltas, with the error memory of this site.
+
+    Args:
+        wire: value of the option ``wire``.
+        rank: rank of the factors of matrices; None where all tensors are sent whole. A matrix whose factors would not
+            be smaller is sent whole.
+        error_feedback: whether to add what was not sent to the next delta.
+    """
+
+    def __init__(self, wire: str, rank: int | None, error_feedback: bool) -> None:
+        self._wire, self._rank = wire, rank
+        self._slots: dict[str, _Slot] = {}
+        self._errors = ErrorFeedback(error_feedback)
+        self._carries: dict[str, Tensor] = {}
+
+    def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
+        """Lay out the payloads for a set of tensors.
+
+        Args:
+            tensors: tensors of the shapes and types of the deltas, by name, in an order that is the same on all sites.
+
+        Returns:
+            The number of elements of each payload, by type.
+        """
+        sizes: dict[torch.dtype, int] = {}
+        self._slots = {}
+        for name, tensor in tensors.items():
+            wire = wire_format(self._wire, tensor.dtype)
+            rank = self._rank_of(tensor)
+            size = wire.flat_size(tensor.numel())
+            if rank is not None:
+                size = rank * (wire.row_size(len(tensor)) + wire.row_size(tensor.numel() // len(tensor)))
+            start = sizes.get(wire.dtype, 0)
+            self._slots[name] = _Slot(tensor.shape, tensor.dtype, wire, rank, start, size)
+            sizes[wire.dtype] = start + size
+        self._errors.retain(self._slots)
+        self._carries = {name: carry for name, carry in self._carries.items() if name in self._slots}
+        return sizes
+
+    def _rank_of(self, tensor: Tensor) -> int | None:
+        if self._rank is None or tensor.dim() < 2 or not tensor.numel():
+            return None
+        out, width = tensor.shape[0], tensor.numel() // tensor.shape[0]
+        rank = min(self._rank, out, width)
+        return rank if rank * (out + width) < out * width else None
+
+    def encode(self, deltas: Mapping[str, Tensor], payloads: Mapping[torch.dtype, Tensor]) -> None:
+        """Encode this site's deltas, and update its error memory.
+
+        Args:
+            deltas: the deltas by name; they may be overwritten.
+            payloads: room for the payloads, by type.
+        """
+        for name, slot in self._slots.items():
+            delta = deltas[name]
+            if not delta.numel():
+                continue
+            error = self._errors.find(name, delta)
+            if error is not None:
+                delta = delta.add_(error)
+            place = payloads[slot.wire.dtype][slot.start : slot.start + slot.size]
+            if slot.rank is not None:
+                sent = self._encode_factors(name, slot, slot.rank, delta, place)
+            else:
+                place.copy_(slot.wire.encode_flat(delta.reshape(-1)))
+                sent = slot.whole(place)
+            if self._errors.enabled and (slot.rank is not None or slot.wire.dtype != slot.dtype):
+                torch.sub(delta, sent, out=self._errors.of(name, delta))
+
+    def _encode_factors(self, name: str, slot: _Slot, rank: int, delta: Tensor, place: Tensor) -> Tensor:
+        """Write the factors of a delta to their place in the payload; return the values that are decoded from them."""
+        out, width = slot.matrix
+        carry = self._carries.get(name)
+        start = None if carry is None or carry.shape[1] != width else Carry(carry.to(delta))
+        iterations = _ITERATIONS if start is None else _WARM_ITERATIONS
+        compressed = compress_matrix(
+            delta.view(out, width), rank, iterations=iterations, warm_start=start, seed=zlib.crc32(name.encode())
+        )
+        kept = compressed.effective_rank
+        if kept:
+            self._carries[name] = compressed.carry.right.clone()
+        left, right = delta.new_zeros(rank, out), delta.new_zeros(rank, width)
+        left[:kept], right[:kept] = compressed.left.T[:kept], compressed.right.T[:kept]
+        torch.cat([slot.wire.encode(each).reshape(-1) for each in (left, right)], out=place)
+        left, right = slot.factors(place)
+        return (left.T @ right).view(slot.shape)
+
+    def decode(self, payloads: Mapping[torch.dtype, Sequence[Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+        """Compute the mean delta of all sites.
+
+        Args:
+            payloads: the payloads of all sites by rank, by type.
+            weights: share of each site in the mean; payloads of sites without a share are not read.
+
+        Returns:
+            The mean deltas by name, on the device of the payloads.
+        """
+        counted = [rank for rank, weight in enumerate(weights) if weight]
+        shares = [weights[rank] for rank in counted]
+        means = {}
+        for name, slot in self._slots.items():
+            parts = [payloads[slot.wire.dtype][rank][slot.start : slot.start + slot.size] for rank in counted]
+            if slot.rank is not None:
+                lefts, rights = zip(*map(slot.factors, parts), strict=True)
+                means[name] = sum_of_products(lefts, rights, shares).view(slot.shape)
+                continue
+            means[name] = parts[0].new_zeros(slot.shape, dtype=slot.dtype)
+            for part, share in zip(parts, shares, strict=True):
+                means[name].add_(slot.whole(part), alpha=share)
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the error memory and of the bases from which compression starts."""
+        carries = {name: each.clone() for name, each in self._carries.items()}
+        return {"errors": self._errors.state_dict()["errors"], "carries": carries}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._errors.load_state_dict({"reference": 0, "errors": state["errors"]})
+        self._carries = {name: each.clone() for name, each in state["carries"].items()}
+
+
+# Agreements
+
+
+class Header(NamedTuple):
+    """A site's statement before an agreement.
+
+    Attributes:
+        step: number of the site's steps.
+        weight: weight of its delta in the mean, such as its samples since the last agreement; 0 if it has trained
+            nothing.
+        layout: fingerprint of the parameters that it agrees on, see `fingerprint`.
+        finished: 1 if it has no more batches, else 0.
+        nonfinite: number of the first parameter with NaN or Inf, in the order of the layout; -1 if there is none.
+        changes: 1 if buffers have changed that the site has not announced yet, else 0.
+    """
+
+    step: int
+    weight: int
+    layout: int
+    finished: int
+    nonfinite: int
+    changes: int
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> int:
+    """Return a number of 63 bits that stands for names, shapes and types of tensors, in their order."""
+    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 class Agreement:
@@ -37,9 +378,8 @@ class Agreement:
         self._model, self._options, self._transport = model, options, transport
         self._format = DeltaFormat(options.wire, options.rank, options.error_feedback)
         self._buffers = MovingBuffers(model)
-        self._headers = HeaderGather(transport)
+        self._headers: Gather = transport.gather([len(Header._fields)] * transport.world_size, torch.int64)
         self._tables = sameness.tables_with_max_norm(model)
-        self._layout: dict[str, Tensor] = {}
         self._fingerprint = 0
         self._gathers: dict[torch.dtype, Gather] = {}
         self._shares: list[float] | None = None  # of the round that is in transit
@@ -92,17 +432,21 @@ class Agreement:
             in_transit = None
         self.agreed.begin_round(self._model, in_transit)
         if in_transit is None:
-            self._renormalise()
+            for table in self._tables:  # as lookups do, since sites look up different rows
+                sameness.renormalise(table)
         self.count += 1
         return headers
 
     def _exchange_headers(self, step: int, weight: int, finished: bool, deltas: Mapping[str, Tensor]) -> list[Header]:
         """Exchange headers and compare them; lay the payloads out anew if parameters have come or gone."""
-        names = enumerate(deltas.values())
-        nonfinite = next((number for number, delta in names if not bool(delta.isfinite().all())), -1)
+        finite = [bool(delta.isfinite().all()) for delta in deltas.values()]
+        nonfinite = -1 if all(finite) else finite.index(False)
         layout = fingerprint(deltas)
-        own = Header(step, weight, layout, finished, nonfinite, bool(self._buffers.changed()))
-        headers = self._headers.exchange(own)
+        self._headers.payload.copy_(
+            torch.tensor([step, weight, layout, finished, nonfinite, bool(self._buffers.changed())])
+        )
+        self._headers.launch()
+        headers = [Header(*row.tolist()) for row in self._headers.wait()]
         steps = {header.step: rank for rank, header in enumerate(headers) if not header.finished}
         if len(steps) > 1:
             (one, first), (other, second) = list(steps.items())[:2]
@@ -117,7 +461,8 @@ class Agreement:
             raise MismatchError("the sites have changed which parameters they train in different rounds")
         if layout != self._fingerprint:
             self._check_added()
-            self._lay_out(deltas)
+            sizes, count = self._format.layout(deltas), self._transport.world_size
+            self._gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
             self._fingerprint = layout
         self._added = []
         return headers
@@ -139,11 +484,6 @@ class Agreement:
                         f"parameter {name!r} has been added to the model and did not begin with the same values at "
                         f"{sites[self._transport.rank]} and {sites[rank]}: make it by the same seed on all sites"
                     )
-
-    def _lay_out(self, deltas: Mapping[str, Tensor]) -> None:
-        sizes = self._format.layout(deltas)
-        count = self._transport.world_size
-        self._gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
 
     def _launch(self, deltas: dict[str, Tensor], shares: list[float], weight: int) -> dict[str, Tensor] | None:
         """Start to send the deltas of the round; return a copy of them if they will be in transit for a round."""
@@ -182,11 +522,6 @@ class Agreement:
             f"{self._transport.sites[rank]}: the steps since the last agreement are discarded on all sites, and the "
             "parameters are the agreed ones"
         )
-
-    def _renormalise(self) -> None:
-        """Renormalise tables with ``max_norm`` as lookups do, since sites look up different rows."""
-        for table in self._tables:
-            sameness.renormalise(table)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this site's state; waits for deltas that are in transit."""

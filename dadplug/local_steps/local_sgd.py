@@ -1,30 +1,39 @@
-"""Local SGD and DiLoCo, for any PyTorch training loop: the formulas are in `dadplug.local_steps.agreed`."""
+"""Local SGD and DiLoCo, for any PyTorch training loop: the formulas are in `dadplug.local_steps.agreement`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..exchange import Gather, Transport
+from ..fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
+from ..hooks import OwnHook
+from ..hub.project import check_restrictions
 from ..model_sync import sameness
 from ..model_sync.batchnorm import SyncedBatchNorms
 from ..model_sync.replicated_model import ReplicatedModel
+from ..model_sync.sameness import raise_problems
 from ..model_sync.samples import SampleCounter
+from ..model_sync.structure import is_managed
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
 from .agreement import Agreement
-from .checks import check_parameters, check_policy, raise_problems, refuse_other_steps
-from .optimizer_steps import OptimizerSteps
+from .captured import CapturedGradients
 from .options import LocalOptions, Schedule
-from .warm_up import join_until
 
 
-class LocalSGD(OptimizerSteps, ReplicatedModel):
+class _WarmUpOver(Exception):
+    """End of the last synchronous step."""
+
+
+class LocalSGD(HeldGradients, ReplicatedModel):
     """Local steps between the sites of a process group: sites agree on parameters instead of gradients.
 
     At the start all sites get rank 0's parameters and buffers. Each site then takes ``every`` steps of its own
@@ -74,6 +83,12 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
         >>> local.finish()
     """
 
+    _warm_up: GradientReduction | None = None
+    _captured: CapturedGradients | None = None  # in local steps, if some of them are fused
+    _may_fuse = True  # until `stop_fusing`, which may be called in the warm-up
+    _has_synchronized = False  # in this synchronous step, for `clip_grad_norm_`
+    _accumulates = False
+
     @takes_keywords_of(LocalOptions)
     def __init__(
         self,
@@ -89,7 +104,7 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
         try:
             self.local_options = LocalOptions.create(every=every, **options)
             self.local_options.interval(0)
-            check_parameters(model, optimizer)
+            _check_parameters(model, optimizer)
         except ValueError as error:  # raised once the other sites know
             self._problem = str(error)
             self.local_options = LocalOptions()
@@ -107,13 +122,14 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
         self._agreement = Agreement(model, self.local_options, self._transport)
         if self._warm_up is None:
             self._begin_local_steps()
-        self._guard = optimizer.register_step_pre_hook(refuse_other_steps(self))
+        self._guard = optimizer.register_step_pre_hook(_refuse_other_steps(self))
         self.traffic.start()
 
     # Set-up
 
     def _check_allowed(self, options: Any) -> None:
-        check_policy()
+        # Deltas are sums of whole gradients, and contain no layer's inputs.
+        check_restrictions(SimpleNamespace(mode="localsgd", share_inputs=False), sends_factors=False)
         if self.local_options.warm_up:
             super()._check_allowed(options)
 
@@ -151,7 +167,9 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
             self._active = transport.gather([1] * self.world_size, torch.int64)
         self._agreement.begin()
         self._next = self.steps + self.local_options.interval(self.steps)
-        self._begin_capture()
+        if self.local_options.fused and self._may_fuse:
+            self._captured = CapturedGradients(self.model, self.optimizer, self._counter.owned)
+            self.remarks = self._captured.remarks
 
     # Training
 
@@ -159,6 +177,57 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
     def agreements(self) -> int:
         """Number of agreements so far; the same on all sites."""
         return self._agreement.count
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the next step is a synchronous one, of the warm-up."""
+        return self._warm_up is not None
+
+    @property
+    def syncing(self) -> bool:
+        """Whether gradients are complete after the next backward pass; False inside `no_sync`."""
+        return not self._accumulates if self._warm_up is None else self._warm_up.syncing
+
+    def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
+        """Take a step of the optimizer, and agree with the other sites if it is time; instead of ``optimizer.step()``.
+
+        Call it after backward, once for each batch (with accumulation: once for each update). Clip and unscale
+        gradients before it.
+
+        Args:
+            closure: passed to the optimizer, for optimizers that evaluate the loss themselves.
+            scaler: the `torch.amp.GradScaler` that takes the step, ``scaler.step(optimizer)``; call its ``update`` and,
+                where needed, ``unscale_`` yourself. Steps are not fused then.
+
+        Returns:
+            What the optimizer's step returns.
+
+        Raises:
+            NonFiniteError: on all sites, if the parameters of one hold NaN or Inf at an agreement. The steps since the
+                last agreement are discarded on all sites.
+            ValueError: with a closure in a synchronous step.
+            MismatchError: on all sites, if they do not agree at the same step, or not on the same parameters.
+            SiteError: if a site is gone or does not answer in time.
+        """
+        if closure is not None and self.synchronous:
+            raise ValueError("an optimizer with a closure cannot take synchronous steps: leave warm_up out")
+        if scaler is not None and scaler.is_enabled():
+            self.stop_fusing("a GradScaler scales the loss")
+        if self._captured is not None and self._captured.fuses:
+            with self.stepping():
+                loss = None
+                if closure is not None:  # an optimizer with a fused step calls it once, before anything else
+                    with torch.enable_grad():
+                        loss = closure()
+                self.hold(self.optimizer)
+                self.apply_held(self.optimizer, self.optimizer.step)
+            return loss
+        if self._warm_up is None or self._warm_up.pending or not self._has_synchronized:
+            self.synchronize()
+        with self.stepping():
+            if scaler is not None:
+                return scaler.step(self.optimizer)
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -209,9 +278,14 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
             NonFiniteError: as `step`, like its other errors.
         """
         self._counter.reset()
-        self._finish_warm_up()
         if self._warm_up is not None:
-            return
+            try:
+                self._warm_up.join(self._step_without_data)
+            except _WarmUpOver:
+                pass
+            else:
+                self._warm_up.average_buffers()
+                return
         while self._norms is not None and self.steps:
             self._norms.idle()
             if not self._count_active(False):
@@ -271,6 +345,90 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
             self._next = self.steps + self.local_options.interval(self.steps)
         return over
 
+    # Gradients
+
+    def synchronize(self) -> None:
+        """Agree on gradients in a synchronous step; in a local one, form those that are not formed. `step` calls it.
+
+        For trainers that call the optimizer themselves, before they clip gradients.
+        """
+        self._exchange()
+
+    def _exchange(self, *, deferral: Deferral | None = None) -> None:
+        if self._warm_up is not None:
+            self._warm_up.synchronize()
+        elif self._captured is not None:
+            self._captured.collect(deferral)
+            self.remarks = self._captured.remarks
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the norm of this site's gradients, as `torch.nn.utils.clip_grad_norm_` does; before `step`.
+
+        Norms of gradients that are not formed are taken from the factors' Gram matrices. In a synchronous step it
+        synchronizes, and the gradients are those of all sites.
+
+        Args:
+            max_norm: largest norm.
+            norm_type: which norm, as `torch.linalg.vector_norm` takes it.
+            error_if_nonfinite: whether a norm that is not finite is an error.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            RuntimeError: if the norm is not finite and that is an error.
+
+        Example:
+            >>> criterion(model(inputs), targets).backward()
+            >>> local.clip_grad_norm_(1.0)
+            >>> local.step()
+        """
+        reasons = reasons_against([self.optimizer])
+        deferral = Deferral({weight for weight, reason in reasons.items() if not reason})
+        self._exchange(deferral=deferral)
+        self._has_synchronized = True
+        try:
+            return clip_norm(self.model.parameters(), deferral.products, max_norm, norm_type, error_if_nonfinite)
+        finally:
+            self._put_back(deferral.products)
+
+    def _put_back(self, products: Mapping[nn.Parameter, GradientProduct]) -> None:
+        if self._captured is not None:
+            self._captured.put_back(products)
+
+    def remark_on(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Do nothing: the remarks have been made by then."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold gradients back in a synchronous step, for accumulation; in local steps nothing is sent anyway."""
+        if self._warm_up is not None:
+            with self._warm_up.no_sync():
+                yield
+            return
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def _before_forward(self) -> None:
+        if self._captured is not None:
+            self._captured.before_forward()
+
+    def stop_fusing(self, reason: str) -> None:
+        """Take ordinary steps from now on.
+
+        Args:
+            reason: why, for `remarks`.
+        """
+        self._may_fuse = False
+        if self.local_options.fused:
+            self.remarks = (f"fused steps: no, {reason}",)
+        if self._captured is not None:
+            self._captured.release(discard=False)
+            self._captured = None
+
     # Synchronous steps
 
     def _end_synchronous_step(self) -> None:
@@ -285,15 +443,16 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
             self._begin_local_steps()
         self.traffic.end_step()
 
-    def _finish_warm_up(self) -> None:
-        """Take part in the synchronous steps of the other sites until all have finished, or the warm-up is over."""
-        if self._warm_up is not None and not join_until(self._warm_up, self._step_without_data):
-            self._warm_up.average_buffers()
+    def _step_without_data(self) -> None:
+        """Take a synchronous step after this site's last batch.
 
-    def _step_without_data(self) -> bool:
+        Raises:
+            _WarmUpOver: if it was the last one.
+        """
         with self.stepping():
             self.optimizer.step()
-        return self._warm_up is None
+        if self._warm_up is None:
+            raise _WarmUpOver
 
     # State
 
@@ -364,3 +523,39 @@ class LocalSGD(OptimizerSteps, ReplicatedModel):
             self._warm_up.detach(discard=True)
         if self._norms is not None:
             self._norms.detach()
+
+
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the optimizer has parameters that sites cannot agree on."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's: sites "
+                    "would not agree on it"
+                )
+    for name, parameter in model.named_parameters():
+        if is_managed(parameter):
+            raise ValueError(f"the rows of {name!r} are spread over the sites by a parameter manager: no local steps")
+        if parameter.requires_grad and parameter.is_complex():
+            raise ValueError(f"parameter {name!r} is complex: local steps are for real parameters")
+
+
+def _refuse_other_steps(local: LocalSGD) -> OwnHook:
+    """Return a pre-hook for the optimizer that raises an error where the program calls it itself.
+
+    Otherwise it has the gradients formed that the step reads; with a closure, these do not exist yet.
+    """
+    reference = weakref.ref(local)
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = reference()
+        if found is None:
+            return
+        if not found.calls_optimizer:
+            raise RuntimeError("optimizer.step() beside local steps: call local.step() instead, which calls it")
+        if found._captured is not None and not any(callable(given) for given in (*args, *kwargs.values())):
+            found._captured.collect()
+
+    return OwnHook(check)

@@ -102,6 +102,20 @@ def compare(first: dict[str, str], second: dict[str, str], first_site: str, seco
             )
 
 
+def raise_problems(problem: str, transport: Transport) -> None:
+    """Raise ValueError on all sites if the arguments of one are not valid.
+
+    Args:
+        problem: what is wrong at this site; empty if nothing is.
+        transport: the transport, closed before an error.
+    """
+    for rank, found in enumerate(transport.gather_objects(problem)):
+        if found:
+            text = problem or f"{transport.sites[rank]}: {found}"
+            transport.close()
+            raise ValueError(text)
+
+
 def check_values(model: nn.Module, names: Collection[str], transport: Transport) -> None:
     """Compare the values of parameters that have been added to the model.
 

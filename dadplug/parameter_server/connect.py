@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..exchange import Traffic, Transport
-from ..local_steps.checks import raise_problems
+from ..model_sync.sameness import raise_problems
 from .dealer import OwnDealer, SharedDealer
 from .holder import at_site
 from .hub_client import start_at_hub

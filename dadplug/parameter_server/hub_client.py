@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ..errors import MessageError, SiteError
 from ..exchange import Transport
 from ..exchange.transport import StreamToHub
-from ..local_steps.checks import raise_problems
+from ..model_sync.sameness import raise_problems
 from . import hub_messages as messages
 from .holder import Holder, at_hub
 from .hub_messages import KEY_CHARACTERS, Settings

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError
 from ..exchange import Transport, codec
-from ..fused import GradientProduct
-from ..fused.deferral import reasons_against, take_step
-from ..fused.updates import engine_for
+from ..fused import GradientProduct, engine_for, reasons_against, take_step
 
 Settings = list[dict[str, Any]]
 """By parameter group, the values of its settings by name: learning rate, momentum, betas and so on."""

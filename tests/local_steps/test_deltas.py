@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dadplug.local_steps.agreed import outer_step
-from dadplug.local_steps.deltas import DeltaFormat
+from dadplug.local_steps.agreement import DeltaFormat, outer_step
 
 FORMATS = [("fp32", None), ("bf16", None), ("int8", None), ("fp32", 2), ("bf16", 2), ("int8", 2)]
 

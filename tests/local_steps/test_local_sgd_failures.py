@@ -17,7 +17,6 @@ from running_hub import running_hub
 from dadplug import LocalSGD
 from dadplug.errors import SiteError
 from dadplug.local_steps.agreement import Agreement
-from dadplug.local_steps.header import HeaderGather
 
 
 def trains_scaled(local: LocalSGD, site: int, infinite: tuple[int, int]) -> float:
@@ -137,7 +136,7 @@ def is_killed(folder: str, place: str) -> None:
     local = resume(folder)
     train(local, range(4), site)
     torch.save([each.state_dict() for each in (local.model, local.optimizer, local)], Path(folder) / f"{site}.pt")
-    hits = {"before the headers": (HeaderGather, "exchange"), "before the deltas": (Agreement, "_launch")}
+    hits = {"before the headers": (Agreement, "_exchange_headers"), "before the deltas": (Agreement, "_launch")}
     if site and place == "between":
         os.kill(os.getpid(), signal.SIGKILL)
     if site:
