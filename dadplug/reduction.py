@@ -310,6 +310,10 @@ class GradientReduction(FusedSteps, PlannedModel):
         self.traffic.end_step()
         self._pending = False
         self._step += 1
+        if self._transport.grows or self._planner.outgrown:
+            self._transport.grow()
+            self.world_size = self._transport.world_size
+            self._planner.grow()
 
     def idle(self, *, stop: bool = False) -> None:
         """Take part in a step without data: contribute nothing, and get the agreed gradients.

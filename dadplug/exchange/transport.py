@@ -165,6 +165,14 @@ class Transport(ABC):
         self.ring = 2 * (self.world_size - 1) / self.world_size
 
     @property
+    def grows(self) -> bool:
+        """Whether there are further sites, for which `grow` is due."""
+        return False
+
+    def grow(self) -> None:  # noqa: B027  (of elastic ones only)
+        """Take further sites, where `grows`; all sites do so at the end of the same step."""
+
+    @property
     def behind(self) -> bool:
         """Whether the others have ended the open step already, without this site."""
         return False

@@ -153,6 +153,20 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Grow:
+    """Announce the names of all sites, since a site that is new in the roster has dialled in: an elastic run grows.
+
+    Attributes:
+        step: the open step. Sites take the new ones into their exchanges at the end of the first training step that
+            begins with this one or a later one, so that all do so in the same place.
+        names: names of all sites, by slot; those that are known keep theirs.
+    """
+
+    step: int
+    names: Sequence[str]
+
+
+@dataclass(frozen=True)
 class SendState:
     """Ask a member for its state after a closed step, which it holds until the next step closes.
 

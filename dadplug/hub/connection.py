@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import FrameError, MismatchError, RefusedError, SealingError, SiteError, TryAgainError
@@ -96,6 +97,16 @@ class HubConnection(ABC):
 
     def control(self, message: object) -> None:  # noqa: B027  (not every channel gets announcements)
         """Take an announcement of the hub."""
+
+    def extend(self, names: Sequence[str]) -> None:
+        """Take the names of all sites, since there are further ones; raise FrameError if known ones are not among them.
+
+        To be called with the lock held.
+        """
+        if list(names[: self.world_size]) != self.names:
+            raise FrameError("it names other sites than those that this site knows")
+        self.names[:] = names
+        self.world_size = len(names)
 
     def tick(self) -> None:  # noqa: B027
         """Do what has to be done about every second; errors as in `room`."""
@@ -309,7 +320,9 @@ class HubConnection(ABC):
 
     def _dial(self, seconds: float) -> None:
         """Dial once, and go on where the last connection was lost; errors are those of `dial_hub`."""
-        hello = Hello(VERSION, self._instance, self.position, self._channel, self._frames.received)
+        hello = Hello(
+            VERSION, self._instance, self.position, self._channel, self._frames.received, sites=self.world_size
+        )
         connection, welcome = dial_hub(self.kit, hello, self.address, seconds)
         try:
             with self.lock:

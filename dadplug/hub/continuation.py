@@ -90,6 +90,10 @@ class Continuation:
         self._counts: Counter[tuple[int, ...]] = Counter()  # of frames received, by `_key`
         self._repeated: Counter[tuple[int, ...]] = Counter()  # of those, how many are about to arrive again
 
+    def extend(self, world_size: int) -> None:
+        """Take the number of all sites, since there are further ones."""
+        self._world_size = world_size
+
     # Frames received
 
     def repeats(self, head: Head) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..errors import SiteError
 from ..exchange.transport import Requirements
 from .actions import FRESH, Close, Position
@@ -36,6 +38,14 @@ class ContinuedLink(HubConnection):
         self._inbox = Inbox(self.names, self.rank)
         self._started = False
         self._continuation = Continuation(self.world_size)
+
+    def extend(self, names: Sequence[str]) -> None:
+        before = self.world_size
+        super().extend(names)
+        self._inbox.extend(names)
+        self._continuation.extend(len(names))
+        for slot in range(before, len(names)):
+            self.gone[slot] = "it has not joined yet"
 
     def _continue(self, message: object) -> None:
         """Take an announcement that matters after a restart of the hub."""

@@ -36,7 +36,7 @@ def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -
         FrameError: if the hub sends something that is no answer.
     """
     release = sys.modules[__name__.partition(".")[0]].__version__
-    hello = hello._replace(release=release, sites=len(kit.roster.sites))
+    hello = hello._replace(release=release, sites=hello.sites or len(kit.roster.sites))
     connection = tls.dial(kit, seconds, address)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -66,18 +66,41 @@ class ElasticTransport(HubTransport):
         if not self.joins:
             link.rounds.begin(requirements)
         self.ring = self.copies
-        self.absent = link.rounds.absent
         self._in_step = False
+        self._resize(link.world_size)
+        self.absent = self._of_run(link.rounds.absent)
+
+    # Sites that are new in the roster
+
+    def _resize(self, size: int) -> None:
+        """Exchange with so many sites from now on."""
+        self.world_size = size
+        self.ring = self.copies = size - 1
+
+    def _of_run(self, slots: frozenset[int]) -> frozenset[int]:
+        return frozenset(slot for slot in slots if slot < self.world_size)
+
+    @property
+    def grows(self) -> bool:
+        return self.world_size < self.link.rounds.size
+
+    def grow(self) -> None:
+        before, size = self.world_size, self.link.rounds.size
+        if before < size:
+            self._resize(size)
+            self.absent |= frozenset(range(before, size))
 
     # Rounds
 
     def close_round(self, admits: bool = False, idle: bool = False) -> None:
         kind = Round.FIRST if admits else Round.FURTHER if self._in_step else Round.COLLECTIVE
+        number = self.link.step
         with self.traffic.waiting():
-            absent = self.link.rounds.end(self.timeout, self._answer if admits else None, kind, idle)
+            absent = self._of_run(self.link.rounds.end(self.timeout, self._answer if admits else None, kind, idle))
         self.absent = absent | self.absent if self._in_step else absent
         if admits:
             self._in_step = True
+            self.link.rounds.first = number
             self._collectives = 0
 
     def end_step(self) -> None:
@@ -112,7 +135,9 @@ class ElasticTransport(HubTransport):
         if not self.joins:
             return None
         self.link.rounds.begin(self._requirements)
-        return codec.decode(self.link.rounds.receive_state(self.timeout, most))
+        state = self.link.rounds.receive_state(self.timeout, most)
+        self._resize(self.link.world_size)  # the run may have grown while this site waited
+        return codec.decode(state)
 
     def take_part(self) -> None:
         self.link.rounds.confirm()

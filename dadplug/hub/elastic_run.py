@@ -151,10 +151,19 @@ class ElasticRun:
             names: names of the sites.
             before: number of sites before.
         """
-        every = self._first.min_sites == before
-        self._first = replace(self._first, min_sites=len(names) if every else min(self._first.min_sites, len(names)))
+        self._require_sites(len(names), before)
         self.reset()
         self.missed.reset(names)
+
+    def grow(self, names: Sequence[str], before: int) -> None:
+        """Go on with further sites; arguments are those of `resize`. What the sites require of this run stays."""
+        self._require_sites(len(names), before)
+        self.missed.extend(names)
+
+    def _require_sites(self, count: int, before: int) -> None:
+        """Adapt the rule of the runs that follow to another number of sites."""
+        every = self._first.min_sites == before
+        self._first = replace(self._first, min_sites=count if every else min(self._first.min_sites, count))
 
     def reset(self) -> None:
         """Begin a run by the rules of the hub."""

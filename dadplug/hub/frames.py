@@ -41,10 +41,25 @@ from typing import Any, NamedTuple, get_type_hints
 from ..errors import DamagedError, FrameError
 from ..exchange import codec
 from ..exchange.transport import Requirements
-from .actions import Accept, Close, Drop, Join, Pause, Position, Redo, Refuse, Replay, Resume, SendState, Skip, Start
+from .actions import (
+    Accept,
+    Close,
+    Drop,
+    Grow,
+    Join,
+    Pause,
+    Position,
+    Redo,
+    Refuse,
+    Replay,
+    Resume,
+    SendState,
+    Skip,
+    Start,
+)
 from .restart_messages import Continue, Repeat, Report
 
-VERSION = 5
+VERSION = 6
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
@@ -279,7 +294,7 @@ class Hello(NamedTuple):
         mark: result of `dadplug.hub.loopback.connection_mark`; empty where the site requires encryption.
         place: name of the Unix socket at which the site waits for a hub in the same machine; empty without one.
         secret: what that hub has to send there first.
-        sites: number of sites in the roster of the site's kit; 0 for that of the hub's.
+        sites: number of sites that the site knows; 0 for all of the hub's roster.
     """
 
     version: int
@@ -333,11 +348,12 @@ class Leave(NamedTuple):
 
 
 _MESSAGES: tuple[Any, ...] = (
-    *(Accept, Refuse, Start, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
+    *(Accept, Refuse, Start, Grow, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
     *(Hello, Welcome, Joined, Leave, Requirements, Report, Repeat, Continue),
 )
 _HINTS: dict[type, dict[str, str]] = {}
 _SLOTS = {"slot", "donor", "joiner", "holders", "participants", "contributors"} | {"waiting_for", "joined", "gone"}
+_TEXTS = {"names"}
 for _class in (Position, *_MESSAGES):
     codec.register(_class)
     _HINTS[_class] = {
@@ -378,7 +394,9 @@ def read_control(body: bytes, world_size: int) -> Any:
         raise FrameError(f"an object of type {type(message).__name__} is no control message")
     for name, hint in _HINTS[type(message)].items():
         value = getattr(message, name)
-        if not _fits(value, hint) or (name in _SLOTS and not _are_slots(value, world_size)):
+        if not (_are_texts(value) if name in _TEXTS else _fits(value, hint)) or (
+            name in _SLOTS and not _are_slots(value, world_size)
+        ):
             raise FrameError(f"field {name} of a control message {type(message).__name__} is out of range")
     return message
 
@@ -393,6 +411,10 @@ def _fits(value: Any, hint: str) -> bool:
             type(value) is Position and _fits(value.life, "int") and _fits(value.step, "int")
         )
     return type(value) is tuple and all(_fits(each, "int") for each in value)
+
+
+def _are_texts(value: Any) -> bool:
+    return type(value) is tuple and all(_fits(each, "str") for each in value)
 
 
 def _are_slots(value: Any, world_size: int) -> bool:

@@ -59,6 +59,10 @@ class Inbox:
         self._target: Incoming | None = None  # of the frame that is arriving
         self.expected_bytes = self.early_bytes = 0
 
+    def extend(self, names: Sequence[str]) -> None:
+        """Take the names of all sites, since there are further ones."""
+        self._names = list(names)
+
     def expect(self, key: tuple[Kind, int, int], buffer: memoryview) -> Incoming:
         """Expect a message.
 

@@ -14,7 +14,8 @@ from functools import partial
 
 from ..errors import DroppedError, FrameError, MismatchError, SiteError
 from ..exchange.failure_reports import ENDED, add_announcer, remove_announcer
-from .actions import Accept, Drop, Join, Pause, Start
+from ..logs import get_logger
+from .actions import Accept, Drop, Grow, Join, Pause, Start
 from .actions import Resume as Resumption
 from .connection import KERNEL_BYTES
 from .continued_link import ContinuedLink
@@ -27,6 +28,7 @@ from .rounds import Rounds
 DEFAULT_TIMEOUT = 300.0  # seconds
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
+_log = get_logger(__name__)
 _POLL_SECONDS = 0.02  # the thread of the connection may read what another one waits for
 _LONGEST_REASON = 1000  # characters
 _ENDED = "its program has ended"
@@ -44,13 +46,16 @@ class HubLink(ContinuedLink):
         self.sealing = LinkSealing(kit)
         if self.sealing.required:
             self._frames.seal = self.sealing.frames
-        if self.world_size > 2 or kit.roster.hub_at is None:
-            # Payloads take one line to the hub and another one from it, which is idle until the first piece is whole.
-            # Smaller pieces cost processor time.
-            self._frames.payload_bytes = SHORT_PIECE_BYTES
+        self._choose_piece_bytes()
         self._pause = ""
         self._channels = 0
         self.rounds = Rounds(self)
+
+    def _choose_piece_bytes(self) -> None:
+        if self.world_size > 2 or self.kit.roster.hub_at is None:
+            # Payloads take one line to the hub and another one from it, which is idle until the first piece is whole.
+            # Smaller pieces cost processor time.
+            self._frames.payload_bytes = SHORT_PIECE_BYTES
 
     @classmethod
     def open(
@@ -160,6 +165,8 @@ class HubLink(ContinuedLink):
             self._pause = message.reason
         elif isinstance(message, Resumption):
             self._pause = ""
+        elif isinstance(message, Grow):
+            self._grow(message)
         elif isinstance(message, Drop) and message.slot == self.rank and not self.left:
             self._lose_place(message.reason or _ENDED, for_good=not message.step)
         elif isinstance(message, Drop) and self._started and message.slot != self.rank:
@@ -180,6 +187,15 @@ class HubLink(ContinuedLink):
                 self._troubles.end(message.slot, f"{self.name(message.slot)} is back")
             self._continue(message)
         self.rounds.take(message)
+
+    def _grow(self, message: Grow) -> None:
+        new = message.names[self.world_size :]
+        if not new:
+            return
+        self.extend(message.names)
+        self.rounds.grow(message.step)
+        self._choose_piece_bytes()
+        _log.info("the project has new sites: %s; %d in all", ", ".join(new), self.world_size)
 
     def tick(self) -> None:
         self.sealing.check_kit()

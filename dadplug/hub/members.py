@@ -22,6 +22,7 @@ class HubSites(PeerNames):
     def __init__(self, link: HubLink) -> None:
         super().__init__(link.rank, link.names)
         self._link = link
+        self._names = link.names  # to which those of further sites are appended
         watch_exit(self)
 
     def of(self, ranks: Sequence[int]) -> PeerNames:

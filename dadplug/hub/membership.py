@@ -6,6 +6,9 @@ random histories can test it.
 
 **Slots.** A site's rank is its slot in the roster, for good. An absent site is an idle one: the world size stays.
 
+A site that is new in the roster gets the next slot, also during a run that goes on without some sites (`append`): all
+exchanges have room for it from the end of the training step in which it could join first.
+
 **Steps.** A step is one round of exchanges that ends with each participant's END: a training step, or a collective at
 set-up. Only one step is open, number `step + 1`. It closes once all participants have ended it and at least `min_sites`
 have. Closing fixes its contributors, once: every site applies the frames of exactly these, so that replicas stay equal.
@@ -85,6 +88,11 @@ class Membership:
         if rules.min_sites > len(self._sites):
             raise ValueError(f"min_sites={rules.min_sites}, but the roster has {len(self._sites)} sites")
         self._rules = rules
+
+    def append(self, names: Sequence[str]) -> None:
+        """Append sites that are new in the roster; they are absent until they dial in."""
+        for name in names:
+            self._sites.append(name)
 
     @property
     def life(self) -> int:

@@ -35,6 +35,11 @@ class MissedSteps:
         self._first: dict[int, int] = {}  # the first step that a late site has missed, by slot
         self._backlog: dict[int, int] = {}  # bytes that have been sent to it since
 
+    def extend(self, names: Sequence[str]) -> None:
+        """Take the names of all sites, since there are further ones."""
+        self.counts += [0] * (len(names) - len(self._names))
+        self._names = names
+
     def take(self, action: Action, kind: Round, nbytes: int) -> None:
         """Take an action of the membership.
 

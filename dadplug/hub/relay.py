@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from ..errors import FrameError
 from ..exchange.transport import Requirements
-from .actions import FRESH, Accept, Action, Close, Drop, Pause, Position, Refuse, Replay, Resume, Rules, Start
+from .actions import FRESH, Accept, Action, Close, Drop, Grow, Pause, Position, Refuse, Replay, Resume, Rules, Start
 from .check_channel import CheckHandler
 from .elastic_run import ElasticRun
 from .frames import VERSION, Frame, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
@@ -138,6 +138,7 @@ class Relay(SessionTable):
 
     def tell_to_wait(self, session: Session) -> None:
         """Tell a site that it is to join, or to wait for the next run; it knows that by itself during a recovery."""
+        self._extend_session(session)
         later = session.sites != len(self.names)
         if self._recovery.active and not later:
             return
@@ -345,6 +346,7 @@ class Relay(SessionTable):
             session.ready = True
             if self.membership.started:
                 self.run.require(message, self.membership)
+                self._grow_for_waiting()
                 self._admit(now)
             else:
                 self._recovery.require(session, message)
@@ -426,11 +428,45 @@ class Relay(SessionTable):
             names: names of all sites by slot; those that are known keep theirs.
         """
         self.roster = tuple(names)
+        for session in self.sessions.values():
+            session.world_size = len(names)
+
+    @property
+    def _may_grow(self) -> bool:
+        """Whether sites that are new in the roster can join in the run, which goes on without some sites."""
+        return self.run.elastic and self.membership.started and not self._ending
+
+    def _grow(self, size: int) -> None:
+        """Make the run one of more sites of the roster. Those that take part, or wait to, are told; see `Grow`."""
+        before, self.names = len(self.names), self.roster[:size]
+        self.membership.append(self.names[before:])
+        self.run.grow(self.names, before)
+        self._sums.extend(size)
+        self._ahead += [deque() for _ in self.names[before:]]
+        self.journal.write(f"the run grows: it is one of {size} sites now, with {', '.join(self.names[before:])}")
+        for (channel, _), session in self.sessions.items():
+            if channel == "training":
+                self._extend_session(session)
+
+    def _extend_session(self, session: Session) -> None:
+        """Announce all sites of the run to one that knows fewer."""
+        if session.sites < len(self.names) and self._may_grow:
+            session.sites = len(self.names)
+            session.send(pack_control(Grow(self.membership.open_step, self.names), 0))
+
+    def _grow_for_waiting(self) -> None:
+        """Let sites that are new in the roster join, which have dialled in before the run was known to be elastic."""
+        waiting = [each for each in self.sessions.values() if each.waits and each.sites > len(self.names)]
+        if waiting and self._may_grow:
+            self._grow(max(each.sites for each in waiting))
+            for session in waiting:
+                self.tell_to_wait(session)
 
     def _fit(self, session: Session, now: float) -> str:
         """Fit the next run to the roster of a site that connects; if the site cannot take part, return the reason.
 
-        The newest roster counts for a run that has not started. One that has started keeps its sites.
+        The newest roster counts for a run that has not started. One that has started keeps its sites, unless it goes
+        on without some of them: it then grows.
         """
         session.sites = session.sites or len(self.names)
         size, training = (
@@ -446,6 +482,11 @@ class Relay(SessionTable):
             self._resize(session.sites)
             if session.sites != size:
                 self.membership = Membership(self.names, self.run.rules, self.membership.life + 1, now)
+        elif session.recovers and self._recovery.active and session.sites != size:
+            return f"it knows {session.sites} sites, and those that go on with the run {size}: start it again"
+        elif self._may_grow:
+            if session.sites > size:
+                self._grow(session.sites)
         elif session.sites < size:
             new = ", ".join(self.names[session.sites :])
             return f"the roster of this site's kit lacks {new}: {_COPY} this site's kit"

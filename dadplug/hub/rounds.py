@@ -81,6 +81,7 @@ class Rounds:
         listens: whether this site is one of them.
         requirements: the requirements of the run; None where all sites have to stay.
         rejoins: whether a site that the hub has dropped joins again in its process.
+        first: number of the first round of the last training step that this site has begun to end.
         dropped: reason why the hub has dropped this site, until it joins again; empty while it takes part.
     """
 
@@ -94,6 +95,8 @@ class Rounds:
         self.listens = False
         self.requirements: Requirements | None = None
         self.rejoins = True
+        self.first = 0
+        self._sizes: list[tuple[int, int]] = []  # rounds in which the run has grown, and the number of sites since
         self.dropped = ""
         self._requests: deque[SendState] = deque()
         self._donor: int | None = None
@@ -109,6 +112,19 @@ class Rounds:
                 self.joined.clear()  # at the start
             self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
         self._link.post_control(requirements)
+
+    def grow(self, number: int) -> None:
+        """Take note that the run has grown to the sites that the link knows. To be called with the link's lock held.
+
+        Args:
+            number: number of the round that was open.
+        """
+        self._sizes.append((number, self._link.world_size))
+
+    @property
+    def size(self) -> int:
+        """Number of sites from the end of the present training step on; 0 if the run has not grown."""
+        return max((size for number, size in self._sizes if number <= self.first), default=0)
 
     @property
     def behind(self) -> bool:
@@ -137,6 +153,7 @@ class Rounds:
             if message.position is not None:  # this site is admitted
                 self._position, self.closed = message.position, message.position.step
                 self.joined.clear()
+                link.gone.clear()  # those that are absent are announced next
                 link.step = self.closed + 1
         elif isinstance(message, Start) and (self.joins or self.dropped):
             link.fail(SiteError("the run that this site was to join has ended"))

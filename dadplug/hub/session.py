@@ -62,7 +62,8 @@ class Session:
         recovers: whether it took part in a run when it dialled.
         serial: serial number of its certificate.
         release: version of dadplug at the site.
-        sites: number of sites in its roster, with which alone it can train.
+        sites: number of sites that it knows, with which it can train.
+        world_size: number of sites of the project.
         expires: end of its certificate, once it is known.
         rival: another process that has dialled in as the same site last: its random number, and the time.
         queue: frames to the site.
@@ -98,7 +99,7 @@ class Session:
         self.progress = 0, 0
         self.lost = now, ""
         self.bytes_in = self.bytes_out = 0
-        self._world_size = world_size
+        self.world_size = world_size
         self._receiver: FrameReceiver
         self._packed = bytearray()  # the frame that is arriving
         self._pinged = now
@@ -252,8 +253,8 @@ class Session:
             raise FrameError(f"a {head.kind.name} frame on the channel {self.channel!r}")
         if head.kind in _TO_SLOT and self.channel != "store":
             to_hub = head.slot == HUB_SLOT and self.channel == "parameters"
-            if not to_hub and (head.slot >= self._world_size or head.slot == self.slot):
-                raise FrameError(f"a {head.kind.name} frame to slot {head.slot} of {self._world_size}")
+            if not to_hub and (head.slot >= self.world_size or head.slot == self.slot):
+                raise FrameError(f"a {head.kind.name} frame to slot {head.slot} of {self.world_size}")
         elif head.slot != self.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot}, this site has slot {self.slot}")
 

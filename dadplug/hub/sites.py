@@ -72,6 +72,13 @@ class Sites:
         if len(self._slots) != len(roster):
             raise ValueError("a name is used twice in the roster")
 
+    def append(self, name: str) -> None:
+        """Append a site; raise ValueError if its name is used already."""
+        if name in self._slots:
+            raise ValueError(f"the name {name!r} is used twice in the roster")
+        self._slots[name] = len(self._sites)
+        self._sites.append(Site(name))
+
     def __len__(self) -> int:
         return len(self._sites)
 

@@ -38,6 +38,10 @@ class Sums:
         self._limit = limit
         self._waiting: dict[tuple[int, int], _Pieces] = {}  # by exchange and offset
 
+    def extend(self, world_size: int) -> None:
+        """Take the number of all sites, since there are further ones."""
+        self.nbytes += [0] * (world_size - len(self.nbytes))
+
     def add(self, head: Head, body: memoryview, slots: Sequence[int], attempt: int) -> bytes | None:
         """Take a piece.
 

@@ -24,7 +24,8 @@ class TrainerTransport(ElasticTransport):
     def end_step(self) -> None:
         super().end_step()
         self.joins = False
-        self.absent, self._collectives = self.link.rounds.absent, 0  # the same at a site that has joined
+        self.grow()
+        self.absent, self._collectives = self._of_run(self.link.rounds.absent), 0  # the same at a site that has joined
 
     @property
     def place(self) -> int:

@@ -103,6 +103,7 @@ class ReplicatedModel:
             others, own = "the other sites", self._transport.sites[self.site_rank]
             sameness.compare(state.description, self._describe(), others, own)
             sameness.load_tensors(self.model, state.tensors)
+            self.world_size = self._transport.world_size  # which may have grown meanwhile
         return state
 
     def _check_allowed(self, options: Options) -> None:

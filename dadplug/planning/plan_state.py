@@ -18,6 +18,7 @@ class PlanState:
     """State of a complete plan.
 
     Attributes:
+        sites: number of sites of the plan.
         version: number of the plan.
         earlier: by name of a unit that is all-reduced since earlier plans: why.
         merged: conclusions from the first step's reports.
@@ -28,6 +29,7 @@ class PlanState:
         layout: room in the buckets, by handler and slot.
     """
 
+    sites: int
     version: int
     earlier: dict[str, str]
     merged: MergedReport

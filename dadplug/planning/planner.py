@@ -52,6 +52,7 @@ class Planner:
 
     Attributes:
         units: the units of the present plan; read only.
+        outgrown: whether the plan is that of sites which had not grown yet, so that `grow` has to follow.
         on_release: called before the capture of a plan is removed from the model.
     """
 
@@ -85,6 +86,8 @@ class Planner:
         self._merging = Merging(method, options, transport)
         self._added: set[str] = set()  # parameters that have been added since the last plan was complete
         self._merged: MergedReport | None = None  # of the last complete plan
+        self._sites = transport.world_size  # of that plan
+        self.outgrown = False
         self.on_release: Callable[[], None] = lambda: None
         self.units: list[Unit]
         self._begin_plan()
@@ -186,6 +189,7 @@ class Planner:
     def _conclude(self, merged: MergedReport) -> None:
         """Complete the plan by what follows from the sites' reports."""
         self._merged, self._reasons = merged, merged.reasons | self._reasons
+        self._sites = self._transport.world_size
         self._notices |= merged.notices
         self._planned_for, self._off_plan = merged.largest, 0
         reasons = merged.chosen | self._reasons
@@ -254,6 +258,7 @@ class Planner:
         assert self._reducer is not None
         assert self._merged is not None
         return PlanState(
+            sites=self._sites,
             version=self._version,
             earlier=self._earlier,
             merged=self._merged,
@@ -267,6 +272,17 @@ class Planner:
     def adopt(self, state: PlanState) -> None:
         """Make the plan that other sites have; raise MismatchError if this site's model leads to another one."""
         self.release(discard=True)
+        self._follow(state)
+
+    def grow(self) -> None:
+        """Make the same plan for more sites; its buckets learn their sizes anew, at all sites alike."""
+        if self._reducer is not None and self._complete:
+            self._rounding, state = self._reducer.rounding(), self.plan_state()
+            self.release()
+            self._follow(state)
+        self.outgrown = False
+
+    def _follow(self, state: PlanState) -> None:
         self._version, self._reasons = state.version, dict(state.earlier)
         self._reference = state.reference
         self._begin_plan()
@@ -276,7 +292,9 @@ class Planner:
         self._conclude(state.merged)
         self._off_plan = state.off_plan
         assert self._reducer is not None
-        self._reducer.restore(state.layout)
+        self.outgrown = state.sites != self._transport.world_size
+        if not self.outgrown:
+            self._reducer.restore(state.layout)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the plan carries from step to step: the reference samples and kept rounding errors."""

@@ -263,7 +263,8 @@ def train(case: Case) -> None:
             time.sleep(case.pause)
         if case.meets:
             found = reduction.gather_objects(rank)
-            assert found == [each if each in reduction.present_sites else None for each in range(len(found))]
+            expected = [each if each in reduction.present_sites else None for each in range(len(found))]
+            assert found == expected, (found, expected)
 
 
 if __name__ == "__main__":

@@ -123,35 +123,32 @@ def test_a_revocation_is_applied_though_other_parts_of_the_kit_are_of_no_use(pro
         assert part in errors
 
 
-def test_a_site_that_is_added_in_the_middle_of_a_run_trains_in_the_next_one(project, tmp_path):
+def test_a_site_that_is_added_in_the_middle_of_a_run_trains_in_it(project, tmp_path):
     def start(name: str, **settings: object) -> forkserver.Program:
         case = Case(str(tmp_path / "kits" / name), str(tmp_path / f"{name}.log"), min_sites=1, **settings)  # type: ignore[arg-type]
         return forkserver.start(case.start(), os.environ | support.ONE_THREAD)
 
-    def lines(name: str) -> list[dict]:
-        return read_lines(tmp_path / f"{name}.log")
+    def lines(name: str) -> dict[int, dict]:
+        return {line["step"]: line for line in read_lines(tmp_path / f"{name}.log")}
 
-    first = [start(name, stop=str(tmp_path / "stop"), pause=0.02) for name in "ab"]
+    settings = {"stop": str(tmp_path / "stop"), "pause": 0.02, "mode": "rankdad"}
+    sites = {name: start(name, **settings) for name in "ab"}
     until(lambda: len(lines("a")) > 3, project.journal, ENDED)
     project.provision("a", "b", "c")
     project.copy("roster.json")
     project.await_line("the roster has new sites: c")
-    second = [start("c", steps=5)]
-    project.await_line("c has dialled in for the next run: waiting for a, b to leave the last one")
-    step = len(lines("a"))
-    until(lambda: len(lines("a")) > step + 5, project.journal, ENDED)
+    sites["c"] = start("c", **settings)
+    project.await_line("the run grows: it is one of 3 sites now, with c")
+    until(lambda: len(lines("c")) > 5, project.journal, ENDED)
     (tmp_path / "stop").write_text("1")
-    for site in first:
-        assert site.wait(ENDED) == 0, site.read()
-    assert all(line["present"] == [0, 1] for line in lines("a"))
-    (tmp_path / "a.log").unlink()
-    for name in "ab":
-        project.copy("roster.json", f"kits/{name}")
-        second.append(start(name, steps=5))
-    for site in second:
+    for name, site in sites.items():
         assert site.wait(ENDED) == 0, (site.read(), project.journal())
-    assert [line["present"] for line in lines("a")] == [[0, 1, 2]] * 5
-    assert [line["digest"] for line in lines("a")] == [line["digest"] for line in lines("c")]
+        if name != "c":
+            assert "the project has new sites: c; 3 in all" in site.read()[1]
+    first, new = lines("a"), lines("c")
+    assert first[min(first)]["present"] == [0, 1]
+    assert first[max(first)]["present"] == new[max(new)]["present"] == [0, 1, 2]
+    assert [first[step]["digest"] for step in new] == [line["digest"] for line in new.values()]
 
 
 def test_a_site_with_an_older_roster_is_told_the_remedy(project):

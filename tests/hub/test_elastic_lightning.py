@@ -14,7 +14,7 @@ import support
 import torch
 from elastic_data import batch_of, batches_of, net, scores, trained_in_one_process
 from json_lines import read_lines
-from running_hub import RunningHub, running_hub
+from running_hub import RunningHub, add_site, running_hub, until
 
 support.need("pytorch_lightning")
 
@@ -112,6 +112,23 @@ def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path):
     checkpoint = torch.load(tmp_path / "a" / "checkpoints" / "last.ckpt", weights_only=False)
     assert checkpoint["global_step"] == max(lines)
     assert all(state is not None for state in checkpoint["dadplug"])
+
+
+def test_a_site_that_is_new_in_the_roster_joins_in_the_run(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
+        run = Run(tmp_path, hub, epochs=10000, pause=0.01, mode="rankdad")
+        for name in "ab":
+            run.start(name)
+        until(lambda: len(run.steps("a")) > 3, lambda: hub.log, ENDED)
+        add_site(hub, "abc")
+        run.start("c")
+        until(lambda: len(run.steps("c")) > MORE, lambda: hub.log, ENDED)
+        run.stop.touch()
+        for name in "abc":
+            run.end(name)
+    agree(run, "abc")
+    lines = run.steps("a")
+    assert [lines[1]["present"], lines[max(lines)]["present"]] == [[0, 1], [0, 1, 2]]
 
 
 def test_the_first_site_hands_its_duties_on_and_gets_them_back(tmp_path):
