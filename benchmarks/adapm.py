@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 import dadplug
-from dadplug.adapm import Normal, ParameterManager
-from dadplug.adapm.table import Table
+from dadplug.adapm import Normal, ParameterManager, Table
 
 BATCH, WIDTH, ROWS = 4096, 64, 200_000
 FOREVER = 1 << 60

@@ -25,7 +25,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from dadplug.adapm.shard_files import VERSION, write_index, write_whole
+from dadplug.adapm.shards import VERSION, write_index, write_whole
 from dadplug.data import load_dataset
 from dadplug.serving import Model, Predictor
 

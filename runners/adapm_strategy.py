@@ -214,7 +214,7 @@ class AdaPMStrategyBase(DADStrategyBase):
 
     def _write_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Write Lightning's file atomically."""
-        from ..adapm.shard_files import put_in_place
+        from ..adapm.shards import put_in_place
 
         if type(self.checkpoint_io).__name__ != "TorchCheckpointIO":  # it may write later, or no file
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)

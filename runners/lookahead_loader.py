@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..adapm import AdaDataLoader, AdaModel, IntentError
-from ..adapm.loader import Ids
+from ..adapm.model import Ids
 from ..adapm.recorder import count_missing
 
 

@@ -122,7 +122,7 @@ def embeddings_of(owner: str, model: nn.Module, optimizers: list[Any]) -> Any:
     Raises:
         ValueError: if there is no optimizer, or several have embeddings.
     """
-    from ..adapm.layers import find_layers
+    from ..adapm.model import find_layers
 
     if not optimizers:
         raise ValueError(f"{owner} needs an optimizer")

@@ -2,14 +2,11 @@
 
 from ..errors import IntentError
 from .initialisers import Columns, Constant, Normal, Uniform
-from .loader import AdaDataLoader
-from .manager import ParameterManager
-from .model import AdaModel
-from .pending import Pending
+from .manager import ParameterManager, Pending, Table
+from .model import AdaDataLoader, AdaModel
 from .row_optimizers import RowwiseAdagrad
 from .sampling import Sample, Sampler
 from .shards import join_shards, load_shards, save_shards
-from .table import Table
 from .timeline import Timeline
 
 __all__ = [

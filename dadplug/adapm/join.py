@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .shard_files import write_whole
-from .shards import join_shards
+from .shards import join_shards, write_whole
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,6 +1,7 @@
-"""numba kernels of pulls, pushes and sets, for many keys at a time and with the GIL released.
+"""numba kernels on the rows of a table, for many keys at a time and with the GIL released.
 
 Kernels on the path of a remote pull of one key take the arrays that they need: passing the whole tuple takes 1 us.
+Other loops take the arrays out of the store before they begin: reading a field inside costs more than a key's work.
 """
 
 from __future__ import annotations
@@ -8,84 +9,43 @@ from __future__ import annotations
 import numpy as np
 
 from ..jit import njit
-from .index import Index, get
-from .rows import (
-    DIRECTORY,
-    ROW_TOP,
-    SLOTS,
+from .store import (
+    ASKED,
+    IDLE,
+    LEAVING,
+    OUTDATED,
+    OWNED,
+    REPLICA,
+    REQUESTED,
+    SLOT_TOP,
     Block,
     Codes,
+    Index,
     Keys,
     Numbers,
     Rows,
     add_row,
     copy_row,
     free_row,
+    free_slot,
+    get,
+    put,
+    record_location,
     row_of,
     take_row,
+    take_slot,
 )
-from .states import IDLE, OUTDATED, OWNED, REPLICA
 
+RELOCATE_OR_REPLICATE, REPLICATE, RELOCATE, STAY = (
+    0,
+    1,
+    2,
+    3,
+)  # techniques: responses to another site's intent
+SAME, VALUE, DROPPED, MOVED, AWAY = 0, 1, 2, 3, 4  # replies to a replica's SYNC; AWAY: another site owns the key
+DIRTY, DROP = 1, 2  # bits of a replica in a SYNC: it has an unsent delta; it leaves
 
-@njit(cache=True, nogil=True)
-def read(
-    index: Index,
-    directory: Index,
-    states: Codes,
-    counts: Keys,
-    values: Block,
-    rank: int,
-    sites: int,
-    limit: int,
-    owned_only: bool,
-    keys: Keys,
-    where: Numbers,
-    targets: Codes,
-    out: Block,
-) -> tuple[int, int, int]:
-    """Copy the values of keys if this site can read all of them, else find the sites to ask.
-
-    Args:
-        index: `Rows.finder` of the store.
-        directory: directory of the store.
-        states: states of the store.
-        counts: counts of the store.
-        values: values of the store.
-        rank: this site.
-        sites: number of sites.
-        limit: upper bound of keys, exclusive.
-        owned_only: whether to regard replicas as not readable.
-        keys: n keys.
-        where: n rows, overwritten; less than 0 for keys that cannot be read here.
-        targets: n sites, overwritten for keys that cannot be read here: the site to ask.
-        out: of shape (n, width), overwritten.
-
-    Returns:
-        The number of keys that this site has to create, the number of keys at other sites, and the position of a key
-        that is out of range or -1. Unless the result is (0, 0, -1), no value has been copied.
-    """
-    all_owned, no_moves = counts[SLOTS] == 0 or not owned_only, counts[DIRECTORY] == 0
-    fresh, away = 0, 0
-    for i in range(keys.shape[0]):
-        if keys[i] < 0 or keys[i] >= limit:
-            return 0, 0, i
-        row = get(index, keys[i])
-        if row >= 0 and (all_owned or states[row] == OWNED):
-            where[i] = row
-            continue
-        where[i] = -1
-        entry = -1 if no_moves else get(directory, keys[i])
-        targets[i] = keys[i] % sites if entry < 0 else entry >> 32
-        if targets[i] == rank:
-            fresh += 1
-        else:
-            away += 1
-    if fresh == 0 and away == 0:
-        for i in range(keys.shape[0]):
-            row = where[i]
-            for x in range(values.shape[1]):
-                out[i, x] = values[row, x]
-    return fresh, away, -1
+# Pulls, pushes and sets
 
 
 @njit(cache=True, nogil=True)
@@ -163,54 +123,6 @@ def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
 
 
 @njit(cache=True, nogil=True)
-def locate(
-    index: Index,
-    directory: Index,
-    states: Codes,
-    counts: Keys,
-    rank: int,
-    sites: int,
-    keys: Keys,
-    where: Numbers,
-    targets: Codes,
-) -> tuple[int, int]:
-    """Find the owners of keys, as far as this site knows.
-
-    Args:
-        index: `Rows.finder` of the store.
-        directory: `Rows.directory` of the store.
-        states: `Rows.states` of the store.
-        counts: `Rows.counts` of the store.
-        rank: this site.
-        sites: number of sites.
-        keys: n keys.
-        where: n rows of keys owned by this site, overwritten; -2 for keys of this site that have no row yet, -1 for
-            keys of other sites.
-        targets: n sites to ask, overwritten.
-
-    Returns:
-        The number of keys without a row, and the number of keys of other sites.
-    """
-    no_replicas, no_moves = counts[SLOTS] == 0, counts[DIRECTORY] == 0  # each saves a read of cold memory
-    fresh, away = 0, 0
-    for i in range(keys.shape[0]):
-        row = get(index, keys[i])
-        if row >= 0 and (no_replicas or states[row] == OWNED):
-            where[i] = row
-            targets[i] = rank
-            continue
-        entry = -1 if no_moves else get(directory, keys[i])
-        targets[i] = keys[i] % sites if entry < 0 else entry >> 32
-        where[i] = -1
-        if targets[i] == rank:
-            where[i] = -2
-            fresh += 1
-        else:
-            away += 1
-    return fresh, away
-
-
-@njit(cache=True, nogil=True)
 def readable(r: Rows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
     """Flag the keys whose value this site has, or creates at first use."""
     index, directory = r.finder, r.directory
@@ -223,22 +135,6 @@ def readable(r: Rows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
 
 
 @njit(cache=True, nogil=True)
-def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
-    """Allocate rows for the keys without one (-2 in `where`), write them to `rows`, and return their number."""
-    created = 0
-    for i in range(keys.shape[0]):
-        if where[i] != -2:
-            continue
-        row = get(r.finder, keys[i])
-        if row < 0:  # not a duplicate of one just made
-            row = take_row(r, keys[i], OWNED)
-            rows[created] = row
-            created += 1
-        where[i] = row
-    return created
-
-
-@njit(cache=True, nogil=True)
 def add_owned(r: Rows, where: Numbers, deltas: Block) -> None:
     """Add deltas to rows owned by this site."""
     values, versions = r.values, r.versions
@@ -247,15 +143,6 @@ def add_owned(r: Rows, where: Numbers, deltas: Block) -> None:
         for x in range(values.shape[1]):
             values[row, x] += deltas[i, x]
         versions[row] += 1
-
-
-@njit(cache=True, nogil=True)
-def gather_rows(block: Block, rows: Numbers, out: Block) -> None:
-    """Compute ``out[i] = block[rows[i]]``."""
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        for x in range(block.shape[1]):
-            out[i, x] = block[row, x]
 
 
 @njit(cache=True, nogil=True)
@@ -343,48 +230,6 @@ def reconcile(
 
 
 @njit(cache=True, nogil=True)
-def list_owned(r: Rows, rows: Numbers) -> int:
-    """Write the rows owned by this site to `rows`, and return their number."""
-    count = 0
-    for row in range(r.counts[ROW_TOP]):
-        if r.states[row] == OWNED:
-            rows[count] = row
-            count += 1
-    return count
-
-
-@njit(cache=True, nogil=True)
-def list_evictable(r: Rows, clock: int, used: Keys, before: int, found: Numbers) -> int:
-    """List the rows that may be evicted: owned, without replicas or intent, and not used recently.
-
-    Args:
-        r: the store.
-        clock: clock of this site.
-        used: time of the last use, by row.
-        before: rows used at this time or later are kept.
-        found: room for all rows, overwritten.
-
-    Returns:
-        The number of rows found.
-    """
-    states, peers, intent_end = r.states, r.peers, r.intent_end
-    count = 0
-    for row in range(r.counts[ROW_TOP]):
-        if states[row] == OWNED and peers[row] == 0 and intent_end[row] <= clock and used[row] < before:
-            found[count] = row
-            count += 1
-    return count
-
-
-@njit(cache=True, nogil=True)
-def free_rows(r: Rows, rows: Numbers) -> None:
-    """Free rows and discard their values."""
-    finder, keys, states, slots, counts = r.finder, r.keys, r.states, r.slots, r.counts
-    for i in range(rows.shape[0]):
-        free_row(finder, keys, states, slots, counts, rows[i])
-
-
-@njit(cache=True, nogil=True)
 def states_of(finder: Index, states: Codes, keys: Keys, out: Codes) -> None:
     """Look up the states of keys; -1 for absent keys.
 
@@ -397,3 +242,384 @@ def states_of(finder: Index, states: Codes, keys: Keys, out: Codes) -> None:
     for i in range(keys.shape[0]):
         row = row_of(get(finder, keys[i]))
         out[i] = states[row] if row >= 0 else -1
+
+
+# Placement: the requests of intents, an owner's decision, and changes of ownership
+
+
+@njit(cache=True, nogil=True)
+def request_keys(
+    r: Rows, keys: Keys, where: Numbers, targets: Codes, end: int, round_number: int, wanted: Keys, asked: Codes
+) -> int:
+    """Record an intent; keys that are not at this site become REQUESTED.
+
+    Args:
+        r: the store, with room for as many rows and slots.
+        keys: n keys.
+        where: n rows of keys owned by this site, less than 0 for others.
+        targets: n sites to ask.
+        end: clock at which the intent ends.
+        round_number: number of the round.
+        wanted: room for n keys, overwritten with the keys to request.
+        asked: room for n sites, overwritten with the sites to ask for them.
+
+    Returns:
+        The number of keys to request.
+    """
+    finder, intent_end = r.finder, r.intent_end
+    count = 0
+    for i in range(keys.shape[0]):
+        row = where[i]
+        if row < 0:
+            row = row_of(get(finder, keys[i]))
+            if row < 0:
+                row = take_row(r, keys[i], REQUESTED)
+                take_slot(r, row, round_number)
+                wanted[count] = keys[i]
+                asked[count] = targets[i]
+                count += 1
+        if intent_end[row] < end:
+            intent_end[row] = end
+    return count
+
+
+@njit(cache=True, nogil=True)
+def hand_over(
+    finder: Index, directory: Index, keys: Keys, states: Codes, slots: Numbers, counts: Keys, row: int, origin: int
+) -> int:
+    """End this site's ownership of a row's key; return the number of the move."""
+    entry = get(directory, keys[row])
+    move = 1 if entry < 0 else (entry & 0xFFFFFFFF) + 1
+    record_location(directory, counts, keys[row], origin, move)
+    free_row(finder, keys, states, slots, counts, row)
+    return move
+
+
+@njit(cache=True, nogil=True)
+def serve_intent(
+    r: Rows,
+    origin: int,
+    clock: int,
+    technique: int,
+    wanted: Keys,
+    where: Numbers,
+    keys: Keys,
+    versions: Numbers,
+    moves: Numbers,
+    masks: Keys,
+    values: Block,
+) -> int:
+    """Choose, for each key that another site requests, between a replica and relocation.
+
+    A key is relocated if no third site has a replica and this site has no intent for it.
+
+    Args:
+        r: the store.
+        origin: the site that requests the keys.
+        clock: clock of this site.
+        technique: the placement technique, such as RELOCATE.
+        wanted: n keys owned by this site.
+        where: their rows.
+        keys: n keys, overwritten: relocated keys from the front, replicated keys from the back.
+        versions: n versions, overwritten in the order of `keys`, as all following arguments.
+        moves: numbers of the moves.
+        masks: sites with replicas, as bits.
+        values: of shape (n, width).
+
+    Returns:
+        The number of relocated keys.
+    """
+    peers, intent_end, known, rows = r.peers, r.intent_end, r.versions, r.values
+    finder, directory, own_keys, states, slots, counts = r.finder, r.directory, r.keys, r.states, r.slots, r.counts
+    moved, last = 0, where.shape[0]
+    for i in range(where.shape[0]):
+        row = where[i]
+        others = peers[row] & ~(1 << origin)
+        alone = others == 0 and intent_end[row] <= clock
+        if technique == RELOCATE or (technique == RELOCATE_OR_REPLICATE and alone):
+            place = moved
+            moved += 1
+        else:
+            last -= 1
+            place = last
+            peers[row] |= 1 << origin
+        keys[place] = wanted[i]
+        versions[place] = known[row]
+        masks[place] = others
+        for x in range(rows.shape[1]):
+            values[place, x] = rows[row, x]
+        if place < last:
+            moves[place] = hand_over(finder, directory, own_keys, states, slots, counts, row, origin)
+    return moved
+
+
+@njit(cache=True, nogil=True)
+def install_replicas(r: Rows, owner: int, keys: Keys, versions: Numbers, values: Block) -> None:
+    """Turn requested keys into replicas; what was pushed since the request becomes their unsent delta."""
+    finder, slots, dirty, unsent, rows = r.finder, r.slots, r.dirty, r.deltas, r.values
+    states, known, peers = r.states, r.versions, r.peers
+    for i in range(keys.shape[0]):
+        row = -2 - get(finder, keys[i])
+        slot = slots[row]
+        if dirty[slot]:
+            copy_row(unsent, slot, rows, row)
+            add_row(rows, row, values, i)
+        else:
+            copy_row(rows, row, values, i)
+        states[row] = REPLICA
+        known[row] = versions[i]
+        peers[row] = owner
+        put(finder, keys[i], row)
+
+
+@njit(cache=True, nogil=True)
+def take_ownership(
+    r: Rows, rank: int, keys: Keys, versions: Numbers, moves: Numbers, masks: Keys, values: Block
+) -> None:
+    """Make this site the owner of keys that it had requested or replicated."""
+    finder, directory, slots, dirty, unsent, rows = r.finder, r.directory, r.slots, r.dirty, r.deltas, r.values
+    states, known, peers, tracked, counts = r.states, r.versions, r.peers, r.tracked, r.counts
+    for i in range(keys.shape[0]):
+        row = row_of(get(finder, keys[i]))
+        slot = slots[row]
+        known[row] = versions[i]
+        if dirty[slot]:
+            known[row] += 1
+            if states[row] == REPLICA:
+                copy_row(rows, row, unsent, slot)
+            add_row(rows, row, values, i)
+        else:
+            copy_row(rows, row, values, i)
+        free_slot(slots, tracked, counts, row)
+        if states[row] == REQUESTED:
+            put(finder, keys[i], row)
+        states[row] = OWNED
+        peers[row] = masks[i]
+        record_location(directory, counts, keys[i], rank, moves[i])
+
+
+@njit(cache=True, nogil=True)
+def update_directory(r: Rows, keys: Keys, moves: Numbers, site: int) -> None:
+    """Record the site that keys have moved to, except where a later move is known."""
+    directory, counts = r.directory, r.counts
+    for i in range(keys.shape[0]):
+        entry = get(directory, keys[i])
+        if entry < 0 or (entry & 0xFFFFFFFF) < moves[i]:
+            record_location(directory, counts, keys[i], site, moves[i])
+
+
+# Synchronisation rounds: what replicas send, an owner's replies, and their effect
+
+
+@njit(cache=True, nogil=True)
+def collect_replica_updates(
+    r: Rows, clock: int, round_number: int, keys: Keys, versions: Numbers, flags: Codes, owners: Codes, slots: Numbers
+) -> int:
+    """List the replicas that have no message in flight, and mark them as in flight.
+
+    Replicas without intent ahead get the flag DROP.
+
+    Args:
+        r: the store.
+        clock: clock of this site.
+        round_number: number of the round.
+        keys: room for all replicas, overwritten, as all following arguments.
+        versions: versions of the replicas.
+        flags: bits DIRTY and DROP.
+        owners: sites to send to.
+        slots: slots of the replicas.
+
+    Returns:
+        The number of replicas.
+    """
+    states, known, peers, intent_end, row_keys = r.states, r.versions, r.peers, r.intent_end, r.keys
+    tracked, dirty, in_flight, asked = r.tracked, r.dirty, r.in_flight, r.asked
+    count = 0
+    for slot in range(r.counts[SLOT_TOP]):
+        row = tracked[slot]
+        if row < 0 or states[row] != REPLICA or in_flight[slot] != IDLE:
+            continue
+        leaves = intent_end[row] <= clock
+        keys[count] = row_keys[row]
+        versions[count] = known[row]
+        flags[count] = (DIRTY if dirty[slot] else 0) | (DROP if leaves else 0)
+        owners[count] = peers[row]
+        slots[count] = slot
+        in_flight[slot] = LEAVING if leaves else ASKED
+        asked[slot] = round_number
+        count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def take_deltas(r: Rows, slots: Numbers, deltas: Block) -> int:
+    """Move the unsent deltas of slots into a block; return their number."""
+    unsent, dirty = r.deltas, r.dirty
+    count = 0
+    for i in range(slots.shape[0]):
+        slot = slots[i]
+        if dirty[slot]:
+            copy_row(deltas, count, unsent, slot)
+            dirty[slot] = 0
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def serve_sync(
+    r: Rows,
+    origin: int,
+    clock: int,
+    technique: int,
+    where: Numbers,
+    flags: Codes,
+    deltas: Block,
+    codes: Codes,
+    versions: Numbers,
+    moves: Numbers,
+    values: Block,
+) -> tuple[int, int]:
+    """Add the deltas of a site's replicas, and choose a reply for each key.
+
+    Args:
+        r: the store.
+        origin: the site of the replicas.
+        clock: clock of this site.
+        technique: the placement technique; decides whether the last site with intent becomes the owner.
+        where: n rows, less than 0 where this site is not the owner.
+        flags: n bits DIRTY and DROP.
+        deltas: one row for each DIRTY key, in order.
+        codes: n replies, overwritten.
+        versions: n versions of the replicas; overwritten with the owner's.
+        moves: n numbers of moves, overwritten where MOVED.
+        values: of shape (n, width), overwritten: values to send from the front, in order; values of moved keys from
+            the back.
+
+    Returns:
+        The number of values to send, and the number of moved keys.
+    """
+    known, peers, intent_end, rows = r.versions, r.peers, r.intent_end, r.values
+    finder, directory, own_keys, states, slots, counts = r.finder, r.directory, r.keys, r.states, r.slots, r.counts
+    next_delta, sent, moved = 0, 0, 0
+    for i in range(where.shape[0]):
+        row = where[i]
+        newer = row >= 0 and known[row] != versions[i]
+        if flags[i] & DIRTY:
+            if row >= 0:
+                add_row(rows, row, deltas, next_delta)
+                known[row] += 1
+            next_delta += 1
+        if row < 0:
+            codes[i] = AWAY
+            continue
+        versions[i] = known[row]
+        codes[i] = VALUE if newer else SAME
+        if flags[i] & DROP:
+            peers[row] &= ~(1 << origin)
+            codes[i] = DROPPED
+        elif technique == RELOCATE_OR_REPLICATE and intent_end[row] <= clock and peers[row] == 1 << origin:
+            moved += 1
+            copy_row(values, values.shape[0] - moved, rows, row)
+            codes[i] = MOVED
+            moves[i] = hand_over(finder, directory, own_keys, states, slots, counts, row, origin)
+        elif newer:
+            copy_row(values, sent, rows, row)
+            sent += 1
+    return sent, moved
+
+
+@njit(cache=True, nogil=True)
+def _request_again(
+    finder: Index, states: Codes, dirty: Codes, unsent: Block, rows: Block, key: int, row: int, slot: int
+) -> None:
+    """Turn a replica that its owner has dropped into a requested key; its unsent delta becomes its value."""
+    states[row] = REQUESTED
+    if dirty[slot]:
+        copy_row(rows, row, unsent, slot)
+    put(finder, key, -2 - row)
+
+
+@njit(cache=True, nogil=True)
+def _refresh(rows: Block, row: int, dirty: Codes, unsent: Block, slot: int, values: Block, i: int) -> None:
+    """Replace a replica's value by the owner's plus the unsent delta."""
+    copy_row(rows, row, values, i)
+    if dirty[slot]:
+        add_row(rows, row, unsent, slot)
+
+
+@njit(cache=True, nogil=True)
+def apply_sync_reply(
+    r: Rows,
+    owner: int,
+    clock: int,
+    round_number: int,
+    keys: Keys,
+    codes: Codes,
+    versions: Numbers,
+    values: Block,
+    after: Codes,
+    rest: Block,
+) -> int:
+    """Apply an owner's reply to the replicas of this site.
+
+    Args:
+        r: the store.
+        owner: the site that replies.
+        clock: clock of this site.
+        round_number: number of the round.
+        keys: n keys.
+        codes: n replies: SAME, VALUE or DROPPED.
+        versions: n versions.
+        values: one row for each VALUE, in order.
+        after: n flags, overwritten: DIRTY where a delta has to be pushed, which is in `rest`; DROP where a dropped key
+            has intent again and has become REQUESTED.
+        rest: of shape (n, width), overwritten.
+
+    Returns:
+        The number of deltas to push.
+    """
+    states, known, peers, intent_end, rows, finder = r.states, r.versions, r.peers, r.intent_end, r.values, r.finder
+    unsent, dirty, in_flight, asked, answered = r.deltas, r.dirty, r.in_flight, r.asked, r.answered
+    own_keys, slots, tracked, counts = r.keys, r.slots, r.tracked, r.counts
+    next_value, left = 0, 0
+    for i in range(keys.shape[0]):
+        after[i] = 0
+        row = get(finder, keys[i])
+        slot = slots[row]
+        outdated = in_flight[slot] & OUTDATED
+        in_flight[slot] = IDLE
+        answered[slot] = asked[slot]
+        peers[row] = owner
+        if codes[i] != DROPPED:
+            known[row] = -1 if outdated else versions[i]
+            if codes[i] == VALUE and not outdated:
+                _refresh(rows, row, dirty, unsent, slot, values, next_value)
+        elif intent_end[row] > clock:
+            _request_again(finder, states, dirty, unsent, rows, keys[i], row, slot)
+            asked[slot] = round_number
+            after[i] = DROP
+        else:
+            if dirty[slot]:
+                copy_row(rest, left, unsent, slot)
+                left += 1
+                after[i] = DIRTY
+            free_slot(slots, tracked, counts, row)
+            free_row(finder, own_keys, states, slots, counts, row)
+        next_value += codes[i] == VALUE
+    return left
+
+
+@njit(cache=True, nogil=True)
+def count_pending(r: Rows, since: int) -> int:
+    """Count the replicas that no round from `since` on has refreshed, and the requests of earlier rounds."""
+    states, tracked, dirty, asked, answered = r.states, r.tracked, r.dirty, r.asked, r.answered
+    count = 0
+    for slot in range(r.counts[SLOT_TOP]):
+        row = tracked[slot]
+        if row < 0:
+            continue
+        if states[row] == REQUESTED:
+            count += asked[slot] < since or dirty[slot] != 0
+        else:
+            count += answered[slot] < since
+    return count

@@ -1,26 +1,117 @@
-"""Managed weights: embeddings whose rows live in a table of the parameter manager."""
+"""Managed weights: embeddings whose rows live in a table of the parameter manager, and the steps of these rows.
+
+The gradient of a managed weight is a sparse tensor in ``.grad``, accumulated and cleared by autograd.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from ..hooks.capture import ForwardOverride
 from ..lowrank import sparse
 from ..model_sync.structure import mark_managed
 from .initialisers import Columns, Initialiser
-from .row_gradient import Lookup, PulledRows, RowGradient
+from .manager import ParameterManager
 from .row_optimizers import RowOptimizer
-from .table import Table
+
+if TYPE_CHECKING:
+    from ..reduction import GradientReduction
 
 _CHUNK = 65536  # rows that are copied at a time
 _INITIAL_ROWS = 1024  # capacity of a table whose rows are created at first use
+_NORMS = {torch.norm, Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm}
+_CLAMPS = {torch.clamp, torch.clamp_, Tensor.clamp, Tensor.clamp_}
+_CLAMPS |= {torch._foreach_clamp_min_, torch._foreach_clamp_max_}
+
+
+class RowGradient(Tensor):
+    """Sparse gradient of the rows that this site has looked up.
+
+    Arithmetic, `zero_` and GradScaler treat it as any sparse gradient. Norms and clamps depend on the gradients of
+    other sites for the same rows, and raise if there are other sites.
+
+    Attributes:
+        alone: whether there is no other site.
+    """
+
+    alone = False
+
+    @staticmethod
+    def of(gradient: Tensor, alone: bool) -> Tensor:
+        """Return a gradient as a `RowGradient`; one with a graph (for its own derivatives) is returned unchanged."""
+        if isinstance(gradient, RowGradient) or gradient.requires_grad:
+            return gradient
+        made: RowGradient = Tensor._make_subclass(RowGradient, gradient)
+        made.alone = alone
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CLAMPS or func in _NORMS:
+            args = tree_map_only(RowGradient, _values, args)
+            kwargs = tree_map_only(RowGradient, _values, kwargs or {})
+            if func in _CLAMPS:
+                raise RuntimeError(_refusal("bounded"))
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
+            return func(*args, **(kwargs or {}))
+
+
+def _values(gradient: RowGradient) -> Tensor:
+    """Return the rows of a gradient, each once.
+
+    Raises:
+        RuntimeError: if there are other sites.
+    """
+    if not gradient.alone:
+        raise RuntimeError(_refusal("measured"))
+    return gradient.detach().coalesce().values()
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"the gradient of a managed embedding cannot be {what} here: its rows are spread over the sites, and each site "
+        "would get another result. Clip with AdaModel.clip_grad_norm_, or leave the managed weights out: "
+        "AdaModel.other_parameters()"
+    )
+
+
+class Lookup:
+    """One lookup of a weight.
+
+    Args:
+        keys: the distinct keys, of shape (k,).
+        values: the pulled values, of shape (k, width and optimizer state).
+        steps: number of optimizer steps of the weight before the lookup.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, steps: int) -> None:
+        self.keys, self.values, self.steps = keys, values, steps
+
+
+class PulledRows(torch.autograd.Function):
+    """Pulled rows as a function of the parameter that they replace; backward gives the parameter a sparse gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: Tensor, rows: Tensor, gradient_of: Callable[[Lookup, Tensor], Tensor], lookup: Lookup
+    ) -> Tensor:
+        ctx.gradient_of, ctx.lookup = gradient_of, lookup
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.gradient_of(ctx.lookup, gradients[0]), None, None, None
 
 
 class ManagedWeight:
@@ -35,11 +126,13 @@ class ManagedWeight:
         parameter: the weight, of shape (rows, width). `give_up` frees its memory; code that reads it then gets NaN. On
             torch's meta device it has no memory.
         row_optimizer: the optimizer of the rows.
-        make_table: function that creates the table from a width, an initialiser and a capacity.
+        manager: manager that the table is added to.
         first: initialiser of rows that are created at first use; None for the values of the weight.
+        padding: keys whose gradient is ignored.
 
     Attributes:
         steps: number of steps of the row optimizer.
+        weighted: whether `apply_share` has weighted all that backward has added, cleared or not.
         recorded: if it is a list, each lookup appends its distinct keys.
     """
 
@@ -48,14 +141,15 @@ class ManagedWeight:
         name: str,
         parameter: nn.Parameter,
         row_optimizer: RowOptimizer,
-        make_table: Callable[[int, Any, int | None], Table],
-        first: Initialiser | None = None,
+        manager: ParameterManager,
+        first: Initialiser | None,
+        padding: set[int],
     ) -> None:
-        self.name, self.parameter, self.row_optimizer = name, parameter, row_optimizer
+        self.name, self.parameter, self.row_optimizer, self.padding = name, parameter, row_optimizer, padding
         self.rows, self.width = parameter.shape
         self.steps = 0
         self.recorded: list[Tensor] | None = None
-        self._weighted = True  # whether `apply_share` has seen all that backward has added
+        self.weighted = True
         self._base: Tensor | None = None  # weighted part of a gradient that backward has added to since
         self._lookups: list[Lookup] = []  # of the gradient, so that its rows need not be pulled again
         self._backward_pass = -1
@@ -68,17 +162,16 @@ class ManagedWeight:
 
         state = row_optimizer.state_columns(self.width)
         width = self.width + sum(width for width, _ in state)
-        if first is not None:
-            self.table = make_table(width, Columns([(self.width, first), *state]), _INITIAL_ROWS)
-        else:
+        if first is None:
             self._first = parameter.detach().cpu().contiguous().numpy()
-            self.table = make_table(width, Columns([(self.width, from_weights), *state]), None)
+        columns = Columns([(self.width, first or from_weights), *state])
+        capacity = None if first is None else _INITIAL_ROWS
+        self.table = manager.table(name, width, rows=self.rows, initialiser=columns, capacity=capacity)
 
     def give_up(self) -> None:
         """Fill the table and free the parameter's memory; all tables must have been created."""
         if self._first is not None:
-            for keys in self.home_keys(self.table.rank, self.table.world_size):
-                self.table.pull(keys)  # creates the rows whose home is this site
+            self.create_rows()
         self._first = None
         no_memory = torch.full((1, 1), torch.nan, device="cpu" if self.parameter.is_meta else self.parameter.device)
         if self.parameter.is_meta:  # its parameters get no gradients
@@ -92,7 +185,7 @@ class ManagedWeight:
         def arrive(parameter: Tensor) -> None:
             weight = reference()
             if weight is not None and parameter.grad is not None:
-                weight._weighted = False
+                weight.weighted = False
                 parameter.grad = RowGradient.of(parameter.grad, weight.table.world_size == 1)
 
         trained = self.parameter.requires_grad
@@ -107,10 +200,56 @@ class ManagedWeight:
         mark_managed(self.parameter, False)
         self.parameter.grad = None
 
-    def home_keys(self, rank: int, sites: int) -> list[Tensor]:
-        """Return the keys whose home is a site, in chunks."""
-        keys = torch.arange(rank, self.rows, sites)
+    def home_keys(self) -> list[Tensor]:
+        """Return the keys whose home is this site, in chunks."""
+        keys = torch.arange(self.table.rank, self.rows, self.table.world_size)
         return list(keys.split(_CHUNK)) if keys.numel() else []
+
+    def create_rows(self) -> None:
+        """Create the rows whose home is this site, if they have not been used."""
+        for keys in self.home_keys():
+            self.table.pull(keys)
+
+    def gather(self, columns: slice) -> Tensor:
+        """Pull columns of all rows; return a float32 tensor of shape (rows, number of columns)."""
+        whole = torch.empty(self.rows, len(range(self.table.width)[columns]))
+        for keys in torch.arange(self.rows).split(_CHUNK):
+            whole[keys] = self.table.pull(keys)[:, columns]
+        return whole
+
+    def gather_weights(self) -> Tensor:
+        """Pull the weights of all rows, of shape (rows, width)."""
+        return self.gather(slice(self.width))
+
+    def gather_optimizer_state(self) -> dict[str, Tensor]:
+        """Pull the state of the row optimizer for all rows, by torch's names; empty if it has none."""
+        parts, steps = self.row_optimizer.state_names, self.steps if self.row_optimizer.counts_steps else None
+        return split_state(self.gather(slice(self.width, None)), parts, steps) if parts else {}
+
+    def load_optimizer_state(self, state: Mapping[str, Any] | None) -> None:
+        """Set the optimizer state of all rows; each site sets the rows whose home it is.
+
+        Args:
+            state: the state of the parameter in a plain optimizer; None for none, which changes nothing.
+
+        Raises:
+            ValueError: if the state does not fit the weight.
+        """
+        parts = self.row_optimizer.state_names
+        if not state or not parts:
+            return
+        if missing := [part for part in parts if part not in state]:
+            raise ValueError(f"the optimizer's state of {self.name} lacks {missing}: it is another optimizer's")
+        columns = torch.cat([state[part].float().cpu() for part in parts], 1)
+        if columns.shape != (self.rows, self.table.width - self.width):
+            raise ValueError(
+                f"the optimizer's state of {self.name} has shape {tuple(columns.shape)}, which does not fit"
+            )
+        self.steps = int(state.get("step", 0))
+        for keys in self.home_keys():
+            values = self.table.pull(keys)
+            values[:, self.width :] = columns[keys]
+            self.table.set(keys, values)
 
     def rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pull the rows of ids, each distinct id once.
@@ -146,7 +285,7 @@ class ManagedWeight:
             if now != self._backward_pass:
                 self._lookups.clear()
             self._base, self._backward_pass = None, now
-        elif self._weighted:  # only what is added from now on has to be weighted
+        elif self.weighted:  # only what is added from now on has to be weighted
             self._base = present.detach().clone()
         self._lookups.append(lookup)
         indices = lookup.keys.to(self.parameter.device).unsqueeze(0)
@@ -154,15 +293,10 @@ class ManagedWeight:
         return torch.sparse_coo_tensor(indices, values, (self.rows, self.width), check_invariants=False)
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether backward has added a gradient since `apply_share`, cleared or not."""
-        return not self._weighted
-
-    @property
     def needs_share(self) -> bool:
         """Whether `apply_share` has to weight a gradient: backward has added one, and it has not been cleared."""
         gradient = self.parameter.grad
-        return not self._weighted and gradient is not None and not (gradient.is_sparse and not gradient._nnz())
+        return not self.weighted and gradient is not None and not (gradient.is_sparse and not gradient._nnz())
 
     @property
     def is_finite(self) -> bool:
@@ -177,8 +311,8 @@ class ManagedWeight:
         Args:
             share: weight of this site; 0 if it has no samples and takes part in the step without rows.
         """
-        gradient, base, fresh = self.parameter.grad, self._base, not self._weighted
-        self._weighted, self._base = True, None
+        gradient, base, fresh = self.parameter.grad, self._base, not self.weighted
+        self.weighted, self._base = True, None
         if share == 0.0 and self.parameter.requires_grad:
             kept = base if fresh else gradient
             self._put(self._of_keys([], 0.0) if kept is None else kept)
@@ -201,13 +335,12 @@ class ManagedWeight:
         indices = torch.tensor([keys], dtype=torch.int64, device=values.device)
         return torch.sparse_coo_tensor(indices, values, (self.rows, self.width))
 
-    def step(self, options: dict[str, Any], scale: float, padding: set[int]) -> None:
+    def step(self, options: dict[str, Any], scale: float) -> None:
         """Push the deltas of one optimizer step; the gradient is kept.
 
         Args:
             options: options of the parameter's group in the optimizer.
             scale: factor on the gradient.
-            padding: keys whose gradient is ignored.
         """
         lookups, self._lookups = self._lookups, []
         if self.parameter.grad is None:
@@ -220,7 +353,7 @@ class ManagedWeight:
         else:
             keys, rows = sparse.sum_duplicates(keys, rows)
             values = self._values_of(keys, known)
-        for key in padding:
+        for key in self.padding:
             kept = keys != key
             keys, values, rows = keys[kept], values[kept], rows[kept]
         if not keys.numel():
@@ -251,3 +384,210 @@ class ManagedWeight:
             if keys.numel() and int(first.max()) < pulled.numel():
                 return torch.cat([lookup.values for lookup in lookups])[first]
         return self.table.pull(keys)
+
+
+def split_state(columns: Tensor, parts: Sequence[str], steps: int | None) -> dict[str, Tensor]:
+    """Return the state of a row optimizer as torch's optimizer has it.
+
+    Args:
+        columns: of shape (rows, width of the state).
+        parts: torch's names of its parts, of equal widths.
+        steps: number of steps; None if the state has none.
+    """
+    own = {part: value.contiguous() for part, value in zip(parts, columns.chunk(len(parts), 1), strict=True)}
+    return own if steps is None else {"step": torch.tensor(float(steps))} | own
+
+
+class _ManagedLayer(ForwardOverride):
+    """Forward of a layer with a managed weight.
+
+    Args:
+        module: the layer.
+        weight: its weight.
+    """
+
+    def __init__(self, module: Any, weight: ManagedWeight) -> None:
+        super().__init__(module)
+        self.layer, self.weight = module, weight
+
+    def _place_of_padding(self, keys: Tensor) -> int | None:
+        """Return the position of the layer's padding among distinct keys, of shape (k,); None if it is not there."""
+        if self.layer.padding_idx is None:
+            return None
+        places = (keys == self.layer.padding_idx).nonzero()
+        return int(places[0]) if places.numel() else None
+
+
+class ManagedEmbedding(_ManagedLayer):
+    """Forward of an nn.Embedding with a managed weight."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        keys, positions, rows = self.weight.rows_of(input)
+        padding = self._place_of_padding(keys)
+        return F.embedding(positions, rows, padding, scale_grad_by_freq=self.layer.scale_grad_by_freq)
+
+
+class ManagedEmbeddingBag(_ManagedLayer):
+    """Forward of an nn.EmbeddingBag with a managed weight."""
+
+    def __call__(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        keys, positions, rows = self.weight.rows_of(input)
+        return F.embedding_bag(
+            positions,
+            rows,
+            offsets,
+            scale_grad_by_freq=self.layer.scale_grad_by_freq,
+            mode=self.layer.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.layer.include_last_offset,
+            padding_idx=self._place_of_padding(keys),
+        )
+
+
+class RowSteps:
+    """Gradients of managed weights from backward to the end of the optimizer's step.
+
+    It is the `dadplug.reducer.attached.AttachedGradients` of the reduction.
+
+    Args:
+        managed: the managed weights by name.
+        sites: number of sites.
+        reduction: the reduction of the other parameters; None if there are none.
+        reduce: ``"mean"`` or ``"sum"``, see `AdaModel`.
+    """
+
+    def __init__(
+        self,
+        managed: Mapping[str, ManagedWeight],
+        sites: int,
+        reduction: GradientReduction | None,
+        reduce: str,
+    ) -> None:
+        self._managed, self._sites, self._reduction, self._reduce = managed, sites, reduction, reduce
+        self._hidden: dict[str, Tensor] = {}  # gradients, while the optimizer steps all other parameters
+        if reduction is not None:
+            reduction.attach(self)
+
+    # Interface of the reduction
+
+    @property
+    def arrived(self) -> bool:
+        """Whether backward has added gradients since the last synchronization, cleared or not."""
+        return any(not weight.weighted for weight in self._managed.values())
+
+    @property
+    def cleared(self) -> bool:
+        """Whether the program has cleared all of them."""
+        return not self._unweighted()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the managed weights."""
+        return list(self._managed)
+
+    def first_not_finite(self) -> int | None:
+        """Return the number of the first weight whose gradient holds NaN or Inf; None if there is none."""
+        weights = enumerate(self._managed.values())
+        return next((number for number, weight in weights if weight.needs_share and not weight.is_finite), None)
+
+    def apply_share(self, share: float | None) -> None:
+        """Weight the gradients that have arrived.
+
+        Args:
+            share: this site's share of the samples; None if it is not known.
+        """
+        if self._reduce == "sum":
+            share = 0.0 if share == 0.0 else 1.0
+        elif share is None:
+            share = 1.0 / self._sites
+        for weight in self._managed.values():
+            weight.apply_share(share)
+
+    def fill_with_inf(self) -> None:
+        """Replace the gradients by ones with Inf, since the gradients of some site are not finite."""
+        for weight in self._managed.values():
+            weight.fill_with_inf()
+
+    # The optimizer's step
+
+    def finish(self, what: str) -> None:
+        """Weight gradients that no `synchronize` has weighted, if that needs no other site.
+
+        Args:
+            what: the operation that needs the gradients, for the message of the error.
+
+        Raises:
+            RuntimeError: if `synchronize` has to be called first.
+        """
+        unweighted = self._unweighted()
+        if unweighted and self._reduction is not None and self._sites > 1:
+            raise RuntimeError(
+                f"{what} before the gradient of {unweighted[0]!r} is synchronized: call synchronize() after backward()"
+            )
+        if unweighted:
+            self.apply_share(None)
+
+    def _unweighted(self) -> list[str]:
+        return [name for name, weight in self._managed.items() if weight.needs_share]
+
+    def begin(self, args: Any, kwargs: Any) -> Any:
+        """Hide the gradients of managed weights from the optimizer, also those that a closure computes.
+
+        Args:
+            args: positional arguments of ``step``, with the optimizer.
+            kwargs: keyword arguments of ``step``.
+
+        Returns:
+            The arguments that replace them; None if they do not change.
+        """
+        closures = {id(each): self._hiding(each) for each in (*args[1:], *kwargs.values()) if callable(each)}
+        if not closures:
+            self._hide()
+            return None
+        args = tuple(closures.get(id(each), each) for each in args)
+        return args, {name: closures.get(id(each), each) for name, each in kwargs.items()}
+
+    def _hiding(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            self._show()
+            result = closure()
+            self._hide()
+            return result
+
+        return call
+
+    def _hide(self) -> None:
+        self.finish("optimizer.step()")
+        for name, weight in self._managed.items():
+            if weight.parameter.grad is not None:
+                self._hidden[name], weight.parameter.grad = weight.parameter.grad, None
+
+    def _show(self) -> None:
+        hidden, self._hidden = self._hidden, {}
+        for name, gradient in hidden.items():
+            self._managed[name].parameter.grad = gradient
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Push the deltas of one step of an optimizer."""
+        self._show()
+        # A GradScaler sets these on fused optimizers, which unscale the gradients themselves.
+        found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            return
+        factor = 1.0 if scale is None else 1.0 / scale.item()
+        for weight in self._managed.values():
+            weight.step(group_of(optimizer, weight.parameter), factor)
+
+
+def group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the parameter group of a managed parameter.
+
+    Raises:
+        ValueError: if the optimizer no longer has the parameter.
+    """
+    for group in optimizer.param_groups:
+        if any(parameter is other for other in group["params"]):
+            return group
+    raise ValueError("a managed weight has left the optimizer that AdaModel was made with")

@@ -1,30 +1,33 @@
-"""`AdaModel`: the embeddings of any model in managed tables, without changes to its code."""
+"""`AdaModel`: the embeddings of any model in managed tables, without changes to its code; and `AdaDataLoader`."""
 
 from __future__ import annotations
 
+import queue
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..errors import IntentError
+from ..lowrank import sparse
 from ..model_sync.structure import mark_managed, without_managed
 from ..reduction import GradientReduction
-from .clip import clip_grad_norm
 from .initialisers import Initialiser, Normal
-from .layers import ManagedEmbedding, ManagedEmbeddingBag, find_layers
-from .managed_weight import ManagedWeight
+from .managed_weight import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, RowSteps, group_of
 from .manager import ParameterManager
-from .model_state import gather_optimizer_states, gather_rows, load_model_state, load_optimizer_state, parameter_numbers
 from .recorder import Recorder
 from .row_optimizers import row_optimizer_for
-from .row_steps import RowSteps, group_of
 
-Layers = list[tuple[str, nn.Module]]  # paths and layers that share a weight
+_POLL = 0.1  # seconds between checks whether the reading thread of a loader has to stop
+
+Ids = Mapping[str, Tensor]
+Layers = list[tuple[str, Any]]  # paths and layers that share a weight
 
 
 class AdaModel(nn.Module):
@@ -110,44 +113,32 @@ class AdaModel(nn.Module):
         self.manager = manager if manager is not None else ParameterManager(backend=backend)
         self.managed: dict[str, ManagedWeight] = {}
         self.clock_by_loader = False
-        self._padding: dict[str, set[int]] = {}
         self._overrides: list[ManagedEmbedding | ManagedEmbeddingBag] = []
         self._recorder = _make_recorder(model, layers)
-        weights: list[Any] = [modules[0][1].weight for modules in layers.values()]
+        weights = [modules[0][1].weight for modules in layers.values()]
         self.reduction = _make_reduction(model, weights, mode, always_reduce, options)
         for name, modules in layers.items():
             self._manage(name, modules, optimizer, initialisers.get(name))
         for weight in self.managed.values():
             weight.give_up()
-        self._steps = RowSteps(self.managed, self._padding, self.manager, self.reduction, reduce)
+        self._steps = RowSteps(self.managed, self.manager.world_size, self.reduction, reduce)
         self._hooks = _register_hooks(self, optimizer)
 
     def _manage(self, name: str, modules: Layers, optimizer: Optimizer, first: Initialiser | None) -> None:
-        parameter = modules[0][1].weight
-        assert isinstance(parameter, nn.Parameter)
-        paddings: list[Any] = [module.padding_idx for _, module in modules]
+        parameter: nn.Parameter = modules[0][1].weight
+        paddings = {module.padding_idx for _, module in modules}
+        given = {int(key) for key in paddings if key is not None}
         if first is None and parameter.is_meta:
-            first = _with_zeros(Normal(), [int(key) for key in paddings if key is not None])
+            first = _with_zeros(Normal(), list(given))
         if first is None:
             self.manager.broadcast(parameter.data)
-        self.managed[name] = weight = ManagedWeight(
-            name,
-            parameter,
-            row_optimizer_for(optimizer, group_of(optimizer, parameter)),
-            lambda width, first, capacity: self.manager.table(
-                name, width, rows=parameter.shape[0], initialiser=first, capacity=capacity
-            ),
-            first,
-        )
-        self._padding[name] = set()
+        row_optimizer = row_optimizer_for(optimizer, group_of(optimizer, parameter))
+        ignored = given if len(paddings) == 1 else set()  # a key that only some layers pad has a gradient
+        weight = ManagedWeight(name, parameter, row_optimizer, self.manager, first, ignored)
+        self.managed[name] = weight
         for _, module in modules:
-            if isinstance(module, nn.Embedding):
-                self._overrides.append(ManagedEmbedding(module, weight))
-            else:
-                assert isinstance(module, nn.EmbeddingBag)
-                self._overrides.append(ManagedEmbeddingBag(module, weight))
-        if paddings.count(paddings[0]) == len(paddings) and paddings[0] is not None:
-            self._padding[name].add(int(paddings[0]))
+            managed = ManagedEmbedding if isinstance(module, nn.Embedding) else ManagedEmbeddingBag
+            self._overrides.append(managed(module, weight))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -173,6 +164,7 @@ class AdaModel(nn.Module):
         if not self.clock_by_loader:
             self.manager.advance_clock()
 
+    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
     ) -> Tensor:
@@ -204,7 +196,16 @@ class AdaModel(nn.Module):
         given = {id(parameter): parameter for parameter in (self.parameters() if parameters is None else parameters)}
         weights = [weight for weight in self.managed.values() if given.pop(id(weight.parameter), None) is not None]
         others = [parameter.grad for parameter in given.values() if parameter.grad is not None]
-        return clip_grad_norm(self.manager, weights, others, max_norm, norm_type)
+        parts = [torch.linalg.vector_norm(gradient, norm_type).cpu() for gradient in others]
+        parts += [torch.linalg.vector_norm(rows, norm_type) for rows in _rows_of_all_sites(self.manager, weights)]
+        if not parts:
+            return torch.tensor(0.0)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([part.double() for part in parts]), norm_type)
+        factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        for gradient in (*others, *(weight.parameter.grad for weight in weights)):
+            if gradient is not None:
+                gradient.mul_(factor)
+        return total
 
     def other_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are not managed."""
@@ -255,7 +256,7 @@ class AdaModel(nn.Module):
         """
         self.manager.wait_sync(everywhere=True)
         state = dict(self.module.state_dict(*args, **kwargs))
-        whole = {id(weight.parameter): gather_rows(weight) for weight in self.managed.values()}
+        whole = {id(weight.parameter): weight.gather_weights() for weight in self.managed.values()}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if id(parameter) in whole and name in state:
                 state[name] = whole[id(parameter)]
@@ -276,7 +277,30 @@ class AdaModel(nn.Module):
         Raises:
             ValueError: if a name or shape does not fit.
         """
-        return load_model_state(self.manager, self.module, self.managed, state_dict, strict)
+        names = {
+            name: weight
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
+            for weight in self.managed.values()
+            if weight.parameter is parameter and name in state_dict
+        }
+        for name, weight in names.items():
+            if state_dict[name].shape != (weight.rows, weight.width):
+                raise ValueError(
+                    f"{name} has shape {tuple(state_dict[name].shape)} in the state, {(weight.rows, weight.width)} here"
+                )
+        rest = {name: value for name, value in state_dict.items() if name not in names}
+        result = self.module.load_state_dict(rest, strict=False)
+        missing = [name for name in result.missing_keys if name not in names]
+        if strict and (missing or result.unexpected_keys):
+            raise ValueError(f"the state lacks {missing} and has {result.unexpected_keys} besides")
+        self.manager.wait_sync(everywhere=True)
+        for weight, name in {weight: name for name, weight in names.items()}.items():
+            for keys in weight.home_keys():
+                fresh = torch.zeros(keys.numel(), weight.table.width)
+                fresh[:, : weight.width] = state_dict[name][keys]
+                weight.table.set(keys, fresh)
+        self.manager.wait_sync(everywhere=True)
+        return result
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer with that of all rows, as the plain optimizer has it.
@@ -290,8 +314,9 @@ class AdaModel(nn.Module):
         state = optimizer.state_dict()
         states = dict(state["state"])
         numbers = parameter_numbers(optimizer)
-        for name, rows in gather_optimizer_states(self.managed).items():
-            states[numbers[id(self.managed[name].parameter)]] = rows
+        for weight in self.managed.values():
+            if rows := weight.gather_optimizer_state():
+                states[numbers[id(weight.parameter)]] = rows
         self.manager.barrier()
         return state | {"state": states}
 
@@ -311,7 +336,7 @@ class AdaModel(nn.Module):
         optimizer.load_state_dict({**state_dict, "state": states})
         self.manager.wait_sync(everywhere=True)
         for name, rows in own.items():
-            load_optimizer_state(self.manager, name, self.managed[name], rows)
+            self.managed[name].load_optimizer_state(rows)
         self.manager.wait_sync(everywhere=True)
 
     def unwrap(self, optimizer: Optimizer) -> None:
@@ -321,11 +346,10 @@ class AdaModel(nn.Module):
             optimizer: the optimizer that the model was created with.
         """
         self.manager.wait_sync(everywhere=True)
-        states = gather_optimizer_states(self.managed)
-        for name, weight in self.managed.items():
-            weight.parameter.data = gather_rows(weight).to(weight.parameter.device)
-            if name in states:
-                optimizer.state[weight.parameter] = states[name]
+        for weight in self.managed.values():
+            weight.parameter.data = weight.gather_weights().to(weight.parameter.device)
+            if state := weight.gather_optimizer_state():
+                optimizer.state[weight.parameter] = state
         self.manager.barrier()
         self.close()
 
@@ -339,6 +363,12 @@ class AdaModel(nn.Module):
             override.restore()
         if self.reduction is not None:
             self.reduction.detach()
+
+
+def parameter_numbers(optimizer: Optimizer) -> dict[int, int]:
+    """Return the numbers of an optimizer's parameters in its state, by the id of the parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(parameter): number for number, parameter in enumerate(parameters)}
 
 
 def _make_recorder(model: nn.Module, layers: Mapping[str, Layers]) -> Recorder | Exception:
@@ -393,3 +423,194 @@ def _with_zeros(first: Initialiser, zeros: list[int]) -> Initialiser:
         out[np.isin(keys, zeros)] = 0.0
 
     return initialise
+
+
+def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, Layers]:
+    """Find the layers whose weights can be managed.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer; weights that it does not have are left out.
+
+    Returns:
+        By the name of the weight, the paths and layers that share it.
+
+    Raises:
+        ValueError: if such a layer has `max_norm`.
+    """
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owners: dict[int, Layers] = {}
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((path, module))
+            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
+    found = {}
+    for key, modules in owners.items():
+        if key not in optimized or not all(
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, module in modules
+        ):
+            continue
+        if any(type(module) not in (nn.Embedding, nn.EmbeddingBag) for _, module in modules):
+            continue  # a subclass may use its weight in other ways
+        if modules[0][1].weight.dtype != torch.float32:
+            continue
+        for path, module in modules:
+            if module.max_norm is not None:
+                raise ValueError(
+                    f"layer {path!r} has max_norm={module.max_norm}, which rescales rows in forward: a managed row "
+                    "changes by what optimizers add only. Leave it out of the optimizer's parameters, or drop max_norm"
+                )
+        found[names[key]] = modules
+    return found
+
+
+def _rows_of_all_sites(manager: ParameterManager, weights: list[ManagedWeight]) -> list[Tensor]:
+    """Sum the gradients of managed rows over the sites; return one matrix per weight, of shape (rows, width)."""
+    own = [weight.rows_of_gradient() for weight in weights]
+    counts = manager.gather_objects([keys.numel() for keys, _ in own])
+    found = []
+    for number, (keys, rows) in enumerate(own):
+        of_sites = [int(count[number]) for count in counts]
+        begin = sum(of_sites[: manager.rank])
+        mine = slice(begin, begin + keys.numel())
+        all_keys = keys.new_zeros(sum(of_sites))
+        all_rows = rows.new_zeros(sum(of_sites), rows.shape[1])
+        all_keys[mine], all_rows[mine] = keys, rows
+        if all_keys.numel():
+            manager.sum_over_sites(all_keys)
+            manager.sum_over_sites(all_rows)
+        found.append(sparse.sum_duplicates(all_keys, all_rows)[1])
+    return found
+
+
+class AdaDataLoader:
+    """Loader that reads another loader ahead in a thread, and signals intent for the rows of each batch.
+
+    Batches are yielded unchanged and in order. Each yielded batch advances the clock, in place of each step of the
+    optimizer, so that gradient accumulation works. Other attributes (``sampler``, ``batch_sampler``, ``dataset``) are
+    those of the wrapped loader.
+
+    Args:
+        loader: iterable of batches that can be iterated repeatedly.
+        model: the model.
+        intent: function from a batch to ids by the names in ``model.managed``; ``"auto"`` to find them by a forward
+            pass on shapes.
+        forward: for ``"auto"``, a function that calls a model with a batch as the training step does; None to pass the
+            batch, or its first element if it is a tuple or list.
+        lookahead: number of batches to read ahead.
+
+    Raises:
+        ValueError: if an option is out of range.
+        IntentError: while iterating, if ids cannot be known before the forward pass.
+
+    Example:
+        >>> import torch
+        >>> from dadplug.adapm import AdaDataLoader, AdaModel
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 8), torch.nn.Flatten(), torch.nn.Linear(24, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model = AdaModel(model, optimizer)
+        >>> for ids in AdaDataLoader(torch.randint(100, (5, 4, 3)), model, lookahead=2):
+        ...     optimizer.zero_grad()
+        ...     model(ids).square().mean().backward()
+        ...     model.synchronize()
+        ...     optimizer.step()
+        >>> model.manager.current_clock
+        5
+        >>> model.manager.close()
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        model: AdaModel,
+        *,
+        intent: str | Callable[[Any], Ids] = "auto",
+        forward: Callable[[Any, Any], Any] | None = None,
+        lookahead: int = 16,
+    ) -> None:
+        if lookahead < 1:
+            raise ValueError(f"lookahead must be at least 1, got {lookahead}")
+        if intent != "auto" and not callable(intent):
+            raise ValueError(f"intent must be 'auto' or a function from a batch to its ids, got {intent!r}")
+        self.loader = loader
+        self.model = model
+        self.lookahead = lookahead
+        self._forward = forward if forward is not None else _call
+        self._intent = intent
+        model.clock_by_loader = True
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def ids(self, batch: Any) -> Ids:
+        """Return the ids that a batch will look up, by the name of the weight.
+
+        Args:
+            batch: a batch of the loader.
+
+        Raises:
+            IntentError: if they cannot be known before the forward pass.
+        """
+        if callable(self._intent):
+            return self._intent(batch)
+        return self.model.record(self._forward, batch)
+
+    def announce(self, batch: Any, clock: int, number: int) -> None:
+        """Signal intent for the rows of a batch; called in the reading thread.
+
+        Args:
+            batch: the batch.
+            clock: clock at which it will be used.
+            number: number of the batch since the start of the iteration, from 0.
+        """
+        self.model.intent(self.ids(batch), clock)
+
+    def __iter__(self) -> Iterator[Any]:
+        manager = self.model.manager
+        begin = manager.current_clock + 1  # the clock of the first batch
+        ready: queue.Queue[tuple[str, Any]] = queue.Queue(self.lookahead)
+        stop = threading.Event()
+
+        def put(item: tuple[str, Any]) -> bool:
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=_POLL)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def read() -> None:
+            try:
+                for number, batch in enumerate(self.loader):
+                    self.announce(batch, begin + number, number)
+                    if not put(("batch", batch)):
+                        return
+                put(("end", None))
+            except BaseException as error:
+                put(("error", error))
+
+        thread = threading.Thread(target=read, name="dadplug-ahead", daemon=True)
+        thread.start()
+        try:
+            while True:
+                kind, item = ready.get()
+                if kind == "end":
+                    return
+                if kind == "error":
+                    raise item
+                manager.advance_clock()
+                yield item
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _call(model: Any, batch: Any) -> Any:
+    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)

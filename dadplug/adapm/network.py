@@ -1,4 +1,7 @@
-"""Messages between sites: any site sends to any other at any time, from any thread.
+"""Connections between the sites of a parameter manager: set-up, and messages from any site to any other.
+
+The thread that has a message writes it to the socket. Only data that the kernel has no room for is left to the
+background thread, since a switch between threads takes longer than sending a small message.
 
 There are two pollers: one has all connections; the other has the first poller and a wake-up pipe, and the background
 thread waits for it. A worker that waits for a reply removes the first poller from the second and receives messages
@@ -7,35 +10,185 @@ itself, so that messages wake up no other thread.
 
 from __future__ import annotations
 
+import hmac
 import math
 import os
+import secrets
 import select
 import socket
+import struct
+import sys
 import threading
 import time
-import weakref
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..errors import ProtocolError
-from ..exchange import Traffic
-from .connections import Connection
-from .messages import Head, Kind, Message
+import numpy as np
+from numpy.typing import NDArray
 
+from ..errors import ProtocolError, SiteError
+from ..exchange import Traffic
+from ..exchange.handshake import close_in_children, large_socket, own_addresses
+from .messages import HEAD_SIZE, Head, Kind, Message
+
+LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled
+
+_HELLO = struct.Struct("<32sI")  # token of the listening site, rank of the connecting one
+_CHUNK = 1 << 16  # bytes read at a time, from which small messages are extracted
+_PREFIX = "dadplug-"  # of the names of Unix sockets
+_BATCH = 64  # messages read from a connection before the next one
 _CLOSE = 1.0  # seconds to send the last messages
-_LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled
 _HEARTBEATS = 4  # heartbeats within the timeout
 
 Ready = list[tuple[int, int]]  # descriptors of sockets and their events
 
 
+class Connection:
+    """Connection to another site. `send` may be called from any thread, the other methods from one at a time.
+
+    Args:
+        rank: the other site.
+        connected: the connected socket.
+        head: function that parses the head of a message at an offset of a buffer.
+
+    Attributes:
+        heard: time of the last received data, on the clock of `time.monotonic`.
+        sent: time of the last sent data.
+        watched: whether `Network` polls for room to send.
+    """
+
+    def __init__(self, rank: int, connected: socket.socket, head: Callable[[Any, int], Head]) -> None:
+        connected.setblocking(False)
+        if connected.family in (socket.AF_INET, socket.AF_INET6):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.rank = rank
+        self.socket = connected
+        self.heard = self.sent = time.monotonic()
+        self.watched = False
+        self._head = head
+        self._lock = threading.Lock()
+        self._outgoing: deque[memoryview] = deque()
+        self._buffer = bytearray(_CHUNK)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._partial: tuple[Head, NDArray[np.uint8]] | None = None  # a message of which a part has arrived
+        self._missing = memoryview(b"")  # the part that has not arrived
+
+    @property
+    def blocked(self) -> bool:
+        """Whether there is unsent data that the kernel had no room for."""
+        return bool(self._outgoing)
+
+    def send(self, buffers: list[Any]) -> bool:
+        """Send buffers, which must not change afterwards, without blocking; return False if `flush` has to continue."""
+        self.sent = time.monotonic()
+        with self._lock:
+            waiting = bool(self._outgoing)
+            if len(buffers) == 1 and not waiting:  # a small message: most leave whole
+                whole = memoryview(buffers[0])
+                try:
+                    count = self.socket.send(whole)
+                except BlockingIOError:
+                    count = 0
+                except OSError:  # as in _write
+                    return True
+                if count == whole.nbytes:
+                    return True
+                buffers = [whole[count:]]
+            self._outgoing.extend(map(memoryview, buffers))
+            return not waiting and self._write()
+
+    def flush(self) -> bool:
+        """Send the data that the kernel has room for; return whether all has been sent."""
+        with self._lock:
+            return self._write()
+
+    def _write(self) -> bool:
+        outgoing = self._outgoing
+        while outgoing:
+            try:
+                count = self.socket.sendmsg(list(outgoing)[:64])
+            except BlockingIOError:
+                return False
+            except OSError:  # the next read reports that the connection is closed
+                outgoing.clear()
+                return True
+            while outgoing and count >= outgoing[0].nbytes:
+                count -= outgoing.popleft().nbytes
+            if count:
+                outgoing[0] = outgoing[0][count:]
+        return True
+
+    def read(self, messages: list[tuple[int, Message]]) -> None:
+        """Read the messages that have arrived.
+
+        Args:
+            messages: list to append to, pairs of sender and message.
+
+        Raises:
+            ConnectionError: if the connection is closed.
+            ProtocolError: if the data does not follow the protocol.
+        """
+        last = len(messages) + _BATCH
+        while len(messages) < last:
+            if self._partial is not None:
+                target = self._missing
+            else:
+                target = self._view[self._filled :] if self._filled else self._view
+            try:
+                count = self.socket.recv_into(target)
+            except BlockingIOError:
+                return
+            if not count:
+                raise ConnectionError("connection closed by the other site")
+            self.heard = time.monotonic()
+            if self._partial is None:
+                self._filled += count
+                self._extract(messages)
+            else:
+                self._missing = self._missing[count:]
+                if not self._missing.nbytes:
+                    head, body = self._partial
+                    self._partial = None
+                    messages.append((self.rank, head.message(body)))
+            if count < target.nbytes:
+                return
+
+    def _extract(self, messages: list[tuple[int, Message]]) -> None:
+        """Extract messages from the buffer; the last one may be incomplete."""
+        start = 0
+        while self._filled - start >= HEAD_SIZE:
+            head = self._head(self._buffer, start)
+            start += HEAD_SIZE
+            end = start + head.nbytes
+            if end > self._filled:
+                body = np.empty(head.nbytes, np.uint8)
+                here = self._filled - start
+                body.data[:here] = self._view[start : self._filled]
+                self._partial, self._missing = (head, body), body.data[here:]
+                start = self._filled
+                break
+            messages.append((self.rank, head.message(self._buffer[start:end])))
+            start = end
+        if start < self._filled:
+            self._buffer[: self._filled - start] = self._buffer[start : self._filled]
+        self._filled -= start
+
+    def close(self) -> None:
+        """Close the connection; the kernel still delivers data that it has."""
+        with self._lock:
+            self._outgoing.clear()
+            self.socket.close()
+
+
 def _make_poller() -> Any:
-    return select.epoll() if _LENDABLE else select.poll()  # both have the same numbers of events
+    return select.epoll() if LENDABLE else select.poll()  # both have the same numbers of events
 
 
 def _poll(poller: Any, timeout: float) -> Ready:
-    ready: Ready = poller.poll(timeout if _LENDABLE else math.ceil(1000 * timeout))
+    ready: Ready = poller.poll(timeout if LENDABLE else math.ceil(1000 * timeout))
     return ready
 
 
@@ -46,14 +199,13 @@ class Network:
     may be called from any thread, but not concurrently.
 
     Args:
-        sockets: connected sockets by rank, of `dadplug.adapm.connections.connect_sites` or of a hub.
+        sockets: connected sockets by rank, of `connect_sites` or of a hub.
         timeout: seconds without a heartbeat after which a connection counts as lost.
         traffic: meter of sent bytes.
         widths: width of each table; the caller appends to it when tables are added.
 
     Attributes:
         connections: connections by rank.
-        lendable: whether `lend` is supported.
     """
 
     def __init__(
@@ -63,26 +215,24 @@ class Network:
         self._traffic = traffic
         self._timeout = timeout
         self._poller: Any = _make_poller()
-        self._idle_poller: Any = _make_poller() if _LENDABLE else self._poller
-        self._watched = dict.fromkeys(sockets, False)  # whether the connection is polled for room to send, by rank
+        self._idle_poller: Any = _make_poller() if LENDABLE else self._poller
         self._watch_lock = threading.Lock()
         self.connections = {
             peer: Connection(peer, connected, lambda buffer, offset: Head(buffer, offset, widths, sites))
             for peer, connected in sorted(sockets.items())
         }
         self._peers = {each.socket.fileno(): each for each in self.connections.values()}
-        self.lendable = _LENDABLE
         self._wake_writer, self._wake_reader = socket.socketpair()
         for end in (self._wake_writer, self._wake_reader):
             end.setblocking(False)
         self._wake_descriptor = self._wake_reader.fileno()
         self._idle_poller.register(self._wake_reader, select.POLLIN)
-        if self.lendable:
+        if LENDABLE:
             self._idle_poller.register(self._poller, select.POLLIN)
         for connection in self.connections.values():
             self._poller.register(connection.socket, select.POLLIN)
         self._last_poll = self._last_check = time.monotonic()
-        _open.add(self)
+        close_in_children(self)
 
     def send(self, peer: int, message: Message) -> None:
         """Send a message without blocking; its arrays must not change afterwards."""
@@ -140,9 +290,9 @@ class Network:
         with self._watch_lock:
             for connection in self._peers.values():
                 blocked = connection.blocked
-                if blocked is not self._watched[connection.rank]:
+                if blocked is not connection.watched:
                     self._poller.modify(connection.socket, select.POLLIN | select.POLLOUT * blocked)
-                    self._watched[connection.rank] = blocked
+                    connection.watched = blocked
 
     def _forget(self, connection: Connection) -> None:
         with self._watch_lock:
@@ -181,34 +331,146 @@ class Network:
         with suppress(OSError):  # the wake-up pipe is full
             self._wake_writer.send(b"!")
 
+    def close_descriptors(self) -> None:
+        """Close the sockets alone, in a forked child."""
+        for connection in self.connections.values():
+            connection.socket.close()
+
     def close(self) -> None:
         """Close all connections after sending the last messages; no other thread may receive."""
         deadline = time.monotonic() + _CLOSE
         while any(not each.flush() for each in self._peers.values()) and time.monotonic() < deadline:
             self._watch()
             self.poll(0.05)
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        _open.discard(self)
         for connection in self.connections.values():
             connection.close()
         self._wake_writer.close()
         self._wake_reader.close()
-        if _LENDABLE:
+        if LENDABLE:
             self._poller.close()
             self._idle_poller.close()
 
 
-_open: weakref.WeakSet[Network] = weakref.WeakSet()
+# Set-up
 
 
-def _close_in_child() -> None:
-    """Close the connections in a forked child, such as a loader's worker, which would keep them open after an exit."""
-    for network in list(_open):
-        for connection in network.connections.values():
-            connection.socket.close()
+def own_address() -> str:
+    """Return the address of this site for the other sites: that of the interface that gloo uses."""
+    return next(iter(own_addresses()), "127.0.0.1")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+def reachable_address(exchange: Callable[[Any], list[Any]]) -> str:
+    """Return the address to listen on, loopback if all sites are on one node; all sites must call it together."""
+    return "127.0.0.1" if len(set(exchange(_own_node()))) == 1 else own_address()
+
+
+def _own_node() -> str:
+    """Return a string that is equal for processes that reach one another on loopback."""
+    node = [socket.gethostname()]
+    for path in ("/proc/self/ns/net", "/proc/sys/kernel/random/boot_id"):
+        with suppress(OSError):
+            if os.path.islink(path):
+                node.append(os.readlink(path))
+            else:
+                with open(path) as file:
+                    node.append(file.read().strip())
+    return " ".join(node)
+
+
+def connect_sites(
+    rank: int, exchange: Callable[[Any], list[Any]], timeout: float, name: Callable[[int], str]
+) -> dict[int, socket.socket]:
+    """Connect this site with every other one; all must call it together.
+
+    Each site listens on the one address on which the others reach it, and connects to the sites of lower rank. Sites of
+    one node use Unix sockets where Linux provides names for them without files, which take less time per message than
+    loopback. Connections without the token of the listening site are refused.
+
+    Args:
+        rank: this site.
+        exchange: function that gathers one object per site, by rank.
+        timeout: maximum duration in seconds.
+        name: function that returns the name of a site for messages.
+
+    Returns:
+        The connected sockets by rank.
+
+    Raises:
+        SiteError: if a site does not connect.
+    """
+    token = secrets.token_hex(16)
+    with _listen(reachable_address(exchange)) as listener:
+        places = exchange([*_place(listener), token])
+        deadline = time.monotonic() + timeout
+        sockets = {peer: _reach(peer, rank, places[peer], deadline, timeout, name) for peer in range(rank)}
+        expected = set(range(rank + 1, len(places)))
+        refused = 0
+        while expected:
+            arrived = _accept(listener, deadline)
+            if arrived is None:
+                names = ", ".join(map(name, sorted(expected)))
+                raise SiteError(f"waited {timeout:g} s for a connection of the parameter manager from {names}")
+            connected, peer = _identify(arrived, token, deadline)
+            if connected is not None and peer in expected:
+                sockets[peer] = connected
+                expected.remove(peer)
+            else:
+                arrived.close()
+                refused += 1
+    if refused:
+        print(f"site {rank} refused {refused} connections that did not come from a site", file=sys.stderr)
+    return sockets
+
+
+def _listen(address: str) -> socket.socket:
+    """Return a listening socket, with an unused name or port."""
+    local = address == "127.0.0.1" and sys.platform == "linux"
+    listener = large_socket(socket.AF_UNIX if local else socket.AF_INET)
+    listener.bind("\0" + _PREFIX + secrets.token_hex(8) if local else (address, 0))
+    listener.listen(64)
+    return listener
+
+
+def _place(listener: socket.socket) -> list[Any]:
+    """Return host and port of a listening socket, or the name of a Unix socket and 0."""
+    if listener.family == socket.AF_UNIX:
+        return [listener.getsockname()[1:].decode(), 0]
+    return list(listener.getsockname()[:2])
+
+
+def _left(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
+
+
+def _reach(
+    peer: int, rank: int, place: Sequence[Any], deadline: float, timeout: float, name: Callable[[int], str]
+) -> socket.socket:
+    """Connect to a site of lower rank, which listens already."""
+    host, port, token = place
+    local = not port and host.startswith(_PREFIX)
+    caller = large_socket(socket.AF_UNIX if local else socket.AF_INET)
+    try:
+        caller.settimeout(_left(deadline))
+        caller.connect("\0" + host if local else (host, port))
+        caller.sendall(_HELLO.pack(token.encode(), rank))
+    except OSError as error:
+        caller.close()
+        raise SiteError(f"{name(peer)} cannot be reached at {host}:{port} within {timeout:g} s: {error}") from error
+    return caller
+
+
+def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
+    listener.settimeout(_left(deadline))
+    with suppress(TimeoutError):
+        return listener.accept()[0]
+    return None
+
+
+def _identify(arrived: socket.socket, token: str, deadline: float) -> tuple[socket.socket | None, int]:
+    """Read the token and rank of a connection; return no socket if it is not that of a site."""
+    arrived.settimeout(min(1.0, _left(deadline)))
+    with suppress(OSError, struct.error):
+        known, peer = _HELLO.unpack(arrived.recv(_HELLO.size, socket.MSG_WAITALL))
+        if hmac.compare_digest(known, token.encode()):
+            return arrived, peer
+    return None, -1

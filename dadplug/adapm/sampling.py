@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..jit import njit
 from .initialisers import STEP, mixed
-from .rows import Keys
+from .store import Keys
 
 SCHEMES = ("independent", "pool", "local")
 _TRIES = 16  # draws for a local key, before a remote one is accepted

@@ -6,42 +6,44 @@ When all sites have written and synced theirs, ``index.json`` is replaced, and o
 save that fails or is killed leaves the previous checkpoint unchanged; the next save removes its files. Sites may share
 the folder, or have one each on their own disks; then site 0 has the index.
 
+All content is checked when it is read: names must be file names of this format, sizes in the index must fit the files,
+and tensors must have the types and shapes of the index. Reading does not run code (no arbitrary pickles).
+
 ``python -m dadplug.adapm.join FOLDER WHOLE.pt`` joins the shards to whole tables.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
+import json
 import os
+import pickle
+import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..errors import SiteError
-from .model import AdaModel
-from .model_state import parameter_numbers
-from .shard_files import (
-    INDEX,
-    VERSION,
-    check_index,
-    check_sizes,
-    is_shard_file,
-    parse_rest,
-    pending_index,
-    read_head,
-    read_index,
-    read_shard,
-    stamp_of,
-    sync_folder,
-    write_index,
-    write_whole,
-)
+from .managed_weight import split_state
+from .model import AdaModel, parameter_numbers
 
+INDEX = "index.json"
+VERSION = 1
+_PART = ".part"
+_NAME = re.compile(r"([0-9a-f]{8})-(?:site-(\d{1,4})-of-(\d{1,4})\.pt|rest\.pt|index\.json)")
+_OLD_INDEX = re.compile(r"[0-9a-f]{8}\.part")  # an index of earlier versions
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MOST_NUMBERS = 2**62
+_FIELDS = {"rows": 1, "width": 1, "columns": 1, "place": 0, "steps": 0}  # of a table, with their minimum
 _CHUNK = 65536  # rows set at a time
+_KINDS: dict[str, type[Exception]] = {"FileNotFoundError": FileNotFoundError, "ValueError": ValueError}
 
 
 def save_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> str:
@@ -111,8 +113,7 @@ class ShardSave:
         """
         manager = self.model.manager
         for weight in self.model.managed.values():
-            for keys in weight.home_keys(self._rank, self._sites):
-                weight.table.pull(keys)  # creates the rows that have not been used
+            weight.create_rows()
         manager.wait_sync(everywhere=True)
         self.stamp = str(manager.gather_objects(secrets.token_hex(4))[0])
         names = [f"{self.stamp}-site-{site}-of-{self._sites}.pt" for site in range(self._sites)]
@@ -124,24 +125,27 @@ class ShardSave:
 
         def write() -> str:
             _make_folder(self.folder)
-            if complete is not None:
-                self._remove([*complete, self.stamp])  # files of failed saves may fill the disk
+            if complete is not None:  # files of failed saves may fill the disk
+                self._remove(lambda stamp: stamp not in (*complete, self.stamp))
             return write_whole(self.folder / names[self._rank], {"site": self._rank, "tables": tables})
 
-        with self._cleared():
-            what = f"site {self._rank} cannot write its shard into {self.folder}"
-            digests = on_all_sites(self.model, write, what)
+        def finish() -> None:
+            if self._rank == 0:
+                rest = f"{self.stamp}-rest.pt"
+                index["rest"] = {rest: write_whole(self.folder / rest, state)}
+                write_index(self.folder / pending_index(self.stamp), index)
+
+        try:
+            digests = on_all_sites(self.model, write, f"site {self._rank} cannot write its shard into {self.folder}")
             index: dict[str, Any] = {"version": VERSION, "tables": {}}
             index["files"] = dict(zip(names, digests, strict=True))
             state = _without_tables(self.model, index["tables"], self.optimizer)
-
-            def finish() -> None:
-                if self._rank == 0:
-                    rest = f"{self.stamp}-rest.pt"
-                    index["rest"] = {rest: write_whole(self.folder / rest, state)}
-                    write_index(self.folder / pending_index(self.stamp), index)
-
             on_all_sites(self.model, finish, f"the index of {self.folder} cannot be written")
+        except SiteError:
+            raise  # it is not known whether that site had finished
+        except Exception:
+            self.abandon()
+            raise
         return self.stamp
 
     def commit(self) -> None:
@@ -158,46 +162,29 @@ class ShardSave:
                 sync_folder(self.folder)
 
         on_all_sites(self.model, replace, f"the index of {self.folder} cannot be replaced")
-        self._remove([self.stamp])
+        self._remove(lambda stamp: stamp != self.stamp)
 
     def abandon(self) -> None:
         """Remove the new files; the previous checkpoint remains."""
-        with contextlib.suppress(OSError):
-            for path in self.folder.iterdir():
-                if is_shard_file(path.name) and stamp_of(path.name) == self.stamp and self._is_own(path.name):
-                    path.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _cleared(self) -> Any:
-        """Return a context that removes the new files after an error, unless a site is lost."""
-        try:
-            yield
-        except SiteError:
-            raise  # it is not known whether that site had finished
-        except Exception:
-            self.abandon()
-            raise
+        self._remove(lambda stamp: stamp == self.stamp)
 
     def _complete(self) -> list[str] | None:
         """Return the stamps of the complete checkpoints in the folder of site 0; None if the indexes cannot be read."""
         try:
             found = [stamp_of(path.name) for path in self.folder.glob(pending_index("*"))]
             if (self.folder / INDEX).is_file():
-                found += {stamp_of(name) for name in read_index(self.folder / INDEX)["files"]}
+                index = check_index((self.folder / INDEX).read_bytes(), self.folder / INDEX)
+                found += {stamp_of(name) for name in index["files"]}
         except (OSError, ValueError):
             return None
         return found
 
-    def _is_own(self, name: str) -> bool:
-        """Return whether this site removes a file: site 0 removes all, other sites their shards."""
-        return self._rank == 0 or f"-site-{self._rank}-of-" in name
-
-    def _remove(self, keep: Iterable[str]) -> None:
-        """Remove files of checkpoints except those with some stamps, as far as the file system permits."""
-        kept = {*keep}
+    def _remove(self, chosen: Callable[[str], bool]) -> None:
+        """Remove files of saves with chosen stamps: site 0 removes all, other sites their shards."""
         with contextlib.suppress(OSError):  # remaining files only take space
             for path in self.folder.iterdir():
-                if is_shard_file(path.name) and stamp_of(path.name) not in kept and self._is_own(path.name):
+                is_own = self._rank == 0 or f"-site-{self._rank}-of-" in path.name
+                if is_own and is_shard_file(path.name) and chosen(stamp_of(path.name)):
                     path.unlink(missing_ok=True)
 
 
@@ -221,7 +208,14 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer, stamp
     folder = Path(folder)
     manager = model.manager
     index, state = _head_of_first(model, folder, stamp)
-    _compare(model, index["tables"], folder)
+    weights = model.managed.items()
+    here = {name: [weight.rows, weight.width, list(weight.row_optimizer.state_names)] for name, weight in weights}
+    saved = {name: [table["rows"], table["width"], table["parts"]] for name, table in index["tables"].items()}
+    if here != saved:
+        raise ValueError(
+            f"checkpoint {folder} holds tables of another model or optimizer: rows, width and state are {saved} there, "
+            f"{here} here"
+        )
     there = manager.gather_objects([name for name in index["files"] if (folder / name).is_file()])
     mine = []
     for number, name in enumerate(index["files"]):
@@ -287,10 +281,8 @@ def join_shards(folder: str | Path, stamp: str | None = None) -> dict[str, Any]:
         weights, rest = whole[name][:, : table["width"]], whole[name][:, table["width"] :]
         state["model"] |= dict.fromkeys(table["names"], weights.contiguous())
         if table["parts"]:
-            parts = zip(table["parts"], rest.chunk(len(table["parts"]), 1), strict=True)
-            own = {part: value.contiguous() for part, value in parts}
-            step = {"step": torch.tensor(float(table["steps"]))} if table["counts_steps"] else {}
-            state["optimizer"]["state"][table["place"]] = step | own
+            steps = table["steps"] if table["counts_steps"] else None
+            state["optimizer"]["state"][table["place"]] = split_state(rest, table["parts"], steps)
     return state
 
 
@@ -316,19 +308,6 @@ def _without_tables(model: AdaModel, tables: dict[str, Any], optimizer: Optimize
             "steps": weight.steps,
         }
     return {"model": state, "optimizer": given | {"state": kept}}
-
-
-def _compare(model: AdaModel, tables: Mapping[str, Any], folder: Path) -> None:
-    here = {
-        name: [weight.rows, weight.width, list(weight.row_optimizer.state_names)]
-        for name, weight in model.managed.items()
-    }
-    saved = {name: [table["rows"], table["width"], table["parts"]] for name, table in tables.items()}
-    if here != saved:
-        raise ValueError(
-            f"checkpoint {folder} holds tables of another model or optimizer: rows, width and state are {saved} there, "
-            f"{here} here"
-        )
 
 
 def _head_of_first(model: AdaModel, folder: Path, stamp: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -390,4 +369,261 @@ def on_all_sites(model: AdaModel, action: Callable[[], Any], what: str, own: boo
     return result if own else model.manager.gather_objects(result)
 
 
-_KINDS: dict[str, type[Exception]] = {"FileNotFoundError": FileNotFoundError, "ValueError": ValueError}
+# Names of files
+
+
+def pending_index(stamp: str) -> str:
+    """Return the name of the index of a complete save that is not yet the checkpoint of the folder."""
+    return f"{stamp}-{INDEX}"
+
+
+def stamp_of(name: str) -> str:
+    """Return the stamp in the name of a file; empty if there is none."""
+    found = _NAME.match(name)
+    return "" if found is None else found[1]
+
+
+def is_shard_file(name: str) -> bool:
+    """Return whether a name is that of a file of a save, other than the index of the folder."""
+    found = _OLD_INDEX.fullmatch(name) or _NAME.fullmatch(name.removesuffix(_PART))
+    return found is not None or name == INDEX + _PART
+
+
+# Writing
+
+
+def write_whole(path: Path, item: Any) -> str:
+    """Write an object to a file atomically, also in case of a crash; return the digest."""
+    content = io.BytesIO()
+    torch.save(item, content)
+    _write(path, content.getbuffer())
+    return hashlib.sha256(content.getbuffer()).hexdigest()
+
+
+def write_index(path: Path, index: Mapping[str, Any]) -> None:
+    """Write an index atomically."""
+    _write(path, json.dumps(index, indent=1).encode())
+
+
+def _write(path: Path, content: Any) -> None:
+    partial = path.with_name(path.name + _PART)
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+        put_in_place(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Sync a file to its disk and rename it; an existing file is replaced."""
+    _sync(partial, os.O_RDWR)
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the entries of a folder to its disk, if the system supports it."""
+    if os.name == "posix":
+        _sync(folder, os.O_RDONLY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    number = os.open(path, flags)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+# Reading
+
+
+def check_index(content: bytes, path: Path) -> dict[str, Any]:
+    """Parse an index, and check all names and sizes in it.
+
+    Raises:
+        ValueError: if it does not have the format of `save_shards`.
+    """
+    try:
+        index: dict[str, Any] = json.loads(content)
+        version = index["version"]
+        if version == VERSION:
+            _check_files(index)
+            for name, table in index["tables"].items():
+                _check_table(name, table)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if version != VERSION:
+        raise ValueError(f"{path.parent} was written by another version of dadplug: format {version}, here {VERSION}")
+    return index
+
+
+def _check_files(index: Mapping[str, Any]) -> None:
+    files, rest = index["files"], index["rest"]
+    for name, digest in [*files.items(), *rest.items()]:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a shard")
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise ValueError(f"the digest of {name} is {digest!r}")
+    stamps = {stamp_of(name) for name in (*files, *rest)}
+    if len(stamps) != 1 or len(rest) != 1 or not files:
+        raise ValueError(f"it names {len(files)} shards and {len(rest)} other files with {len(stamps)} stamps")
+    (stamp,) = stamps
+    shards = [f"{stamp}-site-{site}-of-{len(files)}.pt" for site in range(len(files))]
+    if sorted(files) != sorted(shards) or set(rest) != {f"{stamp}-rest.pt"}:
+        raise ValueError(f"it names {sorted(files)} and {sorted(rest)}")
+
+
+def _check_table(name: str, table: Mapping[str, Any]) -> None:
+    for field, least in _FIELDS.items():
+        value = table[field]
+        if type(value) is not int or not least <= value < _MOST_NUMBERS:
+            raise ValueError(f"{field} of table {name!r} is {value!r}")
+    names, parts = table["names"], table["parts"]
+    if not all(isinstance(each, list) and all(isinstance(item, str) for item in each) for each in (names, parts)):
+        raise ValueError(f"table {name!r} has the names {names!r} and the parts {parts!r}")
+    state = table["columns"] - table["width"]
+    if state < 0 or (state % len(parts) if parts else state) or type(table["counts_steps"]) is not bool:
+        raise ValueError(
+            f"table {name!r} has {table['columns']} columns, {table['width']} of them weights, for the state {parts}"
+        )
+
+
+def check_sizes(index: Mapping[str, Any], folder: Path) -> None:
+    """Compare the sizes in an index with those of the files, before memory is allocated.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if the files are too small to hold the tables.
+    """
+    there = 0
+    for name in index["files"]:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"shard {name} of checkpoint {folder} is missing")
+        there += (folder / name).stat().st_size
+    needed = sum(table["rows"] * (table["columns"] * 4 + 8) for table in index["tables"].values())
+    if needed > there:
+        raise ValueError(f"{folder / INDEX} is damaged: its tables take {needed} bytes, the shards have {there}")
+
+
+def read_head(folder: Path, stamp: str | None) -> tuple[bytes, bytes]:
+    """Read the index of a checkpoint and the file with the state that is not managed.
+
+    Args:
+        folder: the folder.
+        stamp: stamp of the save; None for the checkpoint of the folder.
+
+    Raises:
+        FileNotFoundError: if one is missing.
+        ValueError: if one is damaged, or no checkpoint has this stamp.
+    """
+    path = folder / INDEX
+    if stamp is not None and stamp_of(pending_index(stamp)) == stamp and (folder / pending_index(stamp)).is_file():
+        path = folder / pending_index(stamp)
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no {INDEX}: it is no sharded checkpoint, or was never finished")
+    content = path.read_bytes()
+    index = check_index(content, path)
+    ((rest, digest),) = index["rest"].items()
+    if stamp is not None and stamp_of(rest) != stamp:
+        raise ValueError(
+            f"the shards in {folder} are of another save than the checkpoint that refers to them: their stamp is "
+            f"{stamp_of(rest)}, it should be {stamp!r}"
+        )
+    if not (folder / rest).is_file():
+        raise FileNotFoundError(f"file {rest} of checkpoint {folder} is missing")
+    return content, _content(folder, rest, digest)
+
+
+def _content(folder: Path, name: str, digest: str) -> bytes:
+    content = (folder / name).read_bytes()
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"file {name} of checkpoint {folder} is damaged: it is not what was written")
+    return content
+
+
+def parse(source: bytes | Path, what: str) -> Any:
+    """Parse the output of `torch.save`, if it consists of tensors and plain values; a file is mapped into memory.
+
+    Raises:
+        ValueError: if it is damaged or has other objects.
+    """
+    mapped = isinstance(source, Path)
+    file: Any = source if isinstance(source, Path) else io.BytesIO(source)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{what} is damaged: {error}") from error
+
+
+def parse_rest(content: bytes, folder: Path) -> dict[str, Any]:
+    """Parse the state that is not managed.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    state = parse(content, f"the file with what is not managed in {folder}")
+    try:
+        fits = isinstance(state["model"], Mapping) and isinstance(state["optimizer"]["state"], Mapping)
+    except (TypeError, KeyError, IndexError):
+        fits = False
+    if not fits:
+        raise ValueError(f"the file with what is not managed in {folder} holds no states of a model and an optimizer")
+    return dict(state)
+
+
+def read_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Read a shard, and check it against the index.
+
+    Returns:
+        By table, ``"keys"`` of shape (n,) and ``"values"`` of shape (n, columns).
+
+    Raises:
+        ValueError: if it is damaged or does not fit.
+    """
+    shard = parse(_content(folder, name, index["files"][name]), f"file {name} of checkpoint {folder}")
+    return _checked_shard(shard, folder, name, index)
+
+
+def map_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Map a shard into memory instead of reading it, and check it against the index.
+
+    The whole file is read once for its digest, in pieces. Its tensors must not be written to.
+
+    Returns:
+        As `read_shard`.
+
+    Raises:
+        ValueError: if it is damaged or does not fit.
+    """
+    path, digest = folder / name, hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    if digest.hexdigest() != index["files"][name]:
+        raise ValueError(f"file {name} of checkpoint {folder} is damaged: it is not what was written")
+    return _checked_shard(parse(path, f"file {name} of checkpoint {folder}"), folder, name, index)
+
+
+def _checked_shard(shard: Any, folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    tables = shard["tables"] if isinstance(shard, dict) else None
+    if not isinstance(tables, dict) or set(tables) != set(index["tables"]):
+        raise ValueError(f"file {name} of checkpoint {folder} is damaged: its tables are not those of the index")
+    for table, part in tables.items():
+        _check_part(part, index["tables"][table], f"file {name} of checkpoint {folder} is damaged: table {table!r}")
+    return tables
+
+
+def _check_part(part: Any, table: Mapping[str, Any], what: str) -> None:
+    if not isinstance(part, dict) or not all(isinstance(part.get(each), Tensor) for each in ("keys", "values")):
+        raise ValueError(f"{what} has no keys and values")
+    keys, values = part["keys"], part["values"]
+    if keys.dtype != torch.int64 or values.dtype != torch.float32 or keys.dim() != 1:
+        raise ValueError(f"{what} has keys of {keys.dtype} and values of {values.dtype}")
+    if values.shape != (keys.numel(), table["columns"]):
+        raise ValueError(f"{what} has values of shape {tuple(values.shape)} for {keys.numel()} keys")
+    if keys.numel() and not 0 <= int(keys.min()) <= int(keys.max()) < table["rows"]:
+        raise ValueError(f"{what} has keys from {int(keys.min())} to {int(keys.max())}, of {table['rows']} rows")

@@ -1,19 +1,429 @@
-"""Rows of one table at one site: arrays of values with an index by key, which grow when they are full."""
+"""Memory of a table at a site: arrays of rows with an index by key, their numba kernels, and `Store`.
+
+A key is in one of these states at a site (`KeyState`):
+
+- absent: no row; `Rows.directory` holds the site to ask, otherwise it is the key's home;
+- OWNED: this site is the owner, and `values` holds the true value; `peers` is the set of sites with a replica, as bits;
+- REPLICA: `values` holds the last value from the owner plus everything pushed here since, of which `deltas` holds the
+  part that has not been sent (where `dirty`); `peers` is the site that replied last;
+- REQUESTED: an intent has been sent, and the reply has not arrived. Pushes are collected in `values` (where `dirty`);
+  reads ask the owner and add them.
+
+Rows of replicas and requested keys also have a slot, with their unsent delta and the state of their messages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import index, kernels
-from . import rows as layout
-from .initialisers import Initialiser
-from .rows import Block, Keys, Numbers, Rows
+from ..jit import njit
+from .initialisers import STEP, Initialiser
 
+Keys = NDArray[np.int64]
+Numbers = NDArray[np.int32]
+Codes = NDArray[np.int8]
+Block = NDArray[np.float32]
+Index = NDArray[np.int64]  # of shape (power of two, 2): key or -1, and number, which share a cache line
+
+_ROW_ARRAYS = ("keys", "values", "states", "versions", "peers", "intent_end", "slots")
+_SLOT_ARRAYS = ("tracked", "deltas", "dirty", "in_flight", "asked", "answered")
+UNBOUNDED = np.iinfo(np.int64).max  # limit of the keys of a table that takes any key
 _GROWTH = 1.5
-UNBOUNDED = np.iinfo(np.int64).max
+_HALF = np.uint64(32)
+
+
+class KeyState(IntEnum):
+    """State of a key at a site."""
+
+    FREE = 0
+    OWNED = 1
+    REQUESTED = 2
+    REPLICA = 3
+
+
+# Kernels use plain integers, which numba compiles into them.
+FREE, OWNED, REQUESTED, REPLICA = (state.value for state in KeyState)
+IDLE, ASKED, LEAVING, OUTDATED = 0, 1, 2, 4  # synchronisation of a replica; a bit makes the reply's value be ignored
+
+# Positions in Rows.counts
+ROWS, ROW_TOP, ROW_FREE, SLOTS, SLOT_TOP, SLOT_FREE, DIRECTORY = 0, 1, 2, 3, 4, 5, 6
+
+
+# Hash table from int64 keys of at least 0 to int64 numbers: linear probing, no tombstones
+
+
+def empty_index(size: int) -> Index:
+    """Create an index with room for `size` keys at a load of at most two thirds."""
+    places = 16
+    while 2 * places < 3 * size:
+        places *= 2
+    index = np.empty((places, 2), np.int64)
+    index[:, 0] = -1
+    return index
+
+
+def room_of(index: Index) -> int:
+    """Return the number of keys that fit before the index must grow."""
+    places: int = index.shape[0]
+    return 2 * places // 3
+
+
+@njit(cache=True, nogil=True)
+def _first(index: Index, key: int) -> int:
+    place: int = np.int64((np.uint64(key) * STEP) >> _HALF) & (index.shape[0] - 1)
+    return place
+
+
+@njit(cache=True, nogil=True)
+def get(index: Index, key: int) -> int:
+    """Return the number of a key, or -1."""
+    mask = index.shape[0] - 1
+    place = _first(index, key)
+    while True:
+        found = index[place, 0]
+        if found == key:
+            number: int = index[place, 1]
+            return number
+        if found < 0:
+            return -1
+        place = (place + 1) & mask
+
+
+@njit(cache=True, nogil=True)
+def put(index: Index, key: int, number: int) -> int:
+    """Set the number of a key; return 1 if the key is new, else 0."""
+    mask = index.shape[0] - 1
+    place = _first(index, key)
+    while index[place, 0] >= 0:
+        if index[place, 0] == key:
+            index[place, 1] = number
+            return 0
+        place = (place + 1) & mask
+    index[place, 0] = key
+    index[place, 1] = number
+    return 1
+
+
+@njit(cache=True, nogil=True)
+def erase(index: Index, key: int) -> None:
+    """Remove a key, and move the keys probed past it back."""
+    mask = index.shape[0] - 1
+    hole = _first(index, key)
+    while index[hole, 0] != key:
+        if index[hole, 0] < 0:
+            return
+        hole = (hole + 1) & mask
+    place = (hole + 1) & mask
+    while index[place, 0] >= 0:
+        if ((place - _first(index, index[place, 0])) & mask) >= ((place - hole) & mask):
+            index[hole, 0] = index[place, 0]
+            index[hole, 1] = index[place, 1]
+            hole = place
+        place = (place + 1) & mask
+    index[hole, 0] = -1
+
+
+@njit(cache=True, nogil=True)
+def copy_into(index: Index, larger: Index) -> None:
+    """Insert all keys of an index into a larger one."""
+    for place in range(index.shape[0]):
+        if index[place, 0] >= 0:
+            put(larger, index[place, 0], index[place, 1])
+
+
+# Rows and slots
+
+
+class Rows(NamedTuple):
+    """Memory of one table at one site."""
+
+    finder: Index  # key to row where it can be read, to -2 - row where it is REQUESTED
+    directory: Index  # key to (site << 32 | move): the site that the key moved to, by the highest move known here
+    values: Block  # (rows, width)
+    keys: Keys  # (rows,)
+    states: Codes  # (rows,)
+    versions: Numbers  # (rows,)
+    peers: Keys  # (rows,)
+    intent_end: Keys  # (rows,): clock at which the last intent of this site ends
+    slots: Numbers  # (rows,); of a free row, the next free one
+    tracked: Numbers  # (slots,): the row, or -2 - the next free slot
+    deltas: Block  # (slots, width)
+    dirty: Codes  # (slots,)
+    in_flight: Codes  # (slots,)
+    asked: Keys  # (slots,): round of the last message about this replica
+    answered: Keys  # (slots,): round of the last message that was answered
+    counts: Keys
+
+
+@njit(cache=True, nogil=True)
+def take_row(r: Rows, key: int, state: int) -> int:
+    """Allocate a row for a key that has none; there must be room. Its values are not initialised."""
+    row: int = r.counts[ROW_FREE]
+    if row >= 0:
+        r.counts[ROW_FREE] = r.slots[row]
+    else:
+        row = r.counts[ROW_TOP]
+        r.counts[ROW_TOP] += 1
+    r.counts[ROWS] += 1
+    r.keys[row] = key
+    r.states[row] = state
+    r.versions[row] = 0
+    r.peers[row] = 0
+    r.intent_end[row] = 0
+    r.slots[row] = -1
+    put(r.finder, key, row if state != REQUESTED else -2 - row)
+    return row
+
+
+# Functions called in loops take arrays: passing the tuple counts references of all its arrays, which takes 1 us.
+
+
+@njit(cache=True, nogil=True)
+def free_row(finder: Index, keys: Keys, states: Codes, slots: Numbers, counts: Keys, row: int) -> None:
+    """Free a row."""
+    erase(finder, keys[row])
+    states[row] = FREE
+    slots[row] = counts[ROW_FREE]
+    counts[ROW_FREE] = row
+    counts[ROWS] -= 1
+
+
+@njit(cache=True, nogil=True)
+def take_slot(r: Rows, row: int, round_number: int) -> None:
+    """Allocate a slot for a row; there must be room."""
+    slot = r.counts[SLOT_FREE]
+    if slot >= 0:
+        r.counts[SLOT_FREE] = -2 - r.tracked[slot]
+    else:
+        slot = r.counts[SLOT_TOP]
+        r.counts[SLOT_TOP] += 1
+    r.counts[SLOTS] += 1
+    r.tracked[slot] = row
+    r.dirty[slot] = 0
+    r.in_flight[slot] = IDLE
+    r.asked[slot] = round_number
+    r.answered[slot] = 0
+    r.slots[row] = slot
+
+
+@njit(cache=True, nogil=True)
+def free_slot(slots: Numbers, tracked: Numbers, counts: Keys, row: int) -> None:
+    """Free the slot of a row."""
+    slot = slots[row]
+    tracked[slot] = -2 - counts[SLOT_FREE]
+    counts[SLOT_FREE] = slot
+    counts[SLOTS] -= 1
+    slots[row] = -1
+
+
+@njit(cache=True, nogil=True)
+def row_of(number: int) -> int:
+    """Return the row that a number in `Rows.finder` refers to, readable or not; -1 for none."""
+    return number if number >= -1 else -2 - number
+
+
+@njit(cache=True, nogil=True)
+def record_location(directory: Index, counts: Keys, key: int, site: int, move: int) -> None:
+    """Record in the directory the site of a key, and the number of the move that brought it there."""
+    counts[DIRECTORY] += put(directory, key, (site << 32) | move)
+
+
+@njit(cache=True, nogil=True)
+def add_row(to: Block, row: int, block: Block, i: int) -> None:
+    """Add ``block[i]`` to ``to[row]``."""
+    for x in range(to.shape[1]):
+        to[row, x] += block[i, x]
+
+
+@njit(cache=True, nogil=True)
+def copy_row(to: Block, row: int, block: Block, i: int) -> None:
+    """Copy ``block[i]`` to ``to[row]``."""
+    for x in range(to.shape[1]):
+        to[row, x] = block[i, x]
+
+
+# Many keys at a time
+
+
+@njit(cache=True, nogil=True)
+def read(
+    index: Index,
+    directory: Index,
+    states: Codes,
+    counts: Keys,
+    values: Block,
+    rank: int,
+    sites: int,
+    limit: int,
+    owned_only: bool,
+    keys: Keys,
+    where: Numbers,
+    targets: Codes,
+    out: Block,
+) -> tuple[int, int, int]:
+    """Copy the values of keys if this site can read all of them, else find the sites to ask.
+
+    Args:
+        index: `Rows.finder` of the store.
+        directory: directory of the store.
+        states: states of the store.
+        counts: counts of the store.
+        values: values of the store.
+        rank: this site.
+        sites: number of sites.
+        limit: upper bound of keys, exclusive.
+        owned_only: whether to regard replicas as not readable.
+        keys: n keys.
+        where: n rows, overwritten; less than 0 for keys that cannot be read here.
+        targets: n sites, overwritten for keys that cannot be read here: the site to ask.
+        out: of shape (n, width), overwritten.
+
+    Returns:
+        The number of keys that this site has to create, the number of keys at other sites, and the position of a key
+        that is out of range or -1. Unless the result is (0, 0, -1), no value has been copied.
+    """
+    all_owned, no_moves = counts[SLOTS] == 0 or not owned_only, counts[DIRECTORY] == 0
+    fresh, away = 0, 0
+    for i in range(keys.shape[0]):
+        if keys[i] < 0 or keys[i] >= limit:
+            return 0, 0, i
+        row = get(index, keys[i])
+        if row >= 0 and (all_owned or states[row] == OWNED):
+            where[i] = row
+            continue
+        where[i] = -1
+        entry = -1 if no_moves else get(directory, keys[i])
+        targets[i] = keys[i] % sites if entry < 0 else entry >> 32
+        if targets[i] == rank:
+            fresh += 1
+        else:
+            away += 1
+    if fresh == 0 and away == 0:
+        for i in range(keys.shape[0]):
+            row = where[i]
+            for x in range(values.shape[1]):
+                out[i, x] = values[row, x]
+    return fresh, away, -1
+
+
+@njit(cache=True, nogil=True)
+def locate(
+    index: Index,
+    directory: Index,
+    states: Codes,
+    counts: Keys,
+    rank: int,
+    sites: int,
+    keys: Keys,
+    where: Numbers,
+    targets: Codes,
+) -> tuple[int, int]:
+    """Find the owners of keys, as far as this site knows.
+
+    Args:
+        index: `Rows.finder` of the store.
+        directory: `Rows.directory` of the store.
+        states: `Rows.states` of the store.
+        counts: `Rows.counts` of the store.
+        rank: this site.
+        sites: number of sites.
+        keys: n keys.
+        where: n rows of keys owned by this site, overwritten; -2 for keys of this site that have no row yet, -1 for
+            keys of other sites.
+        targets: n sites to ask, overwritten.
+
+    Returns:
+        The number of keys without a row, and the number of keys of other sites.
+    """
+    no_replicas, no_moves = counts[SLOTS] == 0, counts[DIRECTORY] == 0  # each saves a read of cold memory
+    fresh, away = 0, 0
+    for i in range(keys.shape[0]):
+        row = get(index, keys[i])
+        if row >= 0 and (no_replicas or states[row] == OWNED):
+            where[i] = row
+            targets[i] = rank
+            continue
+        entry = -1 if no_moves else get(directory, keys[i])
+        targets[i] = keys[i] % sites if entry < 0 else entry >> 32
+        where[i] = -1
+        if targets[i] == rank:
+            where[i] = -2
+            fresh += 1
+        else:
+            away += 1
+    return fresh, away
+
+
+@njit(cache=True, nogil=True)
+def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
+    """Allocate rows for the keys without one (-2 in `where`), write them to `rows`, and return their number."""
+    created = 0
+    for i in range(keys.shape[0]):
+        if where[i] != -2:
+            continue
+        row = get(r.finder, keys[i])
+        if row < 0:  # not a duplicate of one just made
+            row = take_row(r, keys[i], OWNED)
+            rows[created] = row
+            created += 1
+        where[i] = row
+    return created
+
+
+@njit(cache=True, nogil=True)
+def gather_rows(block: Block, rows: Numbers, out: Block) -> None:
+    """Compute ``out[i] = block[rows[i]]``."""
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        for x in range(block.shape[1]):
+            out[i, x] = block[row, x]
+
+
+@njit(cache=True, nogil=True)
+def list_owned(r: Rows, rows: Numbers) -> int:
+    """Write the rows owned by this site to `rows`, and return their number."""
+    count = 0
+    for row in range(r.counts[ROW_TOP]):
+        if r.states[row] == OWNED:
+            rows[count] = row
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def list_evictable(r: Rows, clock: int, used: Keys, before: int, found: Numbers) -> int:
+    """List the rows that may be evicted: owned, without replicas or intent, and not used recently.
+
+    Args:
+        r: the store.
+        clock: clock of this site.
+        used: time of the last use, by row.
+        before: rows used at this time or later are kept.
+        found: room for all rows, overwritten.
+
+    Returns:
+        The number of rows found.
+    """
+    states, peers, intent_end = r.states, r.peers, r.intent_end
+    count = 0
+    for row in range(r.counts[ROW_TOP]):
+        if states[row] == OWNED and peers[row] == 0 and intent_end[row] <= clock and used[row] < before:
+            found[count] = row
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def free_rows(r: Rows, rows: Numbers) -> None:
+    """Free rows and discard their values."""
+    finder, keys, states, slots, counts = r.finder, r.keys, r.states, r.slots, r.counts
+    for i in range(rows.shape[0]):
+        free_row(finder, keys, states, slots, counts, rows[i])
 
 
 class Store:
@@ -44,11 +454,11 @@ class Store:
         self.limit = UNBOUNDED if limit is None else limit
         self.initialiser = initialiser
         counts = np.zeros(8, np.int64)
-        counts[[layout.ROW_FREE, layout.SLOT_FREE]] = -1
+        counts[[ROW_FREE, SLOT_FREE]] = -1
         rows, slots = max(capacity, 16), 16
         self.rows = Rows(
-            finder=index.empty(rows),
-            directory=index.empty(16),
+            finder=empty_index(rows),
+            directory=empty_index(16),
             values=np.empty((rows, width), np.float32),
             keys=np.empty(rows, np.int64),
             states=np.zeros(rows, np.int8),
@@ -66,12 +476,12 @@ class Store:
         )
 
     def __len__(self) -> int:
-        return int(self.rows.counts[layout.ROWS])
+        return int(self.rows.counts[ROWS])
 
     @property
     def replicas(self) -> int:
         """Number of replicated and requested keys."""
-        return int(self.rows.counts[layout.SLOTS])
+        return int(self.rows.counts[SLOTS])
 
     @property
     def nbytes(self) -> int:
@@ -82,18 +492,8 @@ class Store:
         """Make room for more rows and slots, by evicting rows above the maximum and by growing the arrays."""
         if self.max_rows is not None and len(self) + rows > self.max_rows:
             self._evict(len(self) + rows - self.max_rows)
-        r, counts = self.rows, self.rows.counts
-        needed = int(counts[layout.ROWS]) + rows
-        if needed > r.keys.shape[0]:
-            size = max(needed, int(_GROWTH * r.keys.shape[0]))
-            names: tuple[str, ...] = ("values", "keys", "states", "versions", "peers", "intent_end", "slots")
-            self._grow(names, size, int(counts[layout.ROW_TOP]))
-            self.rows = self.rows._replace(finder=_grown(self.rows.finder, size))
-        needed = int(counts[layout.SLOTS]) + slots
-        if needed > r.tracked.shape[0]:
-            size = max(needed, int(_GROWTH * r.tracked.shape[0]))
-            names = ("tracked", "deltas", "dirty", "in_flight", "asked", "answered")
-            self._grow(names, size, int(counts[layout.SLOT_TOP]))
+        self._grow(_ROW_ARRAYS, ROWS, ROW_TOP, rows)
+        self._grow(_SLOT_ARRAYS, SLOTS, SLOT_TOP, slots)
 
     def touch(self, rows: Numbers) -> None:
         """Record the use of rows, if rows may be evicted; numbers below 0 are ignored."""
@@ -112,28 +512,35 @@ class Store:
         self.touch(np.empty(0, np.int32))
         found = np.empty(self.rows.keys.shape[0], np.int32)
         # A call in progress has recorded its own rows at most two uses ago.
-        found = found[: kernels.list_evictable(self.rows, self.clock(), self._used, self._time - 2, found)]
+        found = found[: list_evictable(self.rows, self.clock(), self._used, self._time - 2, found)]
         count = min(found.shape[0], count + self.max_rows // 16)
         if count < found.shape[0]:
             found = found[np.argpartition(self._used[found], count)[:count]]
-        kernels.free_rows(self.rows, found)
+        free_rows(self.rows, found)
         self.evicted += found.shape[0]
 
-    def _grow(self, names: tuple[str, ...], size: int, used: int) -> None:
+    def _grow(self, names: tuple[str, ...], taken: int, top: int, more: int) -> None:
+        """Make room in some arrays, if they have too little; `taken` and `top` are positions in the counts."""
+        needed, size = int(self.rows.counts[taken]) + more, getattr(self.rows, names[0]).shape[0]
+        if needed <= size:
+            return
+        size, used = max(needed, int(_GROWTH * size)), int(self.rows.counts[top])
         grown = {}
         for name in names:
             array = getattr(self.rows, name)
             grown[name] = np.empty((size, *array.shape[1:]), array.dtype)
             grown[name][:used] = array[:used]
+        if names is _ROW_ARRAYS:
+            grown["finder"] = _grown(self.rows.finder, size)
         self.rows = self.rows._replace(**grown)
 
     def make_directory_room(self, keys: int) -> None:
         """Make room for more keys in the directory."""
-        needed = int(self.rows.counts[layout.DIRECTORY]) + keys
-        if needed > index.room(self.rows.directory):
+        needed = int(self.rows.counts[DIRECTORY]) + keys
+        if needed > room_of(self.rows.directory):
             self.rows = self.rows._replace(directory=_grown(self.rows.directory, int(_GROWTH * needed)))
 
-    def locate(self, rank: int, sites: int, keys: Keys) -> tuple[Numbers, NDArray[np.int8]]:
+    def locate(self, rank: int, sites: int, keys: Keys) -> tuple[Numbers, Codes, int]:
         """Find the owners of keys; keys of this site that have no row get one, with initial values.
 
         Args:
@@ -142,21 +549,17 @@ class Store:
             keys: n keys in range.
 
         Returns:
-            n rows of keys owned by this site, -1 for others; and n sites to ask.
+            n rows of keys owned by this site, -1 for others; n sites to ask; and the number of keys of other sites.
         """
-        return self.located(rank, sites, keys)[:2]
-
-    def located(self, rank: int, sites: int, keys: Keys) -> tuple[Numbers, NDArray[np.int8], int]:
-        """Return the results of `locate`, and the number of keys of other sites."""
         where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
         r = self.rows
-        fresh, away = kernels.locate(r.finder, r.directory, r.states, r.counts, rank, sites, keys, where, targets)
+        fresh, away = locate(r.finder, r.directory, r.states, r.counts, rank, sites, keys, where, targets)
         if self.max_rows is not None:
             self.touch(where)
         if fresh:
             self.make_room(fresh)
             rows = np.empty(fresh, np.int32)
-            rows = rows[: kernels.create(self.rows, keys, where, rows)]
+            rows = rows[: create(self.rows, keys, where, rows)]
             block = np.empty((rows.shape[0], self.width), np.float32)
             self.initialiser(self.rows.keys[rows], block)
             self.rows.values[rows] = block
@@ -165,15 +568,15 @@ class Store:
 
     def read(
         self, rank: int, sites: int, owned_only: bool, keys: Keys, out: Block
-    ) -> tuple[Numbers, NDArray[np.int8], int, int, int]:
-        """Copy values if this site can read all of them, see `kernels.read`.
+    ) -> tuple[Numbers, Codes, int, int, int]:
+        """Copy values if this site can read all of them, see `read`.
 
         Returns:
-            Rows, sites to ask, and the three numbers of `kernels.read`.
+            Rows, sites to ask, and the three numbers of `read`.
         """
         where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
         r = self.rows
-        numbers = kernels.read(
+        numbers = read(
             r.finder,
             r.directory,
             r.states,
@@ -193,19 +596,19 @@ class Store:
     def read_rows(self, rows: Numbers) -> Block:
         """Return copies of the values of rows."""
         out = np.empty((rows.shape[0], self.width), np.float32)
-        kernels.gather_rows(self.rows.values, rows, out)
+        gather_rows(self.rows.values, rows, out)
         return out
 
     def owned(self) -> tuple[Keys, Block]:
         """Return copies of the keys owned by this site, in ascending order, and of their values."""
         rows = np.empty(len(self), np.int32)
-        rows = rows[: kernels.list_owned(self.rows, rows)]
+        rows = rows[: list_owned(self.rows, rows)]
         keys = self.rows.keys[rows]
         order = np.argsort(keys)
         return keys[order], self.rows.values[rows[order]]
 
 
-def _grown(old: index.Index, size: int) -> index.Index:
-    larger = index.empty(size)
-    index.copy_into(old, larger)
+def _grown(old: Index, size: int) -> Index:
+    larger = empty_index(size)
+    copy_into(old, larger)
     return larger

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exchange.codec import register
-from .states import KeyState
+from .store import KeyState
 
 if TYPE_CHECKING:
-    from .manager import ParameterManager
-    from .table import Table
+    from .manager import ParameterManager, Table
 
 COUNTS = ("pulled", "pulled_remotely", "pushed", "pushed_remotely", "moved", "replicated", "rows", "replicas")
 
@@ -34,7 +33,7 @@ class SiteHistory:
         seconds: seconds since the timeline was created.
         bytes_sent: payload bytes that the manager has sent since its start.
         counts: values of `ParameterManager.counts` by name.
-        states: states of the watched keys as `dadplug.adapm.states.KeyState`, -1 for absent keys; of shape (keys,).
+        states: states of the watched keys as `dadplug.adapm.store.KeyState`, -1 for absent keys; of shape (keys,).
     """
 
     clocks: list[int] = field(default_factory=list)

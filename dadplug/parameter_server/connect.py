@@ -45,7 +45,7 @@ def connect_star(transport: Transport, sequencer: int, timeout: float) -> Connec
     Raises:
         SiteError: if a site does not connect.
     """
-    from ..adapm.connections import connect_sites  # loads the tables' kernels
+    from ..adapm.network import connect_sites  # loads the tables' kernels
 
     rank = transport.rank
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..adapm.shard_files import INDEX, check_index, check_sizes, map_shard, parse_rest, read_head
+from ..adapm.shards import INDEX, check_index, check_sizes, map_shard, parse_rest, read_head
 from ..errors import InputError, LoadError
 from .backends import Array, runner_of
 from .building import Loaded, build, load_state

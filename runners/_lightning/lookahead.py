@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...adapm import AdaModel, IntentError
-from ...adapm.loader import Ids
+from ...adapm.model import Ids
 from ..lookahead_loader import LookaheadLoader
 from ..management import Stub, nothing, shape_only
 

@@ -10,8 +10,8 @@ import pytest
 import support
 import torch
 
-from dadplug.adapm import Columns, Constant, Normal, ParameterManager, Uniform, background
-from dadplug.adapm.timing import ActionTiming, poisson_quantile
+from dadplug.adapm import Columns, Constant, Normal, ParameterManager, Uniform, builtin
+from dadplug.adapm.engine import ActionTiming, poisson_quantile
 
 
 @pytest.fixture
@@ -320,8 +320,8 @@ if rank == 1:
     waits = f"while kill -0 {pids[0]} 2> /dev/null; do sleep 0.1; done; kill -CONT {pids[1]}"
     subprocess.Popen(["sh", "-c", waits])
     os.kill(os.getpid(), signal.SIGSTOP)
-background = manager._backend._background
-background._timeout = background._network._timeout = 2.0
+backend = manager._backend
+backend.timeout = backend._network._timeout = 2.0
 while True:
     table.pull(keys)
 """
@@ -385,7 +385,7 @@ def ends_without_close():
     manager.barrier()
     named = [thread for thread in threading.enumerate() if thread.name == "dadplug-adapm"]
     assert len(named) == 1
-    background._end_at_exit()
+    builtin._end_at_exit()
     assert not named[0].is_alive()
 
 

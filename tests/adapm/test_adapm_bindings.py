@@ -13,9 +13,9 @@ import torch
 from fake_adapm import Cluster
 from torch import nn
 
-from dadplug.adapm import AdaModel, Normal, ParameterManager
-from dadplug.adapm.backends import bindings, bindings_engine
-from dadplug.adapm.backends.bindings_engine import BindingsEngine, Library
+from dadplug.adapm import AdaModel, Normal, ParameterManager, bindings
+from dadplug.adapm.backends import TableSpec
+from dadplug.adapm.bindings import BindingsEngine, Library
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def fake(monkeypatch):
     cluster = Cluster()
     monkeypatch.setitem(sys.modules, "adapm", cluster.module(0))
     monkeypatch.setattr(bindings, "start_scheduler", lambda keys: None)
-    monkeypatch.setattr(bindings_engine, "_set_up", False)
+    monkeypatch.setattr(bindings, "_set_up", False)
     for name in ("NUM_SERVER", "ROLE", "PS_ROOT_URI", "PS_ROOT_PORT", "NODE_HOST"):
         monkeypatch.setenv(f"DMLC_{name}", "")
     return cluster
@@ -160,11 +160,11 @@ class Nodes:
         self.cluster = Cluster(2)
         self.engines = []
         for rank in range(2):
-            monkeypatch.setattr(bindings_engine, "_set_up", False)
+            monkeypatch.setattr(bindings, "_set_up", False)
             lengths = torch.full((rows,), width)
             library = Library(self.cluster.module(rank), lengths, "all", None, lambda: None)
             engine = BindingsEngine(lambda library=library: library)
-            engine.add_table(rows, width)
+            engine.add_table(TableSpec("t", width, rows, Normal(), None, None))
             self.engines.append(engine)
 
     def pull(self, rank, *keys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import support
 
-from dadplug.adapm.backends import bindings
+from dadplug.adapm import bindings
 
 # A library in which a call that needs another process holds the GIL for ever, as the real one does.
 HANGING = """
@@ -22,7 +22,7 @@ SITE = """
 import os, signal, time
 os.environ["SITE"] = str(rank)
 from dadplug.adapm import ParameterManager
-from dadplug.adapm.backends import bindings
+from dadplug.adapm import bindings
 bindings.start_scheduler = lambda keys: None
 manager = ParameterManager(backend="adapm", timeout={timeout})
 table = manager.table("t", 1, rows=4)

@@ -12,14 +12,11 @@ MODULES = (
         f"adapm.{name}"
         for name in (
             "initialisers",
-            "loader",
             "manager",
             "model",
-            "pending",
             "row_optimizers",
             "sampling",
             "shards",
-            "table",
             "timeline",
         )
     ),

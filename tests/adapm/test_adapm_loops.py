@@ -46,7 +46,9 @@ def refuses():
         loop.loss(1).backward()
         with pytest.raises(RuntimeError, match="before gradient"):
             loop.optimizer.step()
-        with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) before the gradient of 'words.weight' is agreed"):
+        with pytest.raises(
+            RuntimeError, match=r"clip_grad_norm_\(\) before the gradient of 'words.weight' is synchronized"
+        ):
             loop.managed.clip_grad_norm_(1.0)
         loop.synchronize()
         for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):

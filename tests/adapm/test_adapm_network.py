@@ -17,11 +17,10 @@ import torch
 from simulation import Simulation
 
 from dadplug import SiteError
-from dadplug.adapm import ParameterManager, connections, messages
-from dadplug.adapm.connections import Connection, connect_sites
+from dadplug.adapm import ParameterManager, messages, network
+from dadplug.adapm.backends import Done
 from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Kind, Message, most_keys
-from dadplug.adapm.network import Network
-from dadplug.adapm.requests import Done
+from dadplug.adapm.network import Connection, Network, connect_sites
 from dadplug.errors import ProtocolError
 from dadplug.exchange import Traffic
 
@@ -153,7 +152,7 @@ def test_sites_of_one_machine_meet_on_it_alone_and_refuse_intruders(platform, mo
     if platform == "linux" and sys.platform != "linux":
         pytest.skip("Linux alone has names of Unix sockets without files")
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(connections, "own_address", lambda: "0.0.0.0")  # would be of a machine with other machines
+    monkeypatch.setattr(network, "own_address", lambda: "0.0.0.0")  # would be of a machine with other machines
     meeting, places, intruders = Meeting(2), [], []
 
     def intrude(place):
@@ -189,7 +188,7 @@ def test_a_site_that_does_not_come_is_named_within_the_timeout():
         if rank == 0:
             return connect_sites(0, meeting.at(0), 0.5, "site {}".format)
         exchange = meeting.at(1)
-        exchange(connections._own_node())
+        exchange(network._own_node())
         exchange(["127.0.0.1", 1, "0" * 32])
 
     first, _ = together(2, work)
@@ -200,24 +199,24 @@ def test_a_site_that_does_not_come_is_named_within_the_timeout():
 def networks(timeout):
     meeting = Meeting(2)
 
-    def network(rank):
+    def connect(rank):
         sockets = connect_sites(rank, meeting.at(rank), timeout, "site {}".format)
         return Network(sockets, timeout, Traffic(), WIDTHS)
 
-    return together(2, network)
+    return together(2, connect)
 
 
-def receive(network):
-    messages, lost = network.read(network.poll(0.05))
-    return [each for each in messages if each[1].kind is not Kind.ALIVE], lost | network.send_heartbeats()
+def receive(site):
+    messages, lost = site.read(site.poll(0.05))
+    return [each for each in messages if each[1].kind is not Kind.ALIVE], lost | site.send_heartbeats()
 
 
 def test_a_silent_site_is_lost_and_signs_of_life_keep_a_quiet_one():
     first, second = networks(1.0)
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
-        for network in (first, second):
-            assert receive(network) == ([], {})
+        for site in (first, second):
+            assert receive(site) == ([], {})
     lost = {}
     deadline = time.monotonic() + 20
     while not lost and time.monotonic() < deadline:  # the second is silent from now on
@@ -225,8 +224,8 @@ def test_a_silent_site_is_lost_and_signs_of_life_keep_a_quiet_one():
     assert list(lost) == [1]
     assert isinstance(lost[1], TimeoutError)
     assert first.silent == 1
-    for network in (first, second):
-        network.close()
+    for site in (first, second):
+        site.close()
 
 
 def test_a_forked_child_lets_connections_go():
@@ -285,7 +284,7 @@ def test_contents_that_do_not_fit_change_nothing(message):
     np.testing.assert_array_equal(engine.owned(0)[1], values)
     while simulation.on_the_way:
         simulation.deliver()
-    assert request.done.is_set()
+    assert request.is_set()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -306,7 +305,7 @@ def hears_a_wrong_message(fails):
         manager.barrier()
         if manager.rank == fails:
             wrong = Message(Kind.PULLED, 0, fails, 12345, 0, [np.zeros(1, np.int32), np.ones((1, 2), np.float32)])
-            manager._backend._background.send(1 - fails, wrong)
+            manager._backend._send(1 - fails, wrong)
         try:
             manager.barrier()
             while True:
@@ -321,7 +320,7 @@ def hears_a_wrong_message(fails):
 def test_a_site_that_sends_what_no_site_sends_is_named():
     first, second = support.sites(2).run(hears_a_wrong_message, 1)
     assert "site 1 (" in first
-    assert "has sent what no site sends: PULLED for 1 keys that this site has not asked for" in first
+    assert "sent an invalid message: PULLED for 1 keys that this site has not asked for" in first
     assert "site 0 (" in second
 
 
@@ -353,7 +352,7 @@ def is_interrupted(_):
     with ParameterManager(timeout=200) as manager:
         table = manager.table("t", 2, rows=10)
         manager.barrier()
-        poll, polls = manager._backend._background._network.poll, []
+        poll, polls = manager._backend._network.poll, []
 
         def interrupted(timeout):
             if threading.current_thread() is threading.main_thread() and not polls:
@@ -361,7 +360,7 @@ def is_interrupted(_):
                 raise KeyboardInterrupt
             return poll(timeout)
 
-        manager._backend._background._network.poll = interrupted
+        manager._backend._network.poll = interrupted
         raised = False
         for _ in range(200):
             try:

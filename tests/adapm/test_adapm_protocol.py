@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import WIDTH, Simulation
+from simulation import WIDTH, Simulation, run_round
 
 from dadplug.adapm.engine import TECHNIQUES
-from dadplug.adapm.states import SyncCode
+from dadplug.adapm.kernels import SAME, VALUE
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,8 +41,8 @@ def test_what_is_set_follows_own_pushes_and_is_seen_at_once(sites, seed):
         while not (outcome := simulation.engines[rank].set(0, keys, values))[0]:
             simulation.flush()
         for engine in simulation.engines:
-            engine.run_round()
-        while outcome[1] is not None and not outcome[1].done.is_set():
+            run_round(engine)
+        while outcome[1] is not None and not outcome[1].is_set():
             simulation.deliver()
         np.testing.assert_array_equal(simulation.pull(rank, keys), values)
         simulation.expected[keys] = values
@@ -53,7 +53,7 @@ def test_what_is_set_follows_own_pushes_and_is_seen_at_once(sites, seed):
 def settled(simulation, rounds=6):
     for _ in range(rounds):
         for engine in simulation.engines:
-            engine.run_round()
+            run_round(engine)
         while simulation.on_the_way:
             simulation.deliver()
 
@@ -134,11 +134,11 @@ def test_a_replica_that_nobody_changes_is_not_sent_again():
     simulation.engines[0].intend(0, np.array([1, 3], np.int64), 0, 50)
     settled(simulation)
     simulation.engines[1].push(0, np.array([3], np.int64), np.ones((1, WIDTH), np.float32))
-    simulation.engines[0].run_round()
+    run_round(simulation.engines[0])
     simulation.deliver()
     ((_, _, answer),) = simulation.on_the_way
     keys, codes, _, values = answer.arrays
-    assert dict(zip(keys.tolist(), codes.tolist(), strict=True)) == {1: SyncCode.SAME, 3: SyncCode.VALUE}
+    assert dict(zip(keys.tolist(), codes.tolist(), strict=True)) == {1: SAME, 3: VALUE}
     assert values.shape == (1, WIDTH)
 
 
@@ -157,6 +157,6 @@ def test_intents_are_acted_on_while_a_round_is_under_way():
     assert kinds == {"SYNC", "INTENT"}
     while simulation.on_the_way:
         simulation.deliver()
-    assert first.round_over
+    assert not first._open_rounds
     assert first.sync_over
     assert owner_of(simulation, 3) == 0

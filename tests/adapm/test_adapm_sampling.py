@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from dadplug.adapm import Normal, ParameterManager
-from dadplug.adapm.states import KeyState
+from dadplug.adapm.store import KeyState
 
 ROWS = 60
 

@@ -154,7 +154,8 @@ KILLED = """
     if when == f"{{rank}} after its shard":
         shards.write_whole = killed(shards.write_whole, False)
     elif when == f"{{rank}} before the commit":
-        shards.os = type("Os", (), {{"replace": staticmethod(killed(os.replace, True))}})
+        commit, replace = killed(os.replace, True), os.replace
+        os.replace = lambda old, new: (commit if new.name == "index.json" else replace)(old, new)
     shards.save_shards(managed, folder, optimizer)
 """
 

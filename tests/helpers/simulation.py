@@ -13,6 +13,12 @@ from dadplug.adapm.store import Store
 KEYS, WIDTH = 23, 3
 
 
+def run_round(engine: Engine) -> None:
+    """Act on the intents that are due, and begin a synchronisation round."""
+    engine.act()
+    engine.synchronise()
+
+
 class Simulation:
     """Sites and what is on its way between them, delivered in random order."""
 
@@ -46,7 +52,7 @@ class Simulation:
     def pull(self, rank: int, keys: np.ndarray) -> np.ndarray:
         out = np.full((keys.shape[0], WIDTH), np.nan, np.float32)
         request = self.engines[rank].pull(0, keys, out)
-        while request is not None and not request.done.is_set():
+        while request is not None and not request.is_set():
             self.deliver()
         return out
 
@@ -60,10 +66,10 @@ class Simulation:
             if self.on_the_way:
                 self.deliver()
             if self.random.random() < 0.2:
-                self.random.choice(self.engines).run_round()
+                run_round(self.random.choice(self.engines))
             elif not self.on_the_way:
                 for engine in self.engines:
-                    engine.run_round()
+                    run_round(engine)
         raise AssertionError("the flush does not end")
 
     def step(self, pulls: bool = True) -> None:
@@ -96,7 +102,7 @@ class Simulation:
         self.flush()
         while self.on_the_way:
             self.deliver()
-        assert all(engine.round_over for engine in self.engines)
+        assert not any(engine._open_rounds for engine in self.engines)
         owners = [engine.owned(0)[0] for engine in self.engines]
         together = np.concatenate(owners)
         assert len(set(together.tolist())) == len(together)

@@ -21,8 +21,7 @@ from cutting_relay import CuttingRelay
 from hub_sites import link_all, transports
 from running_hub import TestSite, running_hub, together, until
 
-from dadplug.adapm import ParameterManager, connections
-from dadplug.adapm.backends import base
+from dadplug.adapm import ParameterManager, backends, builtin
 from dadplug.errors import SiteError
 from dadplug.hub import peer_stream, tunnels
 from dadplug.hub.actions import Drop
@@ -461,8 +460,8 @@ STRESS = support.load(str(support.Path(__file__).parents[2] / "benchmarks" / "ad
 def run(monkeypatch):
     """Function that runs another one at each site of a group of links, in threads; returns the results by rank."""
     of_thread = threading.local()
-    monkeypatch.setattr(base, "open_transport", lambda *args: of_thread.transport)
-    monkeypatch.setattr(connections, "connect_sites", None)  # no site opens a port
+    monkeypatch.setattr(backends, "open_transport", lambda *args: of_thread.transport)
+    monkeypatch.setattr(builtin, "connect_sites", None)  # no site opens a port
 
     def at_all(links, function, *args):
         def at(rank):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dadplug.adapm import AdaModel, save_shards
-from dadplug.adapm.shard_files import VERSION, write_index, write_whole
+from dadplug.adapm.shards import VERSION, write_index, write_whole
 from dadplug.serving import InputError, LoadError, Model
 from dadplug.serving.loading import load
 

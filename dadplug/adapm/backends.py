@@ -1,20 +1,118 @@
-"""Interface of the backends of a parameter manager, and their registry."""
+"""Interfaces of a parameter manager's backends and engines, and the registry of backends."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
-from ...errors import MismatchError
-from ...exchange import Traffic, open_transport
-from ...registry import Registry
-from ..initialisers import Initialiser
-from ..interfaces import Completion, TableEngine
-from ..rows import Block, Keys
+from ..errors import MismatchError
+from ..exchange import Traffic, open_transport
+from ..registry import Registry
+from .initialisers import Initialiser
+from .store import Block, Codes, Keys
+
+
+class Done:
+    """Event that marks the end of a call, set once; creating it takes a fifth of the time of `threading.Event`.
+
+    `set` must not be called by two threads at once.
+    """
+
+    __slots__ = ("_happened", "_lock")
+
+    def __init__(self) -> None:
+        self._happened = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        """Return whether the call is known to be complete."""
+        return self._happened
+
+    def set(self) -> None:
+        """Set the event, and end all waits."""
+        if not self._happened:
+            self._happened = True
+            self._lock.release()
+
+    def wait(self, timeout: float = -1) -> bool:
+        """Wait until the call is complete.
+
+        Args:
+            timeout: seconds to wait at most; negative for no limit.
+
+        Returns:
+            Whether the call is complete.
+        """
+        if not self._happened and self._lock.acquire(timeout=timeout):
+            self._lock.release()  # for other waiting threads
+        return self._happened
+
+
+class TableEngine(ABC):
+    """Engine that stores the tables of a site and moves their values between sites.
+
+    Tables are numbered in the order in which they are added. Keys are int64, distinct only where stated; values are
+    float32 of shape (n, width). Callers check types, shapes and ranges, except that `pull` checks the range of keys.
+
+    Attributes:
+        locates_keys: whether `here` and `states` are supported.
+        clock: clock of this site.
+        counts: numbers of keys by event, see `ParameterManager.counts`.
+    """
+
+    locates_keys: ClassVar[bool] = True
+    clock: int
+    counts: dict[str, int]
+
+    @abstractmethod
+    def pull(self, table: int, keys: Keys, out: Block) -> int | Done | None:
+        """Copy the values of keys.
+
+        Args:
+            table: number of the table.
+            keys: n keys.
+            out: of shape (n, width), overwritten when the call is complete.
+
+        Returns:
+            None if the call is complete, the position of a key out of range (nothing has been done), otherwise the end
+            of the call in progress.
+        """
+
+    @abstractmethod
+    def push(self, table: int, keys: Keys, deltas: Block) -> Done | None:
+        """Add deltas to the values of keys; return None if the call is complete, otherwise its end."""
+
+    @abstractmethod
+    def set(self, table: int, keys: Keys, values: Block) -> tuple[bool, Done | None]:
+        """Set the values of distinct keys, after this site's pushes have been flushed.
+
+        Returns:
+            Whether the call has begun (otherwise flush and call again), and its end, None if it is complete.
+        """
+
+    @abstractmethod
+    def here(self, table: int, keys: Keys) -> NDArray[np.bool_]:
+        """Return for each key whether this site can read it without asking another."""
+
+    @abstractmethod
+    def states(self, table: int, keys: Keys) -> Codes:
+        """Return the states of keys as `dadplug.adapm.store.KeyState`, -1 for absent keys."""
+
+    @abstractmethod
+    def owned(self, table: int) -> tuple[Keys, Block]:
+        """Return copies of the keys that this site owns, in ascending order, and of their values."""
+
+    @abstractmethod
+    def nbytes(self, table: int) -> int:
+        """Return the bytes of memory that this site has reserved for a table."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +137,7 @@ class TableSpec:
 
 
 class Backend(ABC):
-    """Engine of a parameter manager, with its connections to the other sites and its clock.
+    """Engine of a parameter manager, with its connections to the other sites.
 
     Args:
         technique: name of the placement technique.
@@ -100,19 +198,14 @@ class Backend(ABC):
             RuntimeError: if no more tables can be added.
         """
 
-    @property
-    @abstractmethod
-    def clock(self) -> int:
-        """Clock of this site."""
-
     @abstractmethod
     def advance_clock(self) -> int:
         """Advance the clock by one; return the new value."""
 
     @property
-    @abstractmethod
     def counts(self) -> dict[str, int]:
         """Numbers of keys by event, see `ParameterManager.counts`."""
+        return dict(self.engine.counts)
 
     @abstractmethod
     def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
@@ -139,7 +232,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def wait_for(self, done: Completion) -> None:
+    def wait_for(self, done: Done) -> None:
         """Wait until a call is complete.
 
         Raises:

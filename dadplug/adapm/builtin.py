@@ -1,4 +1,7 @@
-"""Background thread of a parameter manager: replies to other sites, runs rounds, and detects lost sites."""
+"""The built-in backend: an engine of numba kernels, connections to the other sites, and a background thread.
+
+The thread replies to other sites, runs rounds, and detects lost sites.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ..errors import ProtocolError, SiteError
-from ..exchange.transport import Transport
-from .engine import Engine
-from .interfaces import Completion
-from .messages import Kind, Message
-from .network import Network, Ready
-from .timing import SyncTiming
+import torch.distributed as dist
 
+from ..errors import ProtocolError, SiteError
+from .backends import Backend, Done, TableSpec
+from .engine import TECHNIQUES, Engine
+from .messages import Kind, Message
+from .network import LENDABLE, Network, Ready, connect_sites
+from .store import Keys, Store
+
+_MOST_SITES = 62  # sites with replicas are the bits of an int64
 _IDLE = 0.05  # seconds between checks when there is nothing to do
 _URGENT = 2e-4  # seconds between rounds while a worker waits for them
 _LATE = 0.01  # seconds of delay of the background thread from which a worker waits for it, and maximum of this wait
@@ -26,27 +31,62 @@ _RECEIVE = 5e-3  # seconds for which a waiting worker receives messages itself
 _SPIN = 2e-4  # seconds of these without sleeping: waking up takes longer than the reply of a site on this machine
 _GRACE = 0.3  # seconds that the last message of a site may arrive after the end of its connection
 _AT_EXIT = 1.0  # seconds for which the end of the program waits for the thread
+_SHARE = 5  # a synchronisation is followed by a pause of this many times the processor time that it took
+_LONGEST = 0.1  # seconds that the pause takes at most
 _yield = getattr(os, "sched_yield", lambda: None)  # the core may be wanted by the site that is to reply
 _SYNCS = (Kind.SYNC, Kind.SYNCED)
 
-_running: weakref.WeakSet[Background] = weakref.WeakSet()
+_running: weakref.WeakSet[BuiltinBackend] = weakref.WeakSet()
 
 
-class Background:
-    """Background thread, and the waits of workers for other sites.
+class SyncTiming:
+    """Schedule of synchronisation rounds that take at most a sixth of a core.
 
     Args:
-        transport: transport of the process group, which names lost sites.
-        engine: engine of this site.
-        network: connections to the other sites.
-        timeout: maximum duration of a wait, in seconds.
-        interval: minimum time between two synchronisation rounds, in seconds.
+        interval: minimum time between two rounds, in seconds.
+
+    Attributes:
+        next: time of the next round, on the clock of `time.monotonic`.
     """
 
-    def __init__(self, transport: Transport, engine: Engine, network: Network, timeout: float, interval: float) -> None:
-        self.rank, self.world_size = transport.rank, transport.world_size
-        self._transport, self._engine, self._network = transport, engine, network
-        self._timeout, self._interval = timeout, interval
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._spent = 0.0
+        self.next = 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Return a context that counts its processor time as spent on synchronisation."""
+        start = time.thread_time()
+        yield
+        self._spent += time.thread_time() - start
+
+    def end_round(self) -> None:
+        """Schedule the next round; called when a round is complete."""
+        self.next = time.monotonic() + max(self._interval, min(_SHARE * self._spent, _LONGEST))
+        self._spent = 0.0
+
+
+class BuiltinBackend(Backend):
+    """The built-in backend. Arguments and errors are those of `Backend`.
+
+    A single site has neither connections nor a thread.
+    """
+
+    techniques = tuple(TECHNIQUES)
+    engine: Engine
+    _network: Network
+
+    def __init__(
+        self, technique: str, process_group: dist.ProcessGroup | None, timeout: float, interval: float
+    ) -> None:
+        super().__init__(technique, process_group, timeout, interval)
+        if self.world_size > _MOST_SITES:
+            raise ValueError(f"at most {_MOST_SITES} sites can share parameters, there are {self.world_size}")
+        self.check_equal("options", (technique, timeout, interval))
+        self.engine = Engine(self.rank, self.world_size, technique, self._send)
+        self._others = set(range(self.world_size)) - {self.rank}
+        self._widths: list[int] = []
         self._sync_timing = SyncTiming(interval)
         self._failure: BaseException | None = None
         self._culprit: int | None = None  # the site at fault, if known
@@ -64,70 +104,73 @@ class Background:
         self._closed = False
         self._receiving = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="dadplug-adapm", daemon=True)
-        self._thread.start()
-        _running.add(self)
+        if self._others:
+            gather, name = self.transport.gather_objects, self.transport.sites.__getitem__
+            sockets = self.transport.open_streams(timeout) or connect_sites(self.rank, gather, timeout, name)
+            self._network = Network(sockets, timeout, self.traffic, self._widths)
+            gather(None)  # all sites are connected
+            self.transport.sites.watch(self)
+            self._thread.start()
+            _running.add(self)
 
-    def send(self, peer: int, message: Message) -> None:
-        """Send a message, unless the site has left or the manager has failed."""
-        if peer not in self._left and self._failure is None:
-            self._network.send(peer, message)
+    def add_table(self, spec: TableSpec) -> None:
+        capacity = spec.capacity
+        if capacity is None:
+            capacity = 1024 if spec.rows is None else -(-spec.rows // self.world_size)
+        self.engine.add_store(Store(spec.width, spec.rows, spec.initialiser, capacity, spec.max_rows))
+        self._widths.append(spec.width)
 
-    def wake(self) -> None:
-        """Wake the thread up."""
-        self._network.wake()
-
-    def give_way(self) -> None:
-        """Wait for the thread if it is late.
-
-        A worker that releases the GIL often and briefly takes it back before the other thread has woken up.
-        """
+    def advance_clock(self) -> int:
+        self.check()
+        self.engine.clock += 1
+        # A worker that releases the GIL often and briefly takes it back before a late thread has woken up.
         if time.monotonic() > self._due + _LATE:
             self._awake.clear()
             self._awake.wait(_LATE)
+        return self.engine.clock
+
+    @property
+    def counts(self) -> dict[str, int]:
+        stores = self.engine.stores
+        here = {"rows": sum(map(len, stores)), "replicas": self.engine.replicas}
+        return self.engine.counts | here | {"evicted": sum(store.evicted for store in stores)}
+
+    def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
+        if self.engine.intend(table, keys, start, end):
+            self._network.wake()
+
+    # Waits of workers
 
     def flush(self) -> None:
-        """Wait until all pushes of this site have reached the owners, and its replicas have been refreshed.
-
-        Raises:
-            SiteError: if a site exits or does not answer.
-        """
-        flush = self._engine.begin_flush()
-        with self._urgently():
-            self._network.wake()
-            self._until(lambda: self._engine.flushed(flush), lambda: None)
-
-    @contextmanager
-    def _urgently(self) -> Iterator[None]:
-        """Return a context in which rounds follow one another without pauses."""
+        self.check()
+        if not self._others:
+            return
+        flush = self.engine.begin_flush()
         with self._progress:
-            self._urgent += 1
+            self._urgent += 1  # rounds follow one another without pauses
         try:
-            yield
+            self._network.wake()
+            self._until(lambda: self.engine.flushed(flush), lambda: None)
         finally:
             with self._progress:
                 self._urgent -= 1
 
     def barrier(self) -> None:
-        """Wait until all sites have called it.
-
-        Raises:
-            SiteError: if a site exits or does not answer.
-        """
+        self.check()
         self._barriers += 1
         number = self._barriers
-        others = set(range(self.world_size)) - {self.rank}
-        for peer in others:
-            self.send(peer, Message(Kind.BARRIER, 0, self.rank, number))
-        self._awaited[number] = others
+        for peer in self._others:
+            self._send(peer, Message(Kind.BARRIER, 0, self.rank, number))
+        self._awaited[number] = self._others
         try:
-            self._until(lambda: self._at(number) == others, lambda: min(others - self._at(number)))
+            self._until(lambda: not self._absent(number), lambda: min(self._absent(number)))
         finally:
             del self._awaited[number]
-        del self._arrived[number]
+        self._arrived.pop(number, None)
 
-    def _at(self, number: int) -> set[int]:
-        """Return the sites that have arrived at a barrier."""
-        return self._arrived.get(number, set())
+    def _absent(self, number: int) -> set[int]:
+        """Return the sites that have not arrived at a barrier."""
+        return self._others - self._arrived.get(number, set())
 
     def _until(self, condition: Callable[[], bool], culprit: Callable[[], int | None]) -> None:
         """Wait for a condition.
@@ -139,7 +182,7 @@ class Background:
         Raises:
             SiteError: if a site exits or does not answer.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         while not condition():
             self.check()
             with self._progress:
@@ -147,23 +190,19 @@ class Background:
             if time.monotonic() > deadline:
                 self._time_out(culprit())
 
-    def wait_for(self, done: Completion) -> None:
-        """Wait until a call is complete.
-
-        Raises:
-            SiteError: if a site exits or does not answer.
-        """
-        if not self._receive_until(done) and not done.wait(self._timeout):
+    def wait_for(self, done: Done) -> None:
+        self._receive_until(done)
+        if not done.wait(self.timeout):
             self._time_out(None)
         self.check()
 
-    def _receive_until(self, done: Completion) -> bool:
-        """Receive messages in this thread for a short time; return whether the call is complete.
+    def _receive_until(self, done: Done) -> None:
+        """Receive messages in this thread for a short time, until a call is complete.
 
         So a reply that arrives soon reaches its worker without a switch to the background thread.
         """
-        if done.is_set() or not self._network.lendable or not self._receiving.acquire(blocking=False):
-            return done.is_set()
+        if done.is_set() or not LENDABLE or not self._receiving.acquire(blocking=False):
+            return
         try:
             if self._failure is None:  # otherwise the network may be closed
                 self._network.lend(True)
@@ -173,9 +212,8 @@ class Background:
                     self._network.lend(False)
         finally:
             self._receiving.release()
-        return done.is_set()
 
-    def _receive_here(self, done: Completion) -> None:
+    def _receive_here(self, done: Done) -> None:
         start = time.monotonic()
         while not done.is_set() and (waited := time.monotonic() - start) < _RECEIVE:
             spins = waited < _SPIN
@@ -187,34 +225,30 @@ class Background:
             try:
                 self._handle_all(ready)
             except BaseException as error:
-                self.fail(error)
+                self._fail(error)
                 if not isinstance(error, Exception):
                     raise
 
+    # Errors
+
     def _time_out(self, culprit: int | None) -> None:
         silent = self._network.silent
-        self.fail(TimeoutError("timed out"), culprit if silent is None else silent)
+        self._fail(TimeoutError("timed out"), culprit if silent is None else silent)
 
     def check(self) -> None:
-        """Raise the error that has ended the manager, if there is one.
-
-        Raises:
-            SiteError: if a site is lost.
-            RuntimeError: if the manager has been closed.
-        """
         if self._failure is None:
             return
         with self._failure_lock:
-            sites, failure, culprit = self._transport.sites, self._failure, self._culprit
+            sites, failure, culprit = self.transport.sites, self._failure, self._culprit
             if isinstance(failure, ProtocolError) and culprit is not None:
-                self._failure = SiteError(f"{sites[culprit]} has sent what no site sends: {failure}")
+                self._failure = SiteError(f"{sites[culprit]} sent an invalid message: {failure}")
             elif isinstance(failure, (OSError, TimeoutError)):
-                self._failure = sites.lost(failure, self._timeout, culprit)
+                self._failure = sites.lost(failure, self.timeout, culprit)
         if isinstance(self._failure, SiteError):
             raise SiteError(*self._failure.args)
         raise RuntimeError(f"the parameter manager cannot go on: {self._failure!r}") from self._failure
 
-    def fail(self, failure: BaseException, culprit: int | None = None) -> None:
+    def _fail(self, failure: BaseException, culprit: int | None = None) -> None:
         """End all waits; later calls raise.
 
         Args:
@@ -225,17 +259,19 @@ class Background:
         with self._progress:
             if self._failure is None:
                 self._failure, self._culprit = failure, culprit
-        self._engine.release()
+        self.engine.release()
         with self._progress:
             self._progress.notify_all()
 
+    # The background thread, and workers that receive messages
+
     def _run(self) -> None:
         try:
-            engine, timing = self._engine, self._sync_timing
+            engine, timing = self.engine, self._sync_timing
             next_check, syncing = 0.0, False
             while not self._closed:
                 now, pause = time.monotonic(), _IDLE
-                if engine.intends:
+                if engine.intents:
                     pause = min(pause, next_check - now)
                 if engine.replicas and not syncing:
                     pause = min(pause, timing.next - now)
@@ -246,7 +282,7 @@ class Background:
                 now = time.monotonic()
                 if now >= next_check or self._urgent:
                     engine.act()
-                    next_check = time.monotonic() + self._interval
+                    next_check = time.monotonic() + self.interval
                 if syncing and engine.sync_over:
                     timing.end_round()
                     syncing = False
@@ -260,7 +296,7 @@ class Background:
                 if not self._awake.is_set():
                     self._awake.set()
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
         finally:
             with self._receiving:
                 self._network.close()
@@ -274,13 +310,18 @@ class Background:
             finally:
                 self._receiving.release()
 
+    def _send(self, peer: int, message: Message) -> None:
+        """Send a message, unless the site has left or the manager has failed."""
+        if peer not in self._left and self._failure is None:
+            self._network.send(peer, message)
+
     def _handle_all(self, ready: Ready) -> None:
         messages, lost = self._network.read(ready)
         for sender, message in messages:
             try:
                 self._handle(sender, message)
             except ProtocolError as error:
-                self.fail(error, sender)
+                self._fail(error, sender)
         lost |= self._network.send_heartbeats()
         if lost or self._left or self._missing:
             self._check_lost(lost)
@@ -297,9 +338,9 @@ class Background:
                 self._aborted.add(sender)
         elif kind in _SYNCS:
             with self._sync_timing.counted():
-                self._engine.receive(sender, message)
+                self.engine.receive(sender, message)
         elif kind is not Kind.ALIVE:
-            self._engine.receive(sender, message)
+            self.engine.receive(sender, message)
 
     def _check_lost(self, lost: dict[int, Exception]) -> None:
         """Fail for sites that are lost.
@@ -308,12 +349,12 @@ class Background:
         """
         for peer, reason in lost.items():
             if isinstance(reason, (TimeoutError, ProtocolError)):
-                self.fail(reason, peer)
+                self._fail(reason, peer)
             elif peer not in self._left:
                 self._missing.setdefault(peer, time.monotonic() + _GRACE)
-        waits = self._engine.waits or self._urgent
-        # A worker may end its barrier meanwhile, so copies are read.
-        absent = {peer for number, others in tuple(self._awaited.items()) for peer in others - self._at(number)}
+        waits = self.engine.requests or self._urgent
+        # A worker may end its barrier meanwhile, so a copy is read.
+        absent = {peer for number in tuple(self._awaited) for peer in self._absent(number)}
         for peer in self._left:
             if waits or peer in absent:
                 self._missing.setdefault(peer, time.monotonic() + _GRACE)
@@ -321,41 +362,56 @@ class Background:
                 self._missing.pop(peer, None)
         for peer, deadline in self._missing.items():
             if time.monotonic() > deadline:
-                self.fail(self._loss(peer), peer)
+                self._fail(self._loss(peer), peer)
 
     def _loss(self, peer: int) -> Exception:
         if peer not in self._left or peer in self._aborted:
             return ConnectionError("the connection was lost")  # `Sites` knows why
         return SiteError(
-            f"{self._transport.sites[peer]} is gone: it has closed its parameter manager, while this site waits for "
+            f"{self.transport.sites[peer]} is gone: it has closed its parameter manager, while this site waits for "
             "it. All sites must make the same calls of barrier() and wait_sync(everywhere=True)."
         )
 
-    def close(self, *, aborts: bool = False) -> None:
+    # The end
+
+    def leave(self) -> None:
+        self._close(aborts=False)
+
+    def close(self) -> None:
+        self._close(aborts=True)  # at the end of the program, which `Sites` has announced
+
+    def abandon(self, reason: str) -> None:
+        self.transport.sites.announce(reason)
+        self._close(aborts=True)
+
+    def _close(self, *, aborts: bool) -> None:
         """Leave the other sites, and end the thread.
 
         Args:
             aborts: whether this site leaves after an error, which it has announced.
         """
-        if self._failure is None:
-            for peer in range(self.world_size):
-                if peer != self.rank and peer not in self._left:
-                    with suppress(OSError):
-                        self.send(peer, Message(Kind.BYE, 0, self.rank, extra=int(aborts)))
+        if self._closed:
+            return
+        for peer in self._others - self._left:
+            with suppress(OSError):
+                self._send(peer, Message(Kind.BYE, 0, self.rank, extra=int(aborts)))
         self._closed = True
-        self.fail(RuntimeError("it has been closed"))
-        self._network.wake()
-        self._thread.join(self._timeout)
+        self._fail(RuntimeError("it has been closed"))
+        if self._others:
+            self._end_thread(self.timeout)
+            self.transport.close()
 
-    def end_thread(self) -> None:
-        """End the thread at the end of the program, which has not called `close`; other sites are told nothing."""
+    def _end_thread(self, timeout: float) -> None:
         self._closed = True
         self._network.wake()
-        self._thread.join(_AT_EXIT)
+        self._thread.join(timeout)
 
 
 @atexit.register
 def _end_at_exit() -> None:
-    """End the threads: one that works on the tables' memory while the interpreter frees it ends in a crash."""
-    for background in list(_running):
-        background.end_thread()
+    """End the threads without a word to other sites, for programs that have not called `close`.
+
+    A thread that works on the tables' memory while the interpreter frees it ends in a crash.
+    """
+    for backend in list(_running):
+        backend._end_thread(_AT_EXIT)
