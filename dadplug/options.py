@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
@@ -15,66 +12,25 @@ from .exchange.topology import check_hierarchy
 from .exchange.transport import Requirements
 from .exchange.wire import FORMATS
 from .methods import METHODS, method_names
+from .signature import OptionSet, check_choice, number, option, whole_number
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = tuple(FORMATS)
 DENSES = ("allreduce", "lowrank")
 MERGES = ("all", "owner", "auto")
 
-Check = Callable[[str, Any], None]
-"""Function of an option's name and value that raises ValueError if the value is not valid."""
-
-
-def _option(
-    default: Any,
-    help_text: str,
-    check: Check | None = None,
-    choices: tuple[str, ...] = (),
-    kind: Callable[[str], Any] | None = None,
-) -> Any:
-    """Define an option.
-
-    Args:
-        default: default value.
-        help_text: description for command lines and docstrings.
-        check: raises ValueError for values that are not valid; not needed beside choices and for booleans.
-        choices: valid values, if they are words.
-        kind: converts text of a command line, if the default's type does not.
-    """
-    return field(default=default, metadata={"help": help_text, "check": check, "choices": choices, "kind": kind})
-
 
 def _number_or_word(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
+def check_mode(name: str, value: object) -> None:
+    """Raise ValueError if a value is no method of agreement."""
+    check_choice(name, value, method_names())  # methods may be registered later than this module is imported
 
 
-def _check_mode(name: str, value: object) -> None:
-    _check_choice(name, value, method_names())  # methods may be registered later than this module is imported
-
-
-def _whole_number(least: int) -> Check:
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-    return check
-
-
-def _number(description: str, is_valid: Callable[[float], bool], optional: bool = False) -> Check:
-    def check(name: str, value: Any) -> None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (optional and value is None) and not (is_number and is_valid(value)):
-            raise ValueError(f"{name} must be {description}, got {value!r}")
-
-    return check
-
-
-def _check_names(name: str, value: Any) -> None:
+def check_setting_names(name: str, value: Any) -> None:
+    """Raise ValueError if a value is no tuple of names."""
     if not isinstance(value, (tuple, list)) or not all(isinstance(each, str) for each in value):
         raise ValueError(f"{name} must be a tuple of names, such as ('lr',), got {value!r}")
 
@@ -85,105 +41,96 @@ def _check_optional_boolean(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(OptionSet):
     """Options of `GradientReduction`, the runners, the strategies and the command line.
 
     The strategies, runners and command lines derive their keywords and arguments from these fields. The metadata of a
-    field hold the help text (``help``), the valid values of an option with words (``choices``), the function that
-    checks a value (``check``), and the one that converts a command line's text (``kind``).
+    field are described at `dadplug.signature.option`.
 
     Raises:
         ValueError: if a value is out of its range; the message lists the valid ones.
     """
 
-    mode: str = _option("rankdad", "method of agreement", _check_mode)
-    rank: int = _option(8, "rankdad, powersgd: largest rank of a layer's compressed gradient", _whole_number(1))
-    iterations: int = _option(1, "rankdad: power iterations a step", _whole_number(0))
-    tolerance: float = _option(
+    mode: str = option("rankdad", "method of agreement", check_mode)
+    rank: int = option(8, "rankdad, powersgd: largest rank of a layer's compressed gradient", whole_number(1))
+    iterations: int = option(1, "rankdad: power iterations a step", whole_number(0))
+    tolerance: float = option(
         1e-3,
         "rankdad: singular values up to this share of the largest are not sent",
-        _number("a number from 0 up to, but not, 1", lambda value: 0 <= value < 1),
+        number("a number from 0 up to, but not, 1", lambda value: 0 <= value < 1),
     )
-    warm_start: bool = _option(True, "rankdad: begin from the last step's basis")
-    density: float = _option(
+    warm_start: bool = option(True, "rankdad: begin from the last step's basis")
+    density: float = option(
         0.01,
         "topk: share of a gradient's elements that is sent",
-        _number("a number above 0 and up to 1", lambda value: 0 < value <= 1),
+        number("a number above 0 and up to 1", lambda value: 0 < value <= 1),
     )
-    error_feedback: bool | None = _option(
+    error_feedback: bool | None = option(
         None,
         "add what was not sent to the next step's gradient; None: powersgd and topk do, rankdad does so with as many "
         "singular vectors as it sends where merge is not 'all', and not at all else",
         _check_optional_boolean,
     )
-    weighting: str = _option(
+    weighting: str = option(
         "samples", "share of a site in the mean over sites: by its rows, or equal", choices=WEIGHTINGS
     )
-    wire: str = _option("fp32", "number format on the network; fp32 stands for the parameters' own", choices=WIRES)
-    dense: str = _option("allreduce", "rankdad: treatment of weights that have no factors", choices=DENSES)
-    merge: str = _option(
+    wire: str = option("fp32", "number format on the network; fp32 stands for the parameters' own", choices=WIRES)
+    dense: str = option("allreduce", "rankdad: treatment of weights that have no factors", choices=DENSES)
+    merge: str = option(
         "all",
         "rankdad: who adds up the sites' factors: all sites, the owner of each layer, or by predicted time",
         choices=MERGES,
     )
-    share_inputs: bool = _option(True, "False: layers fed by raw data are all-reduced, so that it stays on its site")
-    sync_batchnorm: bool = _option(False, "normalise by the statistics of all sites' rows")
-    average_buffers: bool = _option(True, "average running statistics over sites before evaluation and checkpoints")
-    check_finite: bool = _option(True, "NaN or Inf in a gradient is an error; switch off under a GradScaler")
-    bucket_mb: float | None = _option(
+    share_inputs: bool = option(True, "False: layers fed by raw data are all-reduced, so that it stays on its site")
+    sync_batchnorm: bool = option(False, "normalise by the statistics of all sites' rows")
+    average_buffers: bool = option(True, "average running statistics over sites before evaluation and checkpoints")
+    check_finite: bool = option(True, "NaN or Inf in a gradient is an error; switch off under a GradScaler")
+    bucket_mb: float | None = option(
         None,
         "payload of a bucket in MB; None: 0.03 for factors, else 0.06 to 4",
-        _number("a positive number or None", lambda value: value > 0, optional=True),
+        number("a positive number or None", lambda value: value > 0, optional=True),
     )
-    hierarchy: Hierarchy = _option(  # noqa: RUF009
+    hierarchy: Hierarchy = option(  # noqa: RUF009
         None,
         "which processes share a node: auto, a number on each, or lists of ranks; None: all links are alike",
         lambda name, value: check_hierarchy(value),
         kind=_number_or_word,
     )
-    min_sites: int | None = _option(
+    min_sites: int | None = option(
         None,
         "with a hub: training goes on while this many sites are there; None: all must stay",
-        lambda name, value: None if value is None else _whole_number(1)(name, value),
+        whole_number(1, "or None", lambda value: value is None),
         kind=int,
     )
-    site_timeout: float = _option(
+    site_timeout: float = option(
         10.0,
         "with min_sites: seconds of silence after which a site counts as lost",
         check_seconds,
     )
-    late: str = _option(
+    late: str = option(
         "wait", "with min_sites: wait for late sites, or skip their part of a step", choices=("wait", "skip")
     )
-    patience: float = _option(
+    patience: float = option(
         3.0,
         "with late=skip: time after which a site is late, in median steps",
-        _number("a number above 1", lambda value: 1 < value < math.inf),
+        number("a number above 1", lambda value: 1 < value < math.inf),
     )
-    compare_every: int = _option(100, "steps between comparisons of the sites' weights; 0: never", _whole_number(0))
-    may_differ: tuple[str, ...] = _option(
+    compare_every: int = option(100, "steps between comparisons of the sites' weights; 0: never", whole_number(0))
+    may_differ: tuple[str, ...] = option(
         (),
         "what may differ between sites: torch, numba, dadplug, kernels, or settings of optimizers such as lr or class; "
         "optimizer stands for all of these",
-        lambda name, value: _check_names(name, value),
+        check_setting_names,
         kind=lambda text: tuple(text.split(",")),
     )
-    timeout: float = _option(
+    timeout: float = option(
         DEFAULT_TIMEOUT,
         "seconds after which a silent site counts as lost",
         check_seconds,
     )
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            if option.metadata["choices"]:
-                _check_choice(option.name, value, option.metadata["choices"])
-            elif option.metadata["check"] is not None:
-                option.metadata["check"](option.name, value)
-            elif not isinstance(value, bool):
-                raise ValueError(f"{option.name} must be True or False, got {value!r}")
-
+        super().__post_init__()
         self._check_merge()
         if self.min_sites is not None:
             self._check_min_sites()
@@ -230,26 +177,6 @@ class Options:
         }
         for refused in [what for what, holds in reasons.items() if holds]:
             raise ValueError(f"{refused} needs all sites in every step: leave min_sites out")
-
-    @classmethod
-    def create(cls, **values: Any) -> Options:
-        """Make options from keyword arguments.
-
-        Raises:
-            ValueError: if a name is unknown, or a value out of its range; the message lists the valid ones.
-        """
-        names = cls.names()
-        for name in values:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
-        return cls(**values)
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the names of all options."""
-        return [option.name for option in dataclasses.fields(cls)]
 
     def bucket_bytes(self, default_mb: float) -> int:
         """Return the payload bytes at which a bucket is full.

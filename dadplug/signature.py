@@ -1,15 +1,135 @@
-"""Signatures derived from dataclasses, so that an option is defined once and every constructor shows it."""
+"""Sets of options, each option defined once: its default, help text and valid values; and signatures that show them."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, TypeVar, get_type_hints
 
+Check = Callable[[str, Any], None]
+"""Function of an option's name and value that raises ValueError if the value is not valid."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Options = TypeVar("_Options", bound="OptionSet")
 _TEXTS: dict[Callable[..., Any], dict[str, str]] = {}  # by decorated function, the help texts of its keywords
+
+
+def option(
+    default: Any,
+    help_text: str,
+    check: Check | None = None,
+    choices: tuple[str, ...] = (),
+    kind: Callable[[str], Any] | None = None,
+) -> Any:
+    """Define an option of an `OptionSet`.
+
+    Args:
+        default: default value.
+        help_text: description for command lines and docstrings.
+        check: raises ValueError for values that are not valid; not needed beside choices and for booleans.
+        choices: valid values, if they are words.
+        kind: converts text of a command line, if the default's type does not.
+    """
+    metadata = {"help": help_text, "check": check, "choices": choices, "kind": kind}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError if a value is not one of the valid ones."""
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
+
+
+def whole_number(least: int, otherwise: str = "", is_other: Callable[[Any], bool] = lambda value: False) -> Check:
+    """Return a check for whole numbers.
+
+    Args:
+        least: the least valid number.
+        otherwise: words for what else is valid, such as "or None".
+        is_other: whether a value is valid though it is no whole number.
+    """
+
+    def check(name: str, value: Any) -> None:
+        if not is_other(value) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            further = otherwise and " " + otherwise
+            raise ValueError(f"{name} must be a whole number of at least {least}{further}, got {value!r}")
+
+    return check
+
+
+def number(description: str, is_valid: Callable[[float], bool], optional: bool = False) -> Check:
+    """Return a check for numbers.
+
+    Args:
+        description: words for the valid ones.
+        is_valid: whether a number is valid.
+        optional: whether None is valid, too.
+    """
+
+    def check(name: str, value: Any) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (optional and value is None) and not (is_number and is_valid(value)):
+            raise ValueError(f"{name} must be {description}, got {value!r}")
+
+    return check
+
+
+def unknown_option(name: str, names: Sequence[str]) -> ValueError:
+    """Return the error for an unknown option, with the valid ones, and the one that may be meant.
+
+    Args:
+        name: the unknown name.
+        names: the valid names.
+    """
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
+
+
+@dataclass(frozen=True)
+class OptionSet:
+    """Options with names, types, defaults, help texts and checks: a base for frozen dataclasses of `option` fields.
+
+    Raises:
+        ValueError: if a value is not valid; the message lists the valid ones.
+    """
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if each.metadata["choices"]:
+                check_choice(each.name, value, each.metadata["choices"])
+            elif each.metadata["check"] is not None:
+                each.metadata["check"](each.name, value)
+            elif not isinstance(value, bool):
+                raise ValueError(f"{each.name} must be True or False, got {value!r}")
+
+    @classmethod
+    def create(cls: type[_Options], **values: Any) -> _Options:
+        """Make options from keyword arguments.
+
+        Raises:
+            ValueError: if a name is unknown, or a value not valid; the message lists the valid ones.
+        """
+        names = cls.names()
+        for name in values:
+            if name not in names:
+                raise cls.unknown(name)
+        return cls(**values)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of all options."""
+        return [each.name for each in dataclasses.fields(cls)]
+
+    @classmethod
+    def unknown(cls, name: str) -> ValueError:
+        """Return the error for an unknown option."""
+        return unknown_option(name, cls.names())
 
 
 def takes_keywords_of(*sources: Any) -> Callable[[_Function], _Function]:

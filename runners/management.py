@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import warnings
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from ..options import Options
-from ..signature import split_keywords
+from ..signature import split_keywords, unknown_option
 
 if TYPE_CHECKING:
     from ..adapm import AdaModel
@@ -109,11 +108,8 @@ def check_names(given: Iterable[str]) -> None:
     """
     names = ["mode", *Management.names(), *(name for name in Options.names() if name != "mode")]
     for name in given:
-        if name in names:
-            continue
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
+        if name not in names:
+            raise unknown_option(name, names)
 
 
 def embeddings_of(owner: str, model: nn.Module, optimizers: list[Any]) -> Any:

@@ -6,7 +6,9 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
-from dadplug.signature import takes_keywords_of
+import pytest
+
+from dadplug.signature import OptionSet, number, option, takes_keywords_of, whole_number
 
 
 @dataclass
@@ -52,3 +54,29 @@ def test_a_function_is_a_definition_too():
 def test_the_function_itself_gets_what_is_given():
     assert make_door("front", coats=3) == "front 2.0 [('coats', 3)]"
     assert make_door("front", unknown=1) == "front 2.0 [('unknown', 1)]"
+
+
+@dataclass(frozen=True)
+class Walls(OptionSet):
+    colour: str = option("red", "colour", choices=("red", "blue"))
+    height: float = option(2.5, "height", number("a positive number", lambda value: value > 0))
+    doors: int | None = option(None, "doors", whole_number(1, "or None", lambda value: value is None))
+    smooth: bool = option(True, "smooth")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"colour": "green"}, "unknown colour 'green'; valid ones are 'red', 'blue'"),
+        ({"height": -1}, "height must be a positive number, got -1"),
+        ({"height": True}, "height must be a positive number, got True"),
+        ({"doors": 0}, "doors must be a whole number of at least 1 or None, got 0"),
+        ({"smooth": 1}, "smooth must be True or False, got 1"),
+        ({"colours": "red"}, r"unknown option 'colours' \(did you mean 'colour'\?\); valid options are colour, height"),
+        ({"zzz": 1}, "unknown option 'zzz'; valid options are"),
+    ],
+)
+def test_a_set_of_options_checks_values_and_names(values, message):
+    assert Walls.create(height=1, doors=2).doors == 2
+    with pytest.raises(ValueError, match=message):
+        Walls.create(**values)

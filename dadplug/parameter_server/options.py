@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..options import Options
+from ..signature import OptionSet, option
 from .rules import Rules, check_deal, check_mode, make_rules
 
 _REDUCTION = {option.name: option for option in dataclasses.fields(Options)}
 _OWN = ("staleness", "quorum", "gather", "late", "deal")  # not those of a reduction
 
 
-def _option(default: Any, help_text: str) -> Any:
-    return field(default=default, metadata={"help": help_text})
-
-
 def _as_in_reductions(name: str) -> Any:
     """Define an option that a gradient reduction has, too."""
-    return _option(_REDUCTION[name].default, _REDUCTION[name].metadata["help"])
+    return option(_REDUCTION[name].default, _REDUCTION[name].metadata["help"])
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(OptionSet):
     """Options of `dadplug.ParameterServer`, its strategy and its runner.
 
     Raises:
         ValueError: if a value is not valid; the message lists the valid ones.
     """
 
-    mode: str = _option("rankdad", "how gradients are encoded: dsgd, dad or rankdad")
-    staleness: int = _option(8, "largest number of versions by which a gradient may be late; 0: synchronous steps")
-    quorum: int = _option(1, "number of sites whose gradients make a commit; 1 for asynchronous steps")
-    gather: float = _option(
+    mode: str = option("rankdad", "how gradients are encoded: dsgd, dad or rankdad")
+    staleness: int = option(8, "largest number of versions by which a gradient may be late; 0: synchronous steps")
+    quorum: int = option(1, "number of sites whose gradients make a commit; 1 for asynchronous steps")
+    gather: float = option(
         0.75,
         "largest part of a site's step for which its gradient waits for those of other sites that are expected, to be "
         "committed together; 0: not at all",
     )
-    late: str = _option(
+    late: str = option(
         "scale",
         "treatment of a gradient that is t > 0 versions late: scale (learning rate times 1 / (1 + t)), keep, or drop "
         "(above the staleness; then no site waits)",
     )
-    deal: str = _option(
+    deal: str = option(
         "own",
         "data of loaders that server.loader() returns: own (of each site; a fast site makes further passes), or shared "
         "(one data set, whose batches are handed out on demand)",
     )
-    site_timeout: float = _option(30.0, "seconds of silence after which a site counts as lost; the others go on")
+    site_timeout: float = option(30.0, "seconds of silence after which a site counts as lost; the others go on")
     rank: int = _as_in_reductions("rank")
     iterations: int = _as_in_reductions("iterations")
     tolerance: float = _as_in_reductions("tolerance")
@@ -60,7 +56,7 @@ class ServerOptions:
     may_differ: tuple[str, ...] = _as_in_reductions("may_differ")
     dense: str = _as_in_reductions("dense")
     share_inputs: bool = _as_in_reductions("share_inputs")
-    sync_batchnorm: bool = _option(
+    sync_batchnorm: bool = option(
         False,
         "normalise by the statistics of all sites' rows: of other sites, those that they have committed last; with a "
         "quorum of all sites where these are not equally fast",
@@ -84,19 +80,8 @@ class ServerOptions:
         return Options(**{name: value for name, value in vars(self).items() if name not in _OWN})
 
     @classmethod
-    def create(cls, **values: Any) -> ServerOptions:
-        """Make options from keyword arguments.
-
-        Raises:
-            ValueError: if a name is unknown, or a value not valid; the message lists the valid ones.
-        """
-        names = [option.name for option in dataclasses.fields(cls)]
-        for name in values:
-            if name in names:
-                continue
-            if name in _REDUCTION:
-                raise ValueError(f"a ParameterServer has no option {name!r}; valid options are {', '.join(names)}")
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
-        return cls(**values)
+    def unknown(cls, name: str) -> ValueError:
+        """Return the error for an unknown option, or for one that only a gradient reduction has."""
+        if name in _REDUCTION:
+            return ValueError(f"a ParameterServer has no option {name!r}; valid options are {', '.join(cls.names())}")
+        return super().unknown(name)
