@@ -27,42 +27,42 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .cores import available_cores
+from .signature import OptionSet, option
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _SOURCES = ("lowrank/*.py", "fused/*.py", "schedules.py")  # that the constants belong to
 FOLDER_VARIABLE = "DADPLUG_TUNING"
 _FORMAT = 1
 _LARGEST = 1 << 20  # bytes of a file
-_OFF = ("0", "off", "no", "false")
-
 Group = TypeVar("Group", bound="Constants")
+_OFF = ("0", "off", "no", "false")
 
 
 def _constant(default: Any, low: float, high: float) -> Any:
-    """Define a number with its default and the range of its valid values."""
-    return field(default=default, metadata={"low": low, "high": high})
+    """Define a number with its default and the range of its valid values; its type is that of the default."""
+    wanted = type(default)
+
+    def check(name: str, value: Any) -> None:
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise ValueError(f"{name} must be of type {wanted.__name__}, got {value!r}")
+        if not low <= value <= high:
+            raise ValueError(f"{name} must lie in {low:g} to {high:g}, got {value!r}")
+
+    return option(default, "", check)
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be of type str, got {value!r}")
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(OptionSet):
     """Base of a group of constants.
 
     Raises:
         ValueError: if a value has another type than the default, or is out of its range.
     """
-
-    def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            value, wanted = getattr(self, each.name), type(each.default)
-            if type(value) is not wanted and not (wanted is float and type(value) is int):
-                raise ValueError(f"{each.name} must be of type {wanted.__name__}, got {value!r}")
-            choices = each.metadata.get("choices")
-            if choices is not None and value not in choices:
-                raise ValueError(f"{each.name} must be one of {', '.join(choices)}, got {value!r}")
-            if "low" in each.metadata and not each.metadata["low"] <= value <= each.metadata["high"]:
-                raise ValueError(
-                    f"{each.name} must lie in {each.metadata['low']:g} to {each.metadata['high']:g}, got {value!r}"
-                )
 
     @classmethod
     def of(cls: type[Group], values: Any) -> Group:
@@ -73,9 +73,7 @@ class Constants:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"expected names and values, got {type(values).__name__}")
-        if unknown := set(values) - {each.name for each in dataclasses.fields(cls)}:
-            raise ValueError(f"unknown constants: {', '.join(sorted(map(str, unknown)))}")
-        return cls(**values)
+        return cls.create(**values)
 
     def values(self) -> dict[str, Any]:
         """Return the values by name."""
@@ -137,10 +135,10 @@ class Serving(Constants):
         shape: shape of one input, such as ``"3,224,224"``.
     """
 
-    backend: str = field(default="eager", metadata={"choices": ("eager", "compiled", "onnxruntime")})
-    channels_last: bool = False
-    fused: bool = False
-    shape: str = ""
+    backend: str = option("eager", "", choices=("eager", "compiled", "onnxruntime"))
+    channels_last: bool = option(False, "")
+    fused: bool = option(False, "")
+    shape: str = option("", "", _check_text)
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,8 @@ class Task(ABC):
         self.default = default
 
     @abstractmethod
-    def prepare(self, config: Config) -> Callable[[], object]:
-        """Return a call that does the work with a configuration."""
+    def calls(self, config: Config) -> list[Callable[[], object]]:
+        """Prepare the work with a configuration, and return the calls that do it."""
 
     def prior(self, config: Config) -> float:
         """Return the seconds that an analytic cost model predicts, up to a factor that is the same for all."""
@@ -128,7 +128,7 @@ class Timer:
     def __init__(self, samples: int = 5, clock: Callable[[], float] = time.perf_counter) -> None:
         self._samples = samples
         self._clock = clock
-        self._calls: dict[tuple[int, Config], tuple[Callable[[], object], int]] = {}
+        self._calls: dict[tuple[int, Config], tuple[list[Callable[[], object]], int]] = {}
 
     def __call__(self, task: Task, config: Config) -> float:
         """Return the seconds of the task's work."""
@@ -140,25 +140,24 @@ class Timer:
 
     def sample(self, task: Task, config: Config, count: int) -> float:
         """Return the median of some samples."""
-        call, repeats = self._prepared(task, config)
-        times = []
-        for _ in range(count):
-            start = self._clock()
-            for _ in range(repeats):
-                call()
-            times.append((self._clock() - start) / repeats)
-        return statistics.median(times)
+        calls, repeats = self._prepared(task, config)
+        return statistics.median(self._seconds(calls, repeats) for _ in range(count))
 
-    def _prepared(self, task: Task, config: Config) -> tuple[Callable[[], object], int]:
+    def _prepared(self, task: Task, config: Config) -> tuple[list[Callable[[], object]], int]:
         key = id(task), config
         if key not in self._calls:
-            call = task.prepare(config)
-            call()
-            start = self._clock()
-            call()
-            took = self._clock() - start
-            self._calls[key] = call, min(1000, max(1, round(_SHORTEST / took))) if took > 0 else 1
+            calls = task.calls(config)
+            self._seconds(calls, 1)
+            took = self._seconds(calls, 1)
+            self._calls[key] = calls, min(1000, max(1, round(_SHORTEST / took))) if took > 0 else 1
         return self._calls[key]
+
+    def _seconds(self, calls: Sequence[Callable[[], object]], repeats: int) -> float:
+        start = self._clock()
+        for _ in range(repeats):
+            for call in calls:
+                call()
+        return (self._clock() - start) / repeats
 
 
 class RuntimeModel:
@@ -176,11 +175,10 @@ class RuntimeModel:
 
     def fit(self, measured: dict[Config, float]) -> None:
         """Fit the model to seconds by configuration."""
-        inputs = np.stack([self._features(config) for config in measured])
+        inputs, priors = self._known_of(list(measured))
         self._inputs = inputs
         self._mean, spread = inputs.mean(0), inputs.std(0)
         self._spread = np.where(spread > 0, spread, 1.0)
-        priors = np.array([self._prior(config) for config in measured])
         self._mean_prior = priors.mean()
         terms = self._terms(inputs, priors)
         targets = np.log(np.array(list(measured.values()))) - priors
@@ -199,8 +197,7 @@ class RuntimeModel:
             explore: from 0 to 1, how much lower the seconds of configurations far from all measured ones are taken.
         """
         assert self._weights is not None
-        inputs = np.stack([self._features(config) for config in configs])
-        priors = np.array([self._prior(config) for config in configs])
+        inputs, priors = self._known_of(configs)
         found: Vector = self._terms(inputs, priors) @ self._weights + priors
         for feature, threshold, below, above in self._stumps:
             found += np.where(inputs[:, feature] <= threshold, below, above)
@@ -209,14 +206,13 @@ class RuntimeModel:
             found -= explore * _TIMID * np.sqrt((gaps**2).sum(2)).min(1)
         return found
 
-    def _features(self, config: Config) -> Vector:
-        if config not in self._known:
-            self._known[config] = self._task.space.features(config), float(np.log(self._task.prior(config)))
-        return self._known[config][0]
-
-    def _prior(self, config: Config) -> float:
-        self._features(config)
-        return self._known[config][1]
+    def _known_of(self, configs: Sequence[Config]) -> tuple[Vector, Vector]:
+        """Return the features of configurations, one in a row, and the logarithms of their analytic costs."""
+        for config in configs:
+            if config not in self._known:
+                self._known[config] = self._task.space.features(config), float(np.log(self._task.prior(config)))
+        features, priors = zip(*(self._known[config] for config in configs), strict=True)
+        return np.stack(features), np.array(priors)
 
     def _terms(self, inputs: Vector, priors: Vector) -> Vector:
         """Return 1, the analytic cost, which may be wrong, the features, their squares and products."""

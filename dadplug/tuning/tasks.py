@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -60,17 +60,16 @@ MNIST_NET = [Layer(2048, 784, 16), Layer(1024, 2048, 16), Layer(512, 1024, 16), 
 """Layers of MNISTNet with a batch of 16, for a start without a model."""
 
 
-@functools.cache
+@cache
 def random_rows(count: int, width: int, seed: int) -> Tensor:
     """Return random rows, of shape (count, width), the same ones at each call."""
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-def _payloads(layer: Layer, rows: int) -> list[FactorPayload]:
-    return [
-        FactorPayload(random_rows(rows, layer.out, 2 * site), random_rows(rows, layer.width, 2 * site + 1))
-        for site in range(_SITES)
-    ]
+def _factors(layer: Layer, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the left and the right factors of the sites."""
+    lefts = [random_rows(rows, layer.out, 2 * site) for site in range(_SITES)]
+    return lefts, [random_rows(rows, layer.width, 2 * site + 1) for site in range(_SITES)]
 
 
 class ProductTask(Task):
@@ -90,19 +89,10 @@ class ProductTask(Task):
         super().__init__("sum of low-rank factors", Space(values), (default.few, default.strip))
         self._layers, self._counts = layers, counts
 
-    def prepare(self, config: Config) -> Callable[[], object]:
+    def calls(self, config: Config) -> list[Callable[[], object]]:
         constants = replace(Decoding(), **self.space.named(config))
-        work = []
-        for layer in self._layers:
-            for count in self._counts:
-                each = _payloads(layer, max(1, count // _SITES))
-                work.append(([one.left for one in each], [one.right for one in each]))
-
-        def run() -> None:
-            for lefts, rights in work:
-                sum_of_products(lefts, rights, [0.5] * _SITES, constants)
-
-        return run
+        work = [_factors(layer, max(1, count // _SITES)) for layer in self._layers for count in self._counts]
+        return [partial(sum_of_products, lefts, rights, [0.5] * _SITES, constants) for lefts, rights in work]
 
     def prior(self, config: Config) -> float:
         few, strip = config
@@ -132,15 +122,9 @@ class BlockTask(Task):
         super().__init__("sum of whole factors", space, (default.block, default.align))
         self._layers = layers
 
-    def prepare(self, config: Config) -> Callable[[], object]:
+    def calls(self, config: Config) -> list[Callable[[], object]]:
         constants = replace(Decoding(), **self.space.named(config))
-        work = [_payloads(layer, layer.rows) for layer in self._layers]
-
-        def run() -> None:
-            for each in work:
-                sum_one_by_one([one.left for one in each], [one.right for one in each], constants)
-
-        return run
+        return [partial(sum_one_by_one, *_factors(layer, layer.rows), constants) for layer in self._layers]
 
     def prior(self, config: Config) -> float:
         block, align = config
@@ -166,10 +150,13 @@ class TileTask(Task):
         super().__init__("fused optimizer step", Space(values), (default.tile, default.narrow))
         self._layers, self._rank = layers, rank
 
-    def prepare(self, config: Config) -> Callable[[], object]:
+    def calls(self, config: Config) -> list[Callable[[], object]]:
         constants = replace(Decoding(), **self.space.named(config))
         weights = [nn.Parameter(torch.zeros(layer.out, layer.width)) for layer in self._layers]
-        payloads = [_payloads(layer, self._rank or layer.rows) for layer in self._layers]
+        payloads = [
+            [FactorPayload(*pair) for pair in zip(*_factors(layer, self._rank or layer.rows), strict=True)]
+            for layer in self._layers
+        ]
         optimizer = torch.optim.SGD(weights, lr=0.0, momentum=0.9)
 
         def run() -> None:
@@ -179,7 +166,7 @@ class TileTask(Task):
             }
             apply_products(optimizer, products)
 
-        return run
+        return [run]
 
     def prior(self, config: Config) -> float:
         rows = _SITES * (self._rank or max(layer.rows for layer in self._layers))
@@ -198,16 +185,14 @@ class TopKTask(Task):
         super().__init__("largest numbers of a gradient", Space({"coarse": tuple(range(8, 23))}), (default.coarse,))
         self._sizes = sizes
 
-    def prepare(self, config: Config) -> Callable[[], object]:
+    def calls(self, config: Config) -> list[Callable[[], object]]:
         record = replace(current(), encoding=replace(Encoding(), **self.space.named(config)))
-        work = [random_rows(1, size, 0)[0] for size in self._sizes]
 
-        def run() -> None:
+        def run(values: Tensor) -> None:
             with replaced(record):
-                for values in work:
-                    top_k(values, len(values) // 100)
+                top_k(values, len(values) // 100)
 
-        return run
+        return [partial(run, random_rows(1, size, 0)[0]) for size in self._sizes]
 
     def prior(self, config: Config) -> float:
         bins: int = (1 << config[0]) + (1 << (31 - config[0]))
@@ -304,13 +289,13 @@ class AlgorithmTask(Task):
         super().__init__("algorithms of compression", space, (0, _NAMES[0]))
         self.constants = default
 
-    def prepare(self, config: Config) -> Callable[[], object]:
+    def calls(self, config: Config) -> list[Callable[[], object]]:
         case, algorithm = self.cases[config[0]], config[1]
         deltas, activations = random_rows(case.rows, case.out, 0), random_rows(case.rows, case.width, 1)
         # A warm start, as in training.
         start = torch.mm(random_rows(case.k, case.rows, 2), activations)
         search = Search(_ITERATIONS, 0.0, None, start, 0)
-        return lambda: ALGORITHMS[algorithm](Operator(deltas, activations), case.k, search)
+        return [lambda: ALGORITHMS[algorithm](Operator(deltas, activations), case.k, search)]
 
     def prior(self, config: Config) -> float:
         return 1e-6 * predict(*self.cases[config[0]], _ITERATIONS, self.constants)[config[1]]
@@ -338,14 +323,8 @@ class ChoiceTask(Task):
         cases = range(len(self._algorithms.cases))
         return [self._algorithms.choice(case, self._constants[config[0]]) for case in cases]
 
-    def prepare(self, config: Config) -> Callable[[], object]:
-        calls = [self._algorithms.prepare(each) for each in self.chosen(config)]
-
-        def run() -> None:
-            for call in calls:
-                call()
-
-        return run
+    def calls(self, config: Config) -> list[Callable[[], object]]:
+        return [call for each in self.chosen(config) for call in self._algorithms.calls(each)]
 
 
 def fit_rates(task: AlgorithmTask, seconds: Mapping[Config, float]) -> Encoding:
@@ -431,14 +410,8 @@ class ServingTask(Task):
         """Return the way that a configuration stands for."""
         return self._ways[config[0]]
 
-    def prepare(self, config: Config) -> Callable[[], object]:
-        run = self._runs[config[0]]
-
-        def compute() -> None:
-            for batch in self._batches:
-                run(batch)
-
-        return compute
+    def calls(self, config: Config) -> list[Callable[[], object]]:
+        return [partial(self._runs[config[0]], batch) for batch in self._batches]
 
     def prior(self, config: Config) -> float:
         way = self._ways[config[0]]

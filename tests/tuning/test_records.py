@@ -88,7 +88,7 @@ def of_machine(**entries):
         (changed(decoding={"few": True}), "few must be of type int"),
         (changed(decoding={"few": -4}), "few must lie in"),
         (changed(decoding={"tile": 0}), "tile must lie in"),
-        (changed(decoding={"other": 1}), "unknown constants: other"),
+        (changed(decoding={"other": 1}), "unknown option 'other'"),
         (changed(encoding={"fat": float("nan")}), "fat must lie in"),
         (of_machine(cpu="another"), "cpu 'another' instead of"),
         (of_machine(torch="1.0"), "torch '1.0' instead of"),

@@ -18,7 +18,7 @@ class FormulaTask(Task):
         super().__init__("formula", space, default or space.configs()[0])
         self.seconds, self._prior = seconds, prior
 
-    def prepare(self, config):
+    def calls(self, config):
         raise AssertionError("nothing is run")
 
     def prior(self, config):
