@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
+from .deadline import Deadline
 from .failure_reports import PeerNames
 from .framing import TaggedMessage, TaggedSockets, mismatch
 from .group_transport import GroupTransport
@@ -43,12 +44,13 @@ class Job:
         steps: the steps, at least one.
 
     Attributes:
+        steps: those that are left.
         error: exception of a step; the steps after it are skipped.
     """
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.error: BaseException | None = None
-        self._steps = list(steps)
+        self.steps = list(steps)
         self._over = threading.Event()
 
     @property
@@ -73,22 +75,15 @@ class Job:
             raise self.error
         return over
 
-    def run_next(self) -> str | None:
-        """Run a step; return the name of the worker thread of the next one, None at the end."""
+    def run_next(self) -> None:
+        """Run a step."""
         try:
-            self._steps.pop(0)[1]()
+            self.steps.pop(0)[1]()
         except BaseException as error:
             self.error = error
-            self._steps.clear()
-        if self._steps:
-            return self._steps[0][0]
-        self._over.set()
-        return None
-
-    @property
-    def first(self) -> str:
-        """Name of the worker thread of the first step."""
-        return self._steps[0][0]
+            self.steps.clear()
+        if not self.steps:
+            self._over.set()
 
 
 class WorkerThreads:
@@ -106,10 +101,11 @@ class WorkerThreads:
             steps: the steps, each with the name of its worker thread.
         """
         job = Job(steps)
-        self._put(job.first, job)
+        self._put(job)
         return job
 
-    def _put(self, name: str, job: Job) -> None:
+    def _put(self, job: Job) -> None:
+        name = job.steps[0][0]
         with self._lock:
             if name not in self._queues:
                 self._queues[name] = SimpleQueue()
@@ -121,9 +117,9 @@ class WorkerThreads:
     def _run(self, name: str) -> None:
         queue = self._queues[name]
         while (job := queue.get()) is not None:
-            following = job.run_next()
-            if following is not None:
-                self._put(following, job)
+            job.run_next()
+            if job.steps:
+                self._put(job)
             del job  # it holds the transport, which is collected when nobody uses it
 
     def close(self, seconds: float) -> bool:
@@ -137,10 +133,10 @@ class WorkerThreads:
         """
         for queue in self._queues.values():
             queue.put(None)
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+                thread.join(deadline.left)
         return not any(thread.is_alive() for thread in self._threads)
 
 
@@ -254,8 +250,8 @@ class NodeMessages(Transport):
                     if (found := self.sites.found_lost()) is not None:
                         raise found
         except _Lost as lost:
-            deadline = time.monotonic() + _CHECK_SECONDS
-            while lost.peer is None and time.monotonic() < deadline:  # the reports of others name it
+            deadline = Deadline(_CHECK_SECONDS)
+            while lost.peer is None and not deadline.over:  # the reports of others name it
                 if (found := self.sites.found_lost()) is not None:
                     raise found from lost.error
                 time.sleep(_CHECK_SECONDS / 10)

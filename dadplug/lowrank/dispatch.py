@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 import warnings
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,49 +64,31 @@ _EIGH_BY_LAPACK = 48  # rows from which LAPACK diagonalises faster than the kern
 _GRAM_BY_LAPACK = 80  # and from which it does so where the matrix has to be computed first
 
 
-class Kernels(Protocol):
-    """Kernels on blocks of rows that `compress` uses."""
-
-    def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Orthonormalise rows; return the block that holds them, the given one or scratch, and their number.
-
-        Rows that depend on others become zero and move to the end, and do not count. With NaN or Inf among them, and
-        on CUDA, all count.
-        """
-
-    def eigh(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Diagonalise a small symmetric matrix: eigenvalues in double, largest first, and eigenvectors as rows.
-
-        With NaN or Inf in the matrix, or if no algorithm converges, both are NaN.
-        """
-
-    def gram_vectors(self, of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
-        """See `kernels.gram_vectors`; NaN where no algorithm converges."""
-
-    def quantise(self, rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
-        """See `packing.quantise`."""
-
-    def dequantise(self, quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
-        """See `packing.dequantise`."""
-
-    def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
-        """Find the elements of largest magnitude, as many as the results hold; see `packing.top_k`."""
-
-    def product(self, left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
-        """See `kernels.product`."""
-
-
 class NumbaKernels:
-    """Kernels by numba, on the memory of contiguous CPU tensors without a copy; large products by BLAS."""
+    """Kernels by numba, on the memory of contiguous CPU tensors without a copy; large products by BLAS.
+
+    The module `portable` has the same functions, which say what the kernels do. Those that are not among the methods
+    are functions of the module `kernels`, called with tensors.
+
+    Raises:
+        Exception: if numba cannot run here.
+    """
 
     def __init__(self) -> None:
         from . import kernels
 
         self._kernels = kernels
+        kernels.unit_rows(torch.ones(1, 1).numpy())
 
-    def try_out(self) -> None:
-        """Run the smallest kernel, to raise an error if numba cannot run here."""
-        self._kernels.unit_rows(torch.ones(1, 1).numpy())
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(self._kernels, name)
+
+        def on_tensors(*args: Any) -> Any:
+            # What is written to has been checked to be contiguous, so that only arguments that are read are copied.
+            return kernel(*(arg.detach().contiguous().numpy() if isinstance(arg, Tensor) else arg for arg in args))
+
+        setattr(self, name, on_tensors)
+        return on_tensors
 
     def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
         self._kernels.unit_rows(rows.numpy())
@@ -140,11 +122,16 @@ class NumbaKernels:
             cut = self._kernels.gram_vectors(of_deltas.numpy(), of_activations.numpy(), jitter, found.numpy())
         return portable.gram_vectors(of_deltas, of_activations, jitter, found) if math.isnan(cut) else cut
 
+    # In every step, and given contiguous tensors: without the calls of `__getattr__`.
+
     def quantise(self, rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
         self._kernels.quantise(rows.numpy(), quantised.numpy(), scales.numpy())
 
     def dequantise(self, quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
         self._kernels.dequantise(quantised.numpy(), scales.numpy(), rows.numpy())
+
+    def product(self, left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
+        self._kernels.product(left.numpy(), right.numpy(), result.numpy(), strip)
 
     def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
         if values.dtype == torch.float32:
@@ -152,24 +139,24 @@ class NumbaKernels:
         else:
             portable.top_k(values, indices, found)
 
-    def product(self, left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
-        self._kernels.product(left.numpy(), right.numpy(), result.numpy(), strip)
+    def unique(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        found, inverse = keys.new_empty(keys.shape), keys.new_empty(keys.shape)
+        count = self._kernels.unique(keys.contiguous().numpy(), inverse.numpy(), found.numpy())
+        return found[:count], inverse
 
 
-def kernels_for(tensor: Tensor) -> Kernels:
+def kernels_for(tensor: Tensor) -> Any:
     """Choose the kernels for a tensor's device."""
     return portable if tensor.device.type != "cpu" else cpu_kernels()
 
 
 @functools.cache
-def cpu_kernels() -> Kernels:
+def cpu_kernels() -> Any:
     """Load the kernels of the CPU; each is compiled at its first call on a machine, and cached on disk."""
     try:
-        kernels = NumbaKernels()
-        kernels.try_out()
-        return kernels
+        return NumbaKernels()
     except Exception as error:
-        warnings.warn(f"numba cannot run here ({error}): low-rank compression uses torch, more slowly", stacklevel=3)
+        warnings.warn(f"numba cannot run here ({error}): torch takes its place, more slowly", stacklevel=3)
         return portable
 
 

@@ -1,4 +1,4 @@
-"""Kernels in torch, for CUDA tensors, half precision, and where numba cannot run; see `dispatch.Kernels`."""
+"""Kernels in torch, for CUDA tensors, half precision, and where numba cannot run; see `kernels` for the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}  # what is left of a uni
 
 
 def orthonormalise(rows: Tensor) -> tuple[Tensor, int]:
-    """Make rows orthonormal in place, by QR; see `dispatch.Kernels.orthonormalise`.
+    """Orthonormalise rows; return the block that holds them, and their number. Here the block is the given one.
 
-    On CUDA all rows count, and no value is read back: a dependent row becomes some direction orthogonal to the others.
+    Rows that depend on others become zero and move to the end, and do not count. With NaN or Inf among them, and on
+    CUDA, all count. There no value is read back: a dependent row becomes some direction orthogonal to the others.
     """
     lengths = rows.double().norm(dim=1, keepdim=True)
     rows.div_(torch.where(lengths > 0, lengths, 1.0))
@@ -50,7 +51,10 @@ def gram_schmidt(rows: Tensor) -> Tensor:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Diagonalise a small symmetric matrix by LAPACK; see `dispatch.Kernels.eigh`."""
+    """Diagonalise a small symmetric matrix by LAPACK: eigenvalues in double, largest first, and eigenvectors as rows.
+
+    With NaN or Inf in the matrix, or if LAPACK does not converge, both are NaN.
+    """
     matrix = matrix.double()
     if bool(torch.isfinite(matrix).all()):
         with suppress(LinAlgError):

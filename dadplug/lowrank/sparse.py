@@ -7,84 +7,15 @@ Sums over duplicates run in the order of the arguments, so that the same call gi
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import portable
-
-
-class RowKernels(Protocol):
-    """Kernels that this module dispatches to; `kernels` describes them."""
-
-    def first_outside(self, rows: Tensor, count: int) -> int: ...
-
-    def gather(self, table: Tensor, rows: Tensor, out: Tensor) -> None: ...
-
-    def scatter_add(self, table: Tensor, rows: Tensor, deltas: Tensor, scale: float) -> None: ...
-
-    def unique(self, keys: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def sum_by(self, inverse: Tensor, deltas: Tensor, sums: Tensor) -> None: ...
-
-    def adagrad(
-        self, weights: Tensor, sums: Tensor, rows: Tensor, gradients: Tensor, lr: float, eps: float
-    ) -> None: ...
-
-    def rowwise_adagrad(
-        self, weights: Tensor, sums: Tensor, rows: Tensor, gradients: Tensor, lr: float, eps: float
-    ) -> None: ...
-
-    def adam(
-        self,
-        weights: Tensor,
-        averages: Tensor,
-        squares: Tensor,
-        rows: Tensor,
-        gradients: Tensor,
-        rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-    ) -> None: ...
-
-
-class _NumbaRows:
-    """Kernels by numba, on the memory of contiguous CPU tensors without a copy."""
-
-    def __init__(self) -> None:
-        from . import kernels
-
-        self._kernels = kernels
-
-    def __getattr__(self, name: str) -> Any:
-        kernel = getattr(self._kernels, name)
-
-        def on_tensors(*args: Any) -> Any:
-            # What is written to has been checked to be contiguous, so that only arguments that are read are copied.
-            return kernel(*(arg.detach().contiguous().numpy() if isinstance(arg, Tensor) else arg for arg in args))
-
-        setattr(self, name, on_tensors)
-        return on_tensors
-
-    def unique(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        found, inverse = keys.new_empty(keys.shape), keys.new_empty(keys.shape)
-        count = self._kernels.unique(keys.contiguous().numpy(), inverse.numpy(), found.numpy())
-        return found[:count], inverse
-
-
-@functools.cache
-def cpu_row_kernels() -> RowKernels:
-    """Load the kernels of the CPU; each is compiled at its first call on a machine, and cached on disk."""
-    try:
-        return _NumbaRows()
-    except Exception as error:
-        warnings.warn(f"numba cannot run here ({error}): operations on rows use torch, more slowly", stacklevel=4)
-        return portable
+from .dispatch import kernels_for
 
 
 def gather(table: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -106,9 +37,7 @@ def gather(table: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty((rows.numel(), table.shape[1]), dtype=table.dtype, device=table.device)
     else:
-        _check_rows("out", out, table, rows)
-        if not out.is_contiguous():
-            raise ValueError("out must be contiguous, since it is written in place")
+        _check_like("out", out, table, (*rows.shape, table.shape[1]), in_place=True)
     kernels.gather(table.detach(), rows, out)
     return out
 
@@ -126,8 +55,8 @@ def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: if the keys are not a vector of int64.
     """
     _check_keys("keys", keys)
-    kernels = cpu_row_kernels() if keys.device.type == "cpu" else portable
-    return kernels.unique(keys)
+    found: tuple[Tensor, Tensor] = kernels_for(keys).unique(keys)
+    return found
 
 
 def sum_duplicates(keys: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +100,7 @@ def scatter_add(table: Tensor, rows: Tensor, deltas: Tensor, *, scale: float = 1
         IndexError: if a row lies outside of the table.
     """
     kernels = _check(table, rows)
-    _check_rows("deltas", deltas, table, rows)
+    _check_like("deltas", deltas, table, (*rows.shape, table.shape[1]))
     kernels.scatter_add(table.detach(), rows, deltas.detach(), scale)
 
 
@@ -193,7 +122,7 @@ def adagrad(
         IndexError: if a row lies outside of the table.
     """
     kernels, rows, gradients = _check_step(weights, rows, gradients, lr, eps)
-    _check_state("sums", sums, weights, weights.shape)
+    _check_like("sums", sums, weights, weights.shape, in_place=True)
     kernels.adagrad(weights.detach(), sums, rows, gradients, lr, eps)
 
 
@@ -215,7 +144,7 @@ def rowwise_adagrad(
         IndexError: if a row lies outside of the table.
     """
     kernels, rows, gradients = _check_step(weights, rows, gradients, lr, eps)
-    _check_state("sums", sums, weights, weights.shape[:1])
+    _check_like("sums", sums, weights, weights.shape[:1], in_place=True)
     kernels.rowwise_adagrad(weights.detach(), sums, rows, gradients, lr, eps)
 
 
@@ -255,17 +184,17 @@ def adam(
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must lie in 0 to 1, got {betas}")
     kernels, rows, gradients = _check_step(weights, rows, gradients, lr, eps)
-    _check_state("averages", averages, weights, weights.shape)
-    _check_state("squares", squares, weights, weights.shape)
+    _check_like("averages", averages, weights, weights.shape, in_place=True)
+    _check_like("squares", squares, weights, weights.shape, in_place=True)
     correction = math.sqrt(1 - betas[1] ** step)
     rate = lr * correction / (1 - betas[0] ** step)
     eps = eps if sparse else eps * correction
     kernels.adam(weights.detach(), averages, squares, rows, gradients, rate, *betas, eps)
 
 
-def _kernels_for(tensor: Tensor) -> RowKernels:
+def _kernels_for(tensor: Tensor) -> Any:
     if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64):
-        return cpu_row_kernels()
+        return kernels_for(tensor)
     return portable
 
 
@@ -277,7 +206,7 @@ def _check_keys(name: str, keys: Tensor) -> None:
         )
 
 
-def _check(table: Tensor, rows: Tensor) -> RowKernels:
+def _check(table: Tensor, rows: Tensor) -> Any:
     _check_keys("rows", rows)
     if table.dim() != 2 or not table.is_floating_point() or not table.is_contiguous():
         raise ValueError(
@@ -293,32 +222,22 @@ def _check(table: Tensor, rows: Tensor) -> RowKernels:
     return kernels
 
 
-def _check_rows(name: str, given: Tensor, table: Tensor, rows: Tensor) -> None:
-    shape = (rows.shape[0], table.shape[1])
-    if given.shape != shape or given.dtype != table.dtype or given.device != table.device:
+def _check_like(name: str, given: Tensor, like: Tensor, shape: Sequence[int], in_place: bool = False) -> None:
+    """Check the shape of a tensor, and that it has the type and the device of another one."""
+    if given.shape != tuple(shape) or given.dtype != like.dtype or given.device != like.device:
         raise ValueError(
-            f"{name} must be {shape[0]} x {shape[1]} {table.dtype} on {table.device}, got "
+            f"{name} must be {tuple(shape)} {like.dtype} on {like.device}, got "
             f"{tuple(given.shape)} {given.dtype} on {given.device}"
         )
+    if in_place and not given.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, since memory is written in place")
 
 
-def _check_state(name: str, state: Tensor, weights: Tensor, shape: torch.Size) -> None:
-    if state.shape != shape or state.dtype != weights.dtype or state.device != weights.device:
-        raise ValueError(
-            f"{name} must be {tuple(shape)} {weights.dtype} on {weights.device}, got "
-            f"{tuple(state.shape)} {state.dtype} on {state.device}"
-        )
-    if not state.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, since they change in place")
-
-
-def _check_step(
-    weights: Tensor, rows: Tensor, gradients: Tensor, lr: float, eps: float
-) -> tuple[RowKernels, Tensor, Tensor]:
+def _check_step(weights: Tensor, rows: Tensor, gradients: Tensor, lr: float, eps: float) -> tuple[Any, Tensor, Tensor]:
     """Check the arguments that all optimizers share, and sum the gradients of equal rows."""
     if lr < 0 or eps < 0:
         raise ValueError(f"lr and eps must be at least 0, got {lr} and {eps}")
     kernels = _check(weights, rows)
-    _check_rows("gradients", gradients, weights, rows)
+    _check_like("gradients", gradients, weights, (*rows.shape, weights.shape[1]))
     rows, gradients = sum_duplicates(rows, gradients)
     return kernels, rows, gradients.detach()

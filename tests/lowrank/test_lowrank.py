@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dadplug.lowrank import Carry, compress, compress_matrix, dispatch, portable, squared_norm, warmup
+from dadplug.lowrank import Carry, compress, compress_matrix, dispatch, portable, sparse, squared_norm, warmup
 from dadplug.lowrank.algorithms import ALGORITHMS
 
 compress_module = importlib.import_module("dadplug.lowrank.compress")
@@ -348,6 +348,7 @@ def test_without_numba_torch_does_the_work(monkeypatch):
         with pytest.warns(UserWarning, match="numba cannot run here"):
             warmup()
         assert compress(*factors(6, 9, 7), rank=2).effective_rank == 2
+        assert sparse.unique(torch.tensor([3, 3]))[0].tolist() == [3]
     finally:
         dispatch.cpu_kernels.cache_clear()
 
