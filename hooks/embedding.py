@@ -71,37 +71,42 @@ def _sum_by_number(numbers: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
     return unique, deltas.new_zeros(len(unique), deltas.shape[1]).index_add_(0, places, deltas)
 
 
-def form_of(module: nn.Embedding | nn.EmbeddingBag) -> TableForm:
-    """Return the form of a table's factors."""
-    return TableForm(width=module.embedding_dim, table_rows=module.num_embeddings, sparse=module.sparse)
-
-
-def why_dense(module: nn.Embedding | nn.EmbeddingBag) -> str:
-    """Return the reason why a table's gradient is not the sum over its lookups; an empty string if it is."""
-    if module.scale_grad_by_freq:
-        return "scale_grad_by_freq counts the lookups of one site's batch"
-    if module.max_norm is not None:
-        return "max_norm changes rows while they are looked up"
-    return ""
-
-
-def factors_of_lookups(form: TableForm, numbers: Tensor, deltas: Tensor, padding_idx: int | None) -> tuple[Any, ...]:
-    """Build the factors of lookups.
+def _table_gradient(ctx: Any, numbers: Tensor, deltas: Tensor) -> Tensor | None:
+    """Record the factors of lookups, or form the table's gradient, as the running backward pass needs them.
 
     Args:
-        form: form of the table.
+        ctx: context of the layer's `torch.autograd.Function`, whose first input is the table.
         numbers: row numbers, of any shape.
         deltas: deltas of each lookup, of shape (…, width).
-        padding_idx: row without a gradient, or None.
-
-    Returns:
-        Activations, deltas and form, the arguments of a recorder.
     """
+    form: TableForm = ctx.form
+    use = gradient_use(ctx, ctx.weight_gradients, weight=0, bias=None)
     numbers, deltas = numbers.reshape(-1), deltas.reshape(-1, form.width)
-    if padding_idx is not None:
-        real = numbers != padding_idx
+    if ctx.padding_idx is not None:
+        real = numbers != ctx.padding_idx
         numbers, deltas = numbers[real], deltas[real]
-    return (*reversed(form.merge(deltas, numbers[:, None])), form)
+    sums, rows = form.merge(deltas, numbers[:, None])
+    if use.record:
+        ctx.record(rows, sums.detach(), form)
+    return form.gradient(sums, rows) if use.weight else None
+
+
+class _Table(LayerFamily):
+    """Base of the families of tables."""
+
+    bias = ""
+
+    def known_form(self, module: nn.Module) -> TableForm:
+        assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        return TableForm(width=module.embedding_dim, table_rows=module.num_embeddings, sparse=module.sparse)
+
+    def refuses(self, module: nn.Module) -> str:
+        assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq counts the lookups of one site's batch"
+        if module.max_norm is not None:
+            return "max_norm changes rows while they are looked up"
+        return ""
 
 
 class _EmbeddingWithFactors(torch.autograd.Function):
@@ -127,36 +132,20 @@ class _EmbeddingWithFactors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         (numbers,) = ctx.saved_tensors
-        use = gradient_use(ctx, ctx.weight_gradients, weight=0, bias=None)
-        rows, sums, form = factors_of_lookups(ctx.form, numbers, deltas, ctx.padding_idx)
-        if use.record:
-            ctx.record(rows, sums.detach(), form)
-        grad_weight = form.gradient(sums, rows) if use.weight else None
-        return grad_weight, None, None, None, None, None
+        return _table_gradient(ctx, numbers, deltas), None, None, None, None, None
 
 
 _embedding: Callable[..., Tensor] = _EmbeddingWithFactors.apply
 
 
 @register_family(nn.Embedding)
-class Embedding(LayerFamily):
+class Embedding(_Table):
     """Family of embeddings, sparse or dense."""
-
-    bias = ""
 
     def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
         assert isinstance(module, nn.Embedding)
-        return _embedding(
-            module._parameters["weight"], input, module.padding_idx, form_of(module), record, weight_gradients
-        )
-
-    def known_form(self, module: nn.Module) -> Form:
-        assert isinstance(module, nn.Embedding)
-        return form_of(module)
-
-    def refuses(self, module: nn.Module) -> str:
-        assert isinstance(module, nn.Embedding)
-        return why_dense(module)
+        weight, form = module._parameters["weight"], self.known_form(module)
+        return _embedding(weight, input, module.padding_idx, form, record, weight_gradients)
 
 
 class _BagsWithFactors(torch.autograd.Function):
@@ -175,12 +164,13 @@ class _BagsWithFactors(torch.autograd.Function):
         offsets: Tensor,
         scales: Tensor | None,
         module: nn.EmbeddingBag,
+        form: TableForm,
         record: Recorder,
         weight_gradients: bool,
     ) -> Tensor:
         ctx.save_for_backward(numbers, bags, *(() if scales is None else (scales, weight)))
         ctx.padding_idx, ctx.mean = module.padding_idx, module.mode == "mean"
-        ctx.form = form_of(module)
+        ctx.form = form
         ctx.record = record
         ctx.weight_gradients = weight_gradients
         return F.embedding_bag(
@@ -209,22 +199,15 @@ class _BagsWithFactors(torch.autograd.Function):
             real = torch.ones_like(bags) if ctx.padding_idx is None else (numbers != ctx.padding_idx).long()
             sizes = torch.zeros(deltas.shape[0], dtype=torch.long, device=bags.device).index_add_(0, bags, real)
             of_lookups = of_lookups / sizes.clamp(min=1)[bags, None].to(deltas.dtype)
-        use = gradient_use(ctx, ctx.weight_gradients, weight=0, bias=None)
-        rows, sums, form = factors_of_lookups(ctx.form, numbers, of_lookups, ctx.padding_idx)
-        if use.record:
-            ctx.record(rows, sums.detach(), form)
-        grad_weight = form.gradient(sums, rows) if use.weight else None
-        return grad_weight, None, None, None, grad_scales, None, None, None
+        return _table_gradient(ctx, numbers, of_lookups), None, None, None, grad_scales, None, None, None, None
 
 
 _embedding_bag: Callable[..., Tensor] = _BagsWithFactors.apply
 
 
 @register_family(nn.EmbeddingBag)
-class EmbeddingBag(LayerFamily):
+class EmbeddingBag(_Table):
     """Family of bags of embeddings, summed or averaged, with or without per-sample weights."""
-
-    bias = ""
 
     def forward(
         self,
@@ -249,17 +232,10 @@ class EmbeddingBag(LayerFamily):
             bounds = offsets if module.include_last_offset else torch.cat([offsets, end])
         sizes = bounds.diff()
         bags = torch.repeat_interleave(torch.arange(len(sizes), device=input.device), sizes)
-        weight = module._parameters["weight"]
+        weight, form = module._parameters["weight"], self.known_form(module)
         return _embedding_bag(
-            weight, input, bags, bounds.to(input.dtype), per_sample_weights, module, record, weight_gradients
+            weight, input, bags, bounds.to(input.dtype), per_sample_weights, module, form, record, weight_gradients
         )
 
-    def known_form(self, module: nn.Module) -> Form:
-        assert isinstance(module, nn.EmbeddingBag)
-        return form_of(module)
-
     def refuses(self, module: nn.Module) -> str:
-        assert isinstance(module, nn.EmbeddingBag)
-        if module.mode == "max":
-            return "mode max has no factors"
-        return why_dense(module)
+        return "mode max has no factors" if module.mode == "max" else super().refuses(module)

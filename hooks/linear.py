@@ -20,22 +20,30 @@ class _LinearWithFactors(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, record: Recorder, weight_gradients: bool
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        record: Recorder,
+        weight_gradients: bool,
+        form: Form,
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.record = record
         ctx.weight_gradients = weight_gradients
+        ctx.form = form
         ctx.fast = uses_fastest()
-        return linear(inputs, weight, bias)
+        return linear(inputs, weight.T if form.transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        parameters = _parameter_gradients(ctx, inputs, weight, deltas)
+        matrix = weight.T if ctx.form.transposed else weight
+        parameters = _parameter_gradients(ctx, inputs, matrix, deltas)
         grad_inputs = None
         if ctx.needs_input_grad[0]:  # under autocast the deltas come in a narrower type than weight or input
-            grad_inputs = product(deltas, weight.to(deltas.dtype), fast=ctx.fast).to(inputs.dtype)
-        return grad_inputs, *parameters, None, None
+            grad_inputs = product(deltas, matrix.to(deltas.dtype), fast=ctx.fast).to(inputs.dtype)
+        return grad_inputs, *parameters, None, None, None
 
 
 class _LinearOfInput(torch.autograd.Function):
@@ -52,6 +60,7 @@ class _LinearOfInput(torch.autograd.Function):
         ctx.save_for_backward(*inputs, weight)
         ctx.record = record
         ctx.weight_gradients = False
+        ctx.form = LINEAR
         return linear(*inputs, weight, bias)
 
     @staticmethod
@@ -75,19 +84,26 @@ class _InputOfLinear(torch.autograd.Function):
 
 
 def _parameter_gradients(
-    ctx: Any, inputs: Tensor, weight: Tensor, deltas: Tensor
+    ctx: Any, inputs: Tensor, matrix: Tensor, deltas: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Record the factors, or form the gradients of weight and bias, as the running backward pass needs them."""
+    """Record the factors, or form the gradients of weight and bias, as the running backward pass needs them.
+
+    Args:
+        ctx: context of the layer's `torch.autograd.Function`.
+        inputs: of shape (..., in).
+        matrix: the weight as a matrix of shape (out, in).
+        deltas: of shape (..., out).
+    """
     use = gradient_use(ctx, ctx.weight_gradients)
-    rows_in, rows_out = inputs.reshape(-1, weight.shape[1]), deltas.reshape(-1, weight.shape[0])
+    rows_in, rows_out = inputs.reshape(-1, matrix.shape[1]), deltas.reshape(-1, matrix.shape[0])
     if use.record:
-        ctx.record(rows_in.detach(), rows_out.detach())
-    grad_weight = rows_out.to(weight.dtype).T @ rows_in.to(weight.dtype) if use.weight else None
-    grad_bias = rows_out.sum(0).to(weight.dtype) if use.bias else None
+        ctx.record(rows_in.detach(), rows_out.detach(), ctx.form)
+    grad_weight = ctx.form.gradient(rows_out.to(matrix.dtype), rows_in.to(matrix.dtype)) if use.weight else None
+    grad_bias = rows_out.sum(0).to(matrix.dtype) if use.bias else None
     return grad_weight, grad_bias
 
 
-_linear: Callable[..., Tensor] = _LinearWithFactors.apply
+linear_with_factors: Callable[..., Tensor] = _LinearWithFactors.apply
 _linear_of_input: Callable[..., Tensor] = _LinearOfInput.apply
 _input_of_linear: Callable[..., Tensor] = _InputOfLinear.apply
 
@@ -101,7 +117,7 @@ class Linear(LayerFamily):
 
     def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
         weight, bias = module._parameters["weight"], module._parameters["bias"]
-        return _linear(input, weight, bias, record, weight_gradients)
+        return linear_with_factors(input, weight, bias, record, weight_gradients, LINEAR)
 
     def forward_untraced(
         self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Tensor, **kwargs: Tensor
