@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import codec
-from .handshake import listen
+from .handshake import close_in_children, listen
 
 _SESSIONS = 8  # that a history covers
 
@@ -161,6 +161,7 @@ class StatusServer:
         self._own_reports: defaultdict[bytes, ReportHistory] = defaultdict(ReportHistory)  # by their recipients
         self._number = 0
         self._lock = threading.Lock()
+        close_in_children(self)
         if self._listener is not None:
             threading.Thread(target=self._serve, args=(self._listener,), name="dadplug-status", daemon=True).start()
 
@@ -215,8 +216,10 @@ class StatusServer:
             report = history.last
         return report if report is not None and report.reason is not None else None
 
-    def close(self) -> None:
-        """Close the port, in a forked child."""
+    def close_descriptors(self) -> None:
+        """Close the port in a forked child, which has a server of its own."""
+        global _server
+        _server = None
         if self._listener is not None:
             self._listener.close()
 
@@ -394,15 +397,3 @@ def status_server(name: str = "", addresses: Sequence[str] = ()) -> StatusServer
     if _server is None:
         _server = StatusServer(name, addresses)
     return _server
-
-
-def _close_in_child() -> None:
-    """Close the port in a forked child, such as a loader's worker: it would hide the end of its parent."""
-    global _server
-    if _server is not None:
-        _server.close()
-        _server = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import FrameError, MismatchError, RefusedError, SealingError, SiteError, TryAgainError
+from ..exchange.handshake import close_in_children
 from ..logs import Troubles, get_logger
 from . import tls
 from .actions import FRESH, Position
 from .dialing import dial_hub, tell
-from .forked import close_in_children
 from .frames import VERSION, Head, Hello, Kind, Welcome, pack_control, read_control
 from .kits import Kit
 from .numbered import NumberedFrames

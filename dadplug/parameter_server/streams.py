@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 import selectors
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from ..errors import StreamError
 from ..exchange import Traffic
+from ..exchange.handshake import close_in_children
 from ..logs import get_logger
 from .frames import Frame, Kind
 
@@ -213,7 +212,7 @@ class StreamThread:
             self._selector.register(stream.socket, selectors.EVENT_READ, peer)
         self._ending = self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        _open.add(self)
+        close_in_children(self)
 
     def start(self) -> None:
         """Begin to send and receive."""
@@ -275,7 +274,7 @@ class StreamThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _CLOSE_SECONDS)
 
-    def close_in_child(self) -> None:
+    def close_descriptors(self) -> None:
         """Close the sockets in a forked child, which would keep them open after an exit."""
         for stream in self._streams.values():
             stream.socket.close()
@@ -294,7 +293,6 @@ class StreamThread:
                     self.drop(peer)
         with suppress(Exception):
             self._shut_down(time.monotonic() + _CLOSE_SECONDS)
-        _open.discard(self)
         self._ended = True
         self._close_adopted()
         for peer in list(self._streams):
@@ -381,15 +379,3 @@ class StreamThread:
             if now - stream.heard > self._timeout:
                 self.drop(peer)
                 self._on_lost(peer, TimeoutError(f"nothing was heard of it for {self._timeout:g} s"))
-
-
-_open: weakref.WeakSet[StreamThread] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for each in list(_open):
-        each.close_in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)

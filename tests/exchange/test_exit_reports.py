@@ -67,7 +67,7 @@ def servers(monkeypatch) -> list[StatusServer]:
     monkeypatch.setattr(failure_reports, "_GRACE_SECONDS", 0.0)
     yield found
     for server in found:
-        server.close()
+        server.close_descriptors()
 
 
 def failure(sites: ProcessSites) -> str:
@@ -89,7 +89,7 @@ def test_a_site_that_failed_in_an_earlier_session_does_not_hide_one_whose_proces
     sites = ProcessSites(0, [server.member for server in servers])
     other.make_reports([own.member.token], "OSError: no data")
     sites.begin_session()
-    third.close()
+    third.close_descriptors()
     assert failure(sites).startswith("site 2 (three) is gone: its process has ended without a reason")
 
 
