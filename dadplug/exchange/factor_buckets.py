@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -165,22 +165,42 @@ class Slot:
 
     def pack(self, share: FactorPayload) -> FactorPayload:
         """Encode rows. Elements that are only cast stay as they are: the copy into the payload casts them."""
-        if not self.wire.quantised:
-            return share
-        encode, bias = self.wire.encode, share.bias
-        return FactorPayload(encode(share.left), encode(share.right), None if bias is None else encode(bias[None])[0])
+        return self._converted(share, self.wire.encode) if self.wire.quantised else share
 
     def unpack(self, share: FactorPayload) -> FactorPayload:
         """Decode rows of a payload."""
-        if not self.wire.quantised:
-            return share
-        decode, bias = self.wire.decode, share.bias
-        return FactorPayload(decode(share.left), decode(share.right), None if bias is None else decode(bias[None])[0])
+        return self._converted(share, self.wire.decode) if self.wire.quantised else share
+
+    def _converted(self, share: FactorPayload, convert: Callable[[Tensor], Tensor]) -> FactorPayload:
+        bias = None if share.bias is None else convert(share.bias[None])[0]
+        return FactorPayload(convert(share.left), convert(share.right), bias)
 
 
 def aligned(size: int) -> int:
     """Return a number of elements, rounded up to that of whole cache lines."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _head_size(count: int, wire: WireFormat) -> int:
+    """Return the payload elements of a header of integers: the samples, and one for each of `count` slots."""
+    return aligned(-(-4 * (1 + count) // wire.itemsize))
+
+
+def _integers(payload: Tensor, count: int) -> Tensor:
+    """Return a view of the integers of a payload's header."""
+    return payload[: 4 * (1 + count)].view(torch.uint8)[: 4 * (1 + count)].view(torch.int32)
+
+
+def _fill(room: FactorPayload, packed: FactorPayload, rows: int) -> None:
+    """Copy encoded rows into a payload, and zeros into the rest of their room."""
+    if rows == room.rows:
+        room.left.copy_(packed.left)
+        room.right.copy_(packed.right)
+    else:
+        room.left[:rows], room.right[:rows] = packed.left, packed.right
+        room.left[rows:], room.right[rows:] = 0, 0
+    if room.bias is not None and packed.bias is not None:
+        room.bias.copy_(packed.bias)
 
 
 class FactorBucket:
@@ -214,9 +234,9 @@ class FactorBucket:
         self._transport = transport
         self._dtype = dtype
         self._wire = wire
-        self._head = aligned(-(-4 * (1 + len(self.slots)) // wire.itemsize))
+        self._head = _head_size(len(self.slots), wire)
         self._rows = [0] * len(self.slots)
-        self._late: dict[int, FactorPayload] = {}
+        self._overflow: dict[int, FactorPayload] = {}
         self.extra_rows = [0] * len(self.slots)
         self._gather: Gather = transport.gather(self._sizes(), wire.dtype)
         self._make_views()
@@ -239,7 +259,7 @@ class FactorBucket:
 
     def _make_views(self) -> None:
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
-        self._own_head = self._integers(self._gather.payload)
+        self._own_head = _integers(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
         place = self.place
         self._slot_bytes = [
@@ -271,8 +291,11 @@ class FactorBucket:
         found = dict(zip(self._senders, sizes, strict=True))
         return [found.get(rank, 0) for rank in range(self._transport.world_size)]
 
-    def _of_senders(self, payloads: Sequence[Tensor]) -> list[Tensor]:
-        return [payloads[rank] for rank in self._senders]
+    def _arrived(self, gather: Gather) -> Iterator[tuple[int, Tensor]]:
+        """Wait for the payloads; yield those of the senders, by place."""
+        payloads = gather.wait()
+        for place, rank in enumerate(self._senders):
+            yield place, payloads[rank]
 
     def _cut(self, payload: Tensor, site: int) -> list[FactorPayload]:
         shares, start = [], self._head
@@ -290,27 +313,15 @@ class FactorBucket:
         """
         known = self._received.get(site)
         if known is None or known[0] is not payload:
-            known = self._received[site] = payload, self._integers(payload), self._cut(payload, site)
+            known = self._received[site] = payload, _integers(payload, len(self.slots)), self._cut(payload, site)
         return known[1:]
-
-    def _integers(self, payload: Tensor) -> Tensor:
-        """Return the header of a payload: samples, then rows by slot."""
-        return payload[: self._head].view(torch.uint8)[: 4 * (1 + len(self.slots))].view(torch.int32)
 
     def fill(self, index: int, share: FactorPayload) -> None:
         """Copy a layer's rows into its slot; keep rows beyond its capacity for the second round."""
         self.post()
         own = self._own[index]
         fit = min(share.rows, own.rows)
-        packed = self.slots[index].pack(share.part(0, fit))
-        if fit == own.rows:
-            own.left.copy_(packed.left)
-            own.right.copy_(packed.right)
-        else:
-            own.left[:fit], own.right[:fit] = packed.left, packed.right
-            own.left[fit:], own.right[fit:] = 0, 0
-        if own.bias is not None and packed.bias is not None:
-            own.bias.copy_(packed.bias)
+        _fill(own, self.slots[index].pack(share.part(0, fit)), fit)
         self._rows[index] = fit
         if share.rows > fit:
             self.add_late(index, share.part(fit, with_bias=False))
@@ -325,23 +336,23 @@ class FactorBucket:
 
     def add_late(self, index: int, share: FactorPayload) -> None:
         """Keep rows for the second round, since the payload is full or has been sent."""
-        if index in self._late:
-            share = self._late[index].plus(share)
+        if index in self._overflow:
+            share = self._overflow[index].plus(share)
         if not share.rows:  # a bias gradient may come without rows; the second round goes by rows
             left, right = share.left, share.right
             share = FactorPayload(left.new_zeros(1, left.shape[1]), right.new_zeros(1, right.shape[1]), share.bias)
-        self._late[index] = share
+        self._overflow[index] = share
         self.extra_rows[index] = share.rows
 
     def own_share(self, index: int) -> FactorPayload:
         """Return what this site sends from a slot in this step, the rows of the second round included."""
         packed = self._own[index].part(0, self._rows[index])
         share = self.slots[index].unpack(packed)
-        return share.plus(self._late[index]) if index in self._late else share
+        return share.plus(self._overflow[index]) if index in self._overflow else share
 
     def drop_late(self, index: int) -> None:
         """Forget a slot's rows for the second round."""
-        self._late.pop(index, None)
+        self._overflow.pop(index, None)
         self.extra_rows[index] = 0
 
     def launch(self, samples: int) -> None:
@@ -375,7 +386,7 @@ class FactorBucket:
         """
         samples: list[int] = []
         shares: list[list[FactorPayload]] = [[] for _ in self.slots]
-        for site, payload in enumerate(self._of_senders(self._gather.wait())):
+        for site, payload in self._arrived(self._gather):
             head, views = self._views(payload, site)
             count, *rows = head.tolist()
             samples.append(count)
@@ -409,12 +420,12 @@ class FactorBucket:
 
         own = {} if self.place is None else cut(gather.payload, self.place)
         for (index, _), place in own.items():
-            for part, value in zip(place, self.slots[index].pack(self._late[index]), strict=True):
+            for part, value in zip(place, self.slots[index].pack(self._overflow[index]), strict=True):
                 if part is not None and value is not None:
                     part.copy_(value)
         gather.launch()
         shares: dict[tuple[int, int], FactorPayload] = {}
-        for site, payload in enumerate(self._of_senders(gather.wait())):
+        for site, payload in self._arrived(gather):
             for (index, _), share in cut(payload, site).items():
                 shares[index, site] = self.slots[index].unpack(share).to(payload.device, self._dtype)
         return shares
@@ -435,7 +446,7 @@ class FactorBucket:
             rows: rows of every site, by slot and site.
         """
         changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
-        self._late.clear()
+        self._overflow.clear()
         if any(changed):
             self._lay_out()
         self._rows = [0] * len(self.slots)
@@ -472,11 +483,8 @@ class IndexSlot(Slot):
         share, end = super().cut(payload, start, rows)
         return share._replace(right=share.right.view(self._integers)), end
 
-    def pack(self, share: FactorPayload) -> FactorPayload:
-        return share._replace(left=self.wire.encode(share.left)) if self.wire.quantised else share
-
-    def unpack(self, share: FactorPayload) -> FactorPayload:
-        return share._replace(left=self.wire.decode(share.left)) if self.wire.quantised else share
+    def _converted(self, share: FactorPayload, convert: Callable[[Tensor], Tensor]) -> FactorPayload:
+        return share._replace(left=convert(share.left))
 
 
 class OwnedSlot(Slot):
@@ -537,7 +545,7 @@ class ContributionBucket:
         self._transport = transport
         self._dtype = dtype
         self._parts = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(transport.world_size)]
-        self._heads = [aligned(-(-4 * (1 + len(parts)) // wire.itemsize)) for parts in self._parts]
+        self._heads = [_head_size(len(parts), wire) for parts in self._parts]
         self.owned = self._parts[transport.rank]
         sizes = [
             head + sum(sum(self._slots[index].sizes(self._room(index))) for index in parts) if parts else 0
@@ -562,10 +570,6 @@ class ContributionBucket:
             views.append(view)
         return views
 
-    def _integers(self, payload: Tensor, owner: int) -> Tensor:
-        count = 4 * (1 + len(self._parts[owner]))
-        return payload[: self._heads[owner]].view(torch.uint8)[:count].view(torch.int32)
-
     def slot_bytes(self, index: int) -> int:
         """Return the bytes of a part."""
         slot = self._slots[index]
@@ -574,12 +578,8 @@ class ContributionBucket:
     def fill(self, index: int, payload: FactorPayload) -> None:
         """Copy the rows of a part into its owner's payload."""
         self._exchange.post()
-        place, packed, rows = self._own[index], self._slots[index].pack(payload), payload.rows
-        place.left[:rows], place.right[:rows] = packed.left, packed.right
-        place.left[rows:], place.right[rows:] = 0, 0
-        if place.bias is not None and packed.bias is not None:
-            place.bias.copy_(packed.bias)
-        self._rows[index] = rows
+        _fill(self._own[index], self._slots[index].pack(payload), payload.rows)
+        self._rows[index] = payload.rows
 
     def clear(self, index: int) -> None:
         """Send nothing of a part."""
@@ -594,7 +594,7 @@ class ContributionBucket:
         for owner, parts in enumerate(self._parts):
             if parts:
                 head = [samples, *(self._rows[index] for index in parts)]
-                self._integers(self._exchange.payloads[owner], owner).copy_(torch.tensor(head, dtype=torch.int32))
+                _integers(self._exchange.payloads[owner], len(parts)).copy_(torch.tensor(head, dtype=torch.int32))
         self._exchange.launch()
 
     def wait(self) -> tuple[list[int], dict[int, list[FactorPayload | None]]]:
@@ -608,7 +608,7 @@ class ContributionBucket:
         found: dict[int, list[FactorPayload | None]] = {index: [] for index in self.owned}
         received = self._exchange.wait()
         for payload in received if self.owned else ():
-            count, *rows = self._integers(payload, rank).tolist()
+            count, *rows = _integers(payload, len(self.owned)).tolist()
             samples.append(count)
             for index, number, view in zip(self.owned, rows, self._cut(payload, rank), strict=True):
                 part = None
