@@ -36,7 +36,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, help="number of this site; without it, all sites start on this machine")
     parser.add_argument("--num-nodes", type=int, default=2, help="number of sites (default: 2)")
-    parser.add_argument("--dist-url", default="tcp://127.0.0.1:8998", help="meeting point, an address of site 0")
+    parser.add_argument("--dist-url", default="tcp://127.0.0.1:8998", help="rendezvous address, an address of site 0")
     parser.add_argument("--trainer", default="plain", choices=("plain", "lightning"), help="what trains")
     parser.add_argument("--method", default="adapm", help=f"one or more, by commas, of {', '.join(METHODS)}")
     parser.add_argument("--data", help="Criteo's train.txt or a sample in .npz (default: generated clicks)")

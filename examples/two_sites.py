@@ -53,7 +53,7 @@ def parse(task: Task, argv: list[str], doc: str) -> argparse.Namespace:
     name = Path(sys.argv[0]).stem
     parser.add_argument("--rank", type=int, help="number of this site; without it, all sites start on this machine")
     parser.add_argument("--num-nodes", type=int, help="number of sites (default: 2)")
-    parser.add_argument("--dist-url", help="meeting point, an address of site 0 (default: tcp://127.0.0.1:8998)")
+    parser.add_argument("--dist-url", help="rendezvous address, an address of site 0 (default: tcp://127.0.0.1:8998)")
     add_kit_argument(parser)
     parser.add_argument("--trainer", default="catalyst", choices=TRAINERS, help="what trains (default: catalyst)")
     parser.add_argument("--dataset", default="digits", help=f"data set: {', '.join(DATASETS)} (default: digits)")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlparse
@@ -24,54 +24,46 @@ from torch.distributed.rendezvous import rendezvous
 from ..errors import MismatchError, SiteError
 from ..logs import Troubles, get_logger
 from . import codec
-from .deadline import check_seconds, within
+from .deadline import Deadline, check_seconds, within
 from .failure_reports import ProcessSites, introduce_default, own_member
 from .handshake import choose_interface, explain_unresolved, gloo_interface
 from .status import Member, Silence, Status, ask
 
+_log = get_logger(__name__)
 _STATUS_SECONDS = 1.0  # for answers to a status request
 _POLL_SECONDS = 0.02  # between two reads of the store
-_NOTICE = 5.0  # seconds after which a site prints for which sites it waits
+_NOTICE = 5.0  # seconds after which a site logs for which sites it waits
 _LINGER = 0.5  # seconds that site 0 keeps the store after a failure, for the others to read it
 _MEMBERS = "dadplug/members"
 
 Result = TypeVar("Result")
 
 
+@dataclass
 class RollCall:
     """Registration of one site.
 
-    Args:
-        store: the store at the meeting point.
+    Attributes:
+        store: the store at the rendezvous address.
         rank: this site.
         num_nodes: number of sites.
         timeout: seconds to wait for all sites.
-        deadline: end of that time, by `time.monotonic`.
+        deadline: end of that time.
         host: description of the process that hosts the store, for messages.
         own: this process, as the others are to know it.
         noun: name of a process in messages.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        num_nodes: int,
-        timeout: float,
-        deadline: float,
-        host: str,
-        own: Member,
-        noun: str = "site",
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._num_nodes = num_nodes
-        self._timeout = timeout
-        self._deadline = deadline
-        self._host = host
-        self._own = own
-        self._noun = noun
-        self._counts: dict[str, int] = {}  # numbers of sites as others have them, by claim
+    store: dist.Store
+    rank: int
+    num_nodes: int
+    timeout: float
+    deadline: Deadline
+    host: str
+    own: Member
+    noun: str = "site"
+    _counts: dict[str, int] = field(default_factory=dict)  # numbers of sites as others have them, by claim
+    _noticed: bool = False
 
     def run(self) -> list[Member]:
         """Wait until every site has registered.
@@ -83,26 +75,25 @@ class RollCall:
             SiteError: if a site does not register in time, or another process has this rank.
             MismatchError: if another site has been given another number of sites.
         """
-        self._call(lambda: self._store.set(_count_of(self._own), str(self._num_nodes)))
+        self._call(lambda: self.store.set(_count_of(self.own), str(self.num_nodes)))
         self._claim()
-        return self._lead() if self._rank == 0 else self._follow()
+        return self._lead() if self.rank == 0 else self._follow()
 
     def _claim(self) -> None:
-        key, own = _claim_of(self._rank), codec.encode(self._own).hex()
-        current = self._call(lambda: self._store.compare_set(key, "", own)).decode()
+        key, own = _claim_of(self.rank), codec.encode(self.own).hex()
+        current = self._call(lambda: self.store.compare_set(key, "", own)).decode()
         while current != own:
             holder = _member(current)
             if isinstance(ask({0: holder}, _STATUS_SECONDS)[0], Status):
                 raise SiteError(
-                    f"another process already claims rank {self._rank} ({holder.name}): every {self._noun} needs one "
+                    f"another process already claims rank {self.rank} ({holder.name}): every {self.noun} needs one "
                     "of its own"
                 )
             before = current
-            current = self._call(lambda: self._store.compare_set(key, before, own)).decode()  # noqa: B023
+            current = self._call(lambda: self.store.compare_set(key, before, own)).decode()  # noqa: B023
 
     def _lead(self) -> list[Member]:
         """Wait for all claims, and post the list of members; run by site 0."""
-        notice = time.monotonic() + _NOTICE
         while True:
             claims = self._claims()
             if difference := self._other_count(claims):
@@ -110,18 +101,19 @@ class RollCall:
                 time.sleep(_LINGER)
                 raise MismatchError(difference)
             answers = {}
-            if len(claims) == self._num_nodes:
-                answers = ask({site: member for site, member in claims.items() if site != self._rank}, _STATUS_SECONDS)
+            if len(claims) == self.num_nodes:
+                answers = ask({site: member for site, member in claims.items() if site != self.rank}, _STATUS_SECONDS)
                 if not any(isinstance(answer, Silence) for answer in answers.values()):
-                    members = [claims[site] for site in range(self._num_nodes)]
+                    members = [claims[site] for site in range(self.num_nodes)]
                     self._post(members)
                     return members
-            if time.monotonic() > self._deadline:
+            if self.deadline.over:
                 message = self._failure(claims, answers)
                 self._post(message)
                 time.sleep(_LINGER)
                 raise SiteError(message)
-            notice = self._notice(notice, claims)
+            if self._is_notice_due():
+                self._notice(claims)
             time.sleep(_POLL_SECONDS)
 
     def _follow(self) -> list[Member]:
@@ -130,12 +122,11 @@ class RollCall:
         torchrun may keep its store when it restarts the processes. So a list without this process, or a failure, counts
         only if the process that has posted it is still there.
         """
-        notice = time.monotonic() + _NOTICE
         while True:
             leader, posted = self._posted()
             if leader is None:
                 self._compare_count()
-            if isinstance(posted, list) and len(posted) == self._num_nodes and posted[self._rank] == self._own:
+            if isinstance(posted, list) and len(posted) == self.num_nodes and posted[self.rank] == self.own:
                 return posted
             if leader is not None and isinstance(ask({0: leader}, _STATUS_SECONDS)[0], Status):
                 if isinstance(posted, str):
@@ -144,19 +135,19 @@ class RollCall:
                     raise MismatchError(posted[0])
                 self._compare_count()
                 raise SiteError(
-                    f"{posted[self._rank].name} has taken rank {self._rank}, since this process did not answer"
+                    f"{posted[self.rank].name} has taken rank {self.rank}, since this process did not answer"
                 )
-            if time.monotonic() > self._deadline:
+            if self.deadline.over:
                 claims = self._claims()
-                others = {site: member for site, member in claims.items() if site != self._rank}
+                others = {site: member for site, member in claims.items() if site != self.rank}
                 raise SiteError(self._failure(claims, ask(others, _STATUS_SECONDS)))
-            if time.monotonic() > notice:
-                notice = self._notice(notice, self._claims())
+            if self._is_notice_due():
+                self._notice(self._claims())
             time.sleep(_POLL_SECONDS)
 
     def _compare_count(self) -> None:
         """Raise MismatchError if site 0 has been given another number of sites."""
-        first = self._call(lambda: self._store.get(_claim_of(0)).decode() if self._store.check([_claim_of(0)]) else "")
+        first = self._call(lambda: self.store.get(_claim_of(0)).decode() if self.store.check([_claim_of(0)]) else "")
         if first and (difference := self._other_count({0: _member(first)})):
             raise MismatchError(difference)
 
@@ -164,69 +155,72 @@ class RollCall:
         """Return a message if another site has been given another number of sites than this one."""
         for site, member in claims.items():
             key = _count_of(member)
-            if key not in self._counts and self._call(lambda: self._store.check([key])):  # noqa: B023
-                self._counts[key] = int(self._call(lambda: self._store.get(key)))  # noqa: B023
-            if (count := self._counts.get(key, self._num_nodes)) != self._num_nodes:
+            if key not in self._counts and self._call(lambda: self.store.check([key])):  # noqa: B023
+                self._counts[key] = int(self._call(lambda: self.store.get(key)))  # noqa: B023
+            if (count := self._counts.get(key, self.num_nodes)) != self.num_nodes:
                 return (
-                    f"configuration differs between sites: the number of sites is {self._num_nodes} at {self._noun} "
-                    f"{self._rank} ({self._own.name}), and {count} at {self._noun} {site} ({member.name})"
+                    f"configuration differs between sites: the number of sites is {self.num_nodes} at {self.noun} "
+                    f"{self.rank} ({self.own.name}), and {count} at {self.noun} {site} ({member.name})"
                 )
         return None
 
     def _posted(self) -> tuple[Member | None, Any]:
         """Return what site 0 has posted, and its process: a list of members, a message, or None before that."""
-        if not self._call(lambda: self._store.check([_MEMBERS])):
+        if not self._call(lambda: self.store.check([_MEMBERS])):
             return None, None
-        leader, posted = codec.decode(bytes.fromhex(self._call(lambda: self._store.get(_MEMBERS)).decode()))
+        leader, posted = codec.decode(bytes.fromhex(self._call(lambda: self.store.get(_MEMBERS)).decode()))
         return leader, posted
 
     def _claims(self) -> dict[int, Member]:
         def read() -> dict[int, Member]:
-            there = [site for site in range(self._num_nodes) if self._store.check([_claim_of(site)])]
-            return {site: _member(self._store.get(_claim_of(site)).decode()) for site in there}
+            there = [site for site in range(self.num_nodes) if self.store.check([_claim_of(site)])]
+            return {site: _member(self.store.get(_claim_of(site)).decode()) for site in there}
 
         return self._call(read)
 
     def _post(self, posted: list[Member] | str | tuple[str]) -> None:
-        content = codec.encode((self._own, posted)).hex()
-        self._call(lambda: self._store.set(_MEMBERS, content))
+        content = codec.encode((self.own, posted)).hex()
+        self._call(lambda: self.store.set(_MEMBERS, content))
 
     def _failure(self, claims: dict[int, Member], answers: dict[int, Status | Silence]) -> str:
-        missing = [site for site in range(self._num_nodes) if site not in claims]
+        missing = [site for site in range(self.num_nodes) if site not in claims]
         silent = [site for site, answer in answers.items() if isinstance(answer, Silence)]
-        waited = f"waited {self._timeout:g} s for {self._num_nodes} {plural(self._noun)}"
+        waited = f"waited {self.timeout:g} s for {self.num_nodes} {plural(self.noun)}"
         if silent:
-            names = ", ".join(f"{self._noun} {site} ({claims[site].name})" for site in silent)
+            names = ", ".join(f"{self.noun} {site} ({claims[site].name})" for site in silent)
             return f"{waited}: {names} came, and does not answer any more: it was killed or stopped"
         if not missing:
-            return f"{waited}: {self._host} has not listed them, though all have come"
+            return f"{waited}: {self.host} has not listed them, though all have come"
         return (
-            f"{waited}: {self._names(missing)} did not come. Start every {self._noun} with the same meeting point, or "
-            "give a larger timeout"
+            f"{waited}: {self._names(missing)} did not come. Start every {self.noun} with the same rendezvous address, "
+            "or give a larger timeout"
         )
 
-    def _notice(self, when: float, claims: dict[int, Member]) -> float:
-        missing = [site for site in range(self._num_nodes) if site not in claims]
-        if time.monotonic() < when or not missing:
-            return when
-        print(f"{self._noun} {self._rank} waits for {self._names(missing)} …", file=sys.stderr)
-        return float("inf")
+    def _is_notice_due(self) -> bool:
+        return not self._noticed and self.deadline.left < self.timeout - _NOTICE
+
+    def _notice(self, claims: dict[int, Member]) -> None:
+        """Log once for which sites this one waits."""
+        missing = [site for site in range(self.num_nodes) if site not in claims]
+        self._noticed = bool(missing)
+        if missing:
+            _log.info("%s %d waits for %s", self.noun, self.rank, self._names(missing))
 
     def _names(self, numbers: list[int]) -> str:
-        noun = plural(self._noun) if len(numbers) > 1 else self._noun
+        noun = plural(self.noun) if len(numbers) > 1 else self.noun
         return f"{noun} {', '.join(map(str, numbers))}"
 
     def _call(self, call: Callable[[], Result]) -> Result:
         """Call the store, within the time that is left."""
         try:
-            return within(max(self._deadline - time.monotonic(), _STATUS_SECONDS), call)
+            return within(max(self.deadline.left, _STATUS_SECONDS), call)
         except TimeoutError as error:
             raise SiteError(
-                f"{self._host} has not answered for {self._timeout:g} s: its process is stopped, or its machine or "
+                f"{self.host} has not answered for {self.timeout:g} s: its process is stopped, or its machine or "
                 "link is down"
             ) from error
         except RuntimeError as error:
-            raise SiteError(f"{self._host} ended before all {plural(self._noun)} had come") from error
+            raise SiteError(f"{self.host} ended before all {plural(self.noun)} had come") from error
 
 
 def _count_of(member: Member) -> str:
@@ -250,7 +244,6 @@ def plural(noun: str) -> str:
     return noun + ("es" if noun.endswith("s") else "s")
 
 
-_log = get_logger(__name__)
 DEFAULT_TIMEOUT = 300.0  # seconds
 _SLACK = 1.0  # seconds for a call to raise its own error
 
@@ -269,9 +262,9 @@ def connect(
     is done if it names no other site, or if a group exists already.
 
     Args:
-        rank: number of this site, from 0; site 0 hosts the meeting point.
+        rank: number of this site, from 0; site 0 hosts the rendezvous.
         num_nodes: number of sites.
-        dist_url: the meeting point, ``tcp://HOST:PORT``, an address of site 0 that all sites reach.
+        dist_url: the rendezvous address, ``tcp://HOST:PORT``, an address of site 0 that all sites reach.
         backend: ``"gloo"`` (CPU, and GPUs across sites), ``"nccl"`` (GPUs in one place); chosen by device if None.
         timeout: seconds to wait for all sites.
 
@@ -283,7 +276,7 @@ def connect(
         return
     if num_nodes is None and rank is None and dist_url is None and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return
-    rank, num_nodes, host, port = _meeting_point(rank, num_nodes, dist_url)
+    rank, num_nodes, host, port = _rendezvous_address(rank, num_nodes, dist_url)
     check_seconds("timeout", timeout)
     backend = _backend(backend)
     choose_interface(host, port)
@@ -312,34 +305,34 @@ def connect(
 def meet(
     rank: int, count: int, address: tuple[str, int], timeout: float, own: Member, by_torchrun: bool, noun: str = "site"
 ) -> tuple[dist.Store, list[Member]]:
-    """Wait until all processes have come to a meeting point.
+    """Wait until all processes have come to the rendezvous.
 
     Args:
-        rank: number of this process; number 0 hosts the meeting point, unless torchrun does.
+        rank: number of this process; number 0 hosts the rendezvous, unless torchrun does.
         count: number of processes.
-        address: host and port of the meeting point.
+        address: host and port of the rendezvous address.
         timeout: seconds to wait.
         own: this process, as the others are to know it.
-        by_torchrun: whether torchrun hosts the meeting point.
+        by_torchrun: whether torchrun hosts the rendezvous.
         noun: name of a process in messages.
 
     Returns:
-        The store at the meeting point, and the processes by number.
+        The store at the rendezvous address, and the processes by number.
 
     Raises:
         SiteError: if a process does not come in time, two claim one number, or the port is taken.
     """
-    deadline = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     if by_torchrun:
-        owner = "the meeting point of torchrun"
-        store = _within(timeout, owner, lambda: next(rendezvous("env://", timeout=timedelta(seconds=timeout)))[0])
+        host = "the rendezvous of torchrun"
+        store = _within(timeout, host, lambda: next(rendezvous("env://", timeout=timedelta(seconds=timeout)))[0])
     else:
-        owner = f"{noun} 0, which hosts the meeting point,"
-        store = _within(timeout, owner, lambda: _open_store(*address, rank, timeout, noun))
-    return store, RollCall(store, rank, count, timeout, deadline, owner, own, noun).run()
+        host = f"{noun} 0, which hosts the rendezvous,"
+        store = _within(timeout, host, lambda: _open_store(*address, rank, timeout, noun))
+    return store, RollCall(store, rank, count, timeout, deadline, host, own, noun).run()
 
 
-def _meeting_point(rank: int | None, num_nodes: int | None, dist_url: str | None) -> tuple[int, int, str, int]:
+def _rendezvous_address(rank: int | None, num_nodes: int | None, dist_url: str | None) -> tuple[int, int, str, int]:
     """Return rank, number of sites, host and port, from the arguments or from torchrun's environment.
 
     Raises:
@@ -362,11 +355,11 @@ def _meeting_point(rank: int | None, num_nodes: int | None, dist_url: str | None
     return rank, num_nodes, host, port
 
 
-def _within(timeout: float, owner: str, call: Callable[[], dist.Store]) -> dist.Store:
+def _within(timeout: float, host: str, call: Callable[[], dist.Store]) -> dist.Store:
     try:
         return within(timeout + _SLACK, call)
     except TimeoutError as error:
-        raise SiteError(f"{owner} has not answered for {timeout:g} s") from error
+        raise SiteError(f"{host} has not answered for {timeout:g} s") from error
 
 
 def _backend(backend: str | None) -> str:
@@ -393,7 +386,7 @@ def _parse(url: str) -> tuple[str, int]:
     except ValueError:
         host = port = None
     if not url.startswith("tcp://") or host is None or port is None:
-        raise ValueError(f"the meeting point should read tcp://HOST:PORT, got {url!r}")
+        raise ValueError(f"the rendezvous address should read tcp://HOST:PORT, got {url!r}")
     return host, port
 
 
@@ -414,11 +407,11 @@ def _open_store(host: str, port: int, rank: int, timeout: float, noun: str) -> d
                 f"port for all {plural(noun)}"
             ) from error
         if isinstance(error, socket.gaierror):
-            place = "its meeting point" if rank == 0 else f"{noun} 0"
+            place = "its rendezvous address" if rank == 0 else f"{noun} 0"
             raise SiteError(f"{noun} {rank} cannot find {place}: {explain_unresolved(host, error)}") from error
         if rank == 0:
             raise SiteError(
-                f"{noun} 0 cannot open its meeting point {host}:{port}: the address must be one of this machine's own, "
+                f"{noun} 0 cannot open its rendezvous address {host}:{port}: it must be one of this machine's own, "
                 f"and reachable from the others ({_first_line(error)})"
             ) from error
         raise SiteError(
@@ -432,29 +425,29 @@ def _first_line(error: BaseException) -> str:
 
 
 def _wait_for_host(host: str, port: int, timeout: float) -> None:
-    """Wait until the meeting point can be reached.
+    """Wait until the rendezvous address can be reached.
 
     Raises:
         OSError: if that takes too long.
     """
-    deadline = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     troubles = Troubles(_log)
     while True:
         try:
-            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+            socket.create_connection((host, port), max(0.1, deadline.left)).close()
             troubles.end("unresolved", f"{host} resolves now")
             return
         except OSError as error:
             if isinstance(error, socket.gaierror):
                 troubles.begin("unresolved", explain_unresolved(host, error))
                 troubles.remind()
-            if time.monotonic() > deadline:
+            if deadline.over:
                 raise
         time.sleep(0.05)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Open the meeting point on the one address that it names."""
+    """Listen on the one address that the rendezvous address names."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family)
     try:

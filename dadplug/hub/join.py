@@ -1,4 +1,4 @@
-"""Connection of this process to the other sites: at a meeting point, or by a kit through the hub."""
+"""Connection of this process to the other sites: at a rendezvous address, or by a kit through the hub."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def connect(
     exchange with it over the loopback interface.
 
     Args:
-        rank: number of this site, from 0; site 0 hosts the meeting point.
+        rank: number of this site, from 0; site 0 hosts the rendezvous.
         num_nodes: number of sites.
-        dist_url: the meeting point, ``tcp://HOST:PORT``, an address of site 0 that all sites reach.
+        dist_url: the rendezvous address, ``tcp://HOST:PORT``, an address of site 0 that all sites reach.
         kit: folder of this site's kit, in place of the three above, see ``python -m dadplug provision``.
         backend: ``"gloo"`` (CPU, and GPUs across sites), ``"nccl"`` (GPUs in one place); chosen by device if None.
         timeout: seconds to wait for all sites.

@@ -40,8 +40,8 @@ class LocalPlace(NamedTuple):
     Attributes:
         local_rank: local rank; 0 for the leader.
         processes: number of processes.
-        port: port of the meeting point on the loopback interface.
-        by_torchrun: whether torchrun hosts the meeting point.
+        port: port of the rendezvous on the loopback interface.
+        by_torchrun: whether torchrun hosts the rendezvous.
         late: whether the leader has started this process when it was connected already, as Lightning's launcher does.
     """
 

@@ -210,7 +210,7 @@ def test_a_site_that_never_comes_is_named(tmp_path):
     for each in (first, second):
         assert each.status == 1
         assert "waited 3 s for 3 sites: site 2 did not come" in each.errors or (
-            each is second and "site 0, which hosts the meeting point, ended" in each.errors
+            each is second and "site 0, which hosts the rendezvous, ended" in each.errors
         )
 
 
