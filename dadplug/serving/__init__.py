@@ -4,11 +4,9 @@ The HTTP server on LitServe is `dadplug.serve`.
 """
 
 from ..errors import FeedbackError, InputError, LoadError, ModelError, ServingError, UnavailableError
-from .call import Prediction
-from .model import Model
-from .options import ServingOptions
+from .options import Model, ServingOptions
 from .policies import Exp3, Exp4, Fixed, Policy
-from .predictor import Predictor
+from .predictor import Prediction, Predictor
 
 __all__ = [
     "Exp3",

@@ -1,30 +1,57 @@
-"""Backends: what computes a batch. A backend in this process is here, one in a process of its own in `process.py`."""
+"""Backends: what computes the batches of a model, in this process or in a process of its own.
+
+Processes of models are started by fork from a program that has torch imported (`launcher.py`): the launchers of
+`multiprocessing` would run the user's main module again in each of them.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, ModelError
-from .schema import Schema
+from ..errors import BackendFailedError, InputError, LoadError, ModelError
+from ..logs import get_logger
+from .options import Model, Schema, ServingOptions
 
 Array = np.ndarray[Any, Any]
+Stamp = tuple[int, int, int] | None
+
+_log = get_logger("dadplug.serving")
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from dadplug.serving.launcher import main; main()"
+_START_SECONDS = 120.0  # for the launcher to import torch
+_INSIDE = "DADPLUG_SERVING_MODEL"  # set in the environment of models' processes
+_SIZES = struct.Struct("<IQ")  # of the head and of the array of a message
+_LARGEST_HEAD = 1 << 20
+_AT_ONCE = 1 << 16
 
 
-class Backend(Protocol):
-    """Interface of what computes the batches of one model.
+class Backend:
+    """Base of what computes the batches of one model.
 
     Attributes:
-        schema: schema of its inputs; None before `start`.
+        schema: schema of its inputs, as far as it is known.
         pid: its process; None without one.
         last_good: whether it computes with a copy of the file that was loaded before, since the file is damaged.
     """
 
-    schema: Schema | None
-    pid: int | None
-    last_good: bool
+    schema = Schema()
+    pid: int | None = None
+    last_good = False
 
     def start(self) -> None:
         """Load the model, or load it again after a failure.
@@ -41,48 +68,64 @@ class Backend(Protocol):
             InputError: if the model finds an input not valid; likewise.
             BackendFailedError: if the process has ended or hangs.
         """
+        raise NotImplementedError
 
     def stop(self) -> None:
         """End the backend."""
 
 
-class ObjectBackend:
-    """Model given as an object: it runs in this process, in the thread of its queue.
+class ObjectBackend(Backend):
+    """Model given as an object, which belongs to the caller: it runs in this process, in the thread of its queue.
 
     Args:
         model: a `torch.nn.Module`, which is switched to evaluation mode, or a function of an array of shape
             (samples, ...) that returns one of shape (samples, ...).
     """
 
-    pid: int | None = None
-    last_good = False
-
     def __init__(self, model: Callable[..., Any]) -> None:
-        self.schema: Schema | None = None
         self._function: Callable[[Array], Any] = model
         if hasattr(model, "state_dict"):
             self.schema, self._function = Schema(None, dtype_of(model)), runner_of(model)
-
-    def start(self) -> None:
-        """Do nothing: the model is loaded."""
 
     def run(self, batch: Array) -> Array:
         """Return the outputs of a batch; see `Backend.run`."""
         return checked_outputs(self._function, batch)
 
-    def stop(self) -> None:
-        """Do nothing: the object belongs to the caller."""
+
+def backend_of(model: Any, options: ServingOptions) -> Backend:
+    """Return the backend of a model.
+
+    Args:
+        model: a `dadplug.serving.Model`, a module or a function.
+        options: options of the predictor.
+
+    Raises:
+        LoadError: if it is none of these.
+    """
+    if isinstance(model, Model):
+        return ProcessBackend(model, options)
+    if callable(model):
+        return ObjectBackend(model)
+    raise LoadError(f"a model is a path, a dadplug.serving.Model, a module or a function, not {type(model).__name__}")
 
 
-def runner_of(module: Any) -> Callable[[Array], Any]:
-    """Return a function of arrays that calls a `torch.nn.Module` in evaluation mode, without gradients."""
+def runner_of(module: Any, channels_last: bool = False) -> Callable[[Array], Any]:
+    """Return a function of arrays that calls a `torch.nn.Module` in evaluation mode, without gradients.
+
+    Args:
+        module: the module.
+        channels_last: whether inputs of four dimensions are stored with their channels last.
+    """
     import torch
 
     module.eval()
 
     def run(batch: Array) -> Any:
         with torch.inference_mode():
-            return module(torch.from_numpy(batch))
+            inputs = torch.from_numpy(batch)
+            if channels_last and inputs.dim() == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            return module(inputs)
 
     return run
 
@@ -118,3 +161,294 @@ def checked_outputs(function: Callable[[Array], Any], batch: Array) -> Array:
     if found.ndim == 0 or len(found) != len(batch):
         raise ModelError(f"the model returned shape {found.shape} for {len(batch)} samples")
     return found
+
+
+# Messages between the server and a model's process: a JSON head, and the bytes of one array. No pickles. The code is
+# dadplug's own since a small message has to be received by one call: each call lets other threads run, which may keep
+# the interpreter.
+
+
+def send(connection: socket.socket, head: dict[str, Any], array: Array | None = None) -> None:
+    """Send a message.
+
+    Args:
+        connection: a stream socket.
+        head: values that JSON can hold.
+        array: numbers of a plain dtype.
+
+    Raises:
+        OSError: if the other end is closed, or does not read in time.
+    """
+    body = memoryview(b"")
+    if array is not None:
+        head = {**head, "shape": array.shape, "dtype": array.dtype.str}
+        body = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    text = json.dumps(head).encode()
+    start = _SIZES.pack(len(text), len(body)) + text
+    if len(body) < _AT_ONCE:
+        connection.sendall(start + body)
+    else:
+        connection.sendall(start)
+        connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], Array | None]:
+    """Receive a message.
+
+    Raises:
+        EOFError: if the other end is closed.
+        OSError: if the connection fails, or nothing arrives in time.
+        ValueError: if this is no message of `send`.
+    """
+    start = bytearray()
+    _fill(connection, start, _SIZES.size)
+    size, length = _SIZES.unpack_from(start)
+    if size > _LARGEST_HEAD:
+        raise ValueError(f"the head of a message has {size} bytes")
+    _fill(connection, start, _SIZES.size + size)
+    head = json.loads(start[_SIZES.size : _SIZES.size + size])
+    received = start[_SIZES.size + size :]
+    if len(received) > length:
+        raise ValueError("there is more than one message")
+    body = bytearray(length)  # of its own, so that the numbers in it are aligned
+    body[: len(received)] = received
+    view = memoryview(body)[len(received) :]
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError("the connection is closed")
+        view = view[count:]
+    if "dtype" not in head:
+        return head, None
+    return head, np.frombuffer(body, np.dtype(head["dtype"])).reshape(head["shape"])
+
+
+def _fill(connection: socket.socket, buffer: bytearray, size: int) -> None:
+    """Receive until a buffer has at least some bytes."""
+    while len(buffer) < size:
+        part = connection.recv(_AT_ONCE)
+        if not part:
+            raise EOFError("the connection is closed")
+        buffer += part
+
+
+class Launcher:
+    """The program `launcher.py`, started when it is first needed and shared by all models of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # process that started it: a fork needs a launcher of its own
+
+    def start(self, description: dict[str, Any]) -> tuple[socket.socket, int]:
+        """Start the process of a model.
+
+        Returns:
+            The connection to it, and its process id.
+
+        Raises:
+            LoadError: if no process can be started.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                return ours, int(self._ask({"start": description}, [theirs.fileno()])["pid"])
+        except (OSError, ValueError) as error:
+            ours.close()
+            raise LoadError(f"no process can be started: {error}") from error
+
+    def kill(self, pid: int) -> None:
+        """End the process of a model."""
+        with contextlib.suppress(OSError, ValueError):
+            self._ask({"kill": pid}, [], restart=False)
+
+    def close(self) -> None:
+        """End the launcher and all processes that it has started."""
+        with self._lock:
+            self._drop()
+
+    def _ask(self, request: dict[str, Any], descriptors: list[int], restart: bool = True) -> dict[str, Any]:
+        with self._lock:
+            if self._owner != os.getpid():
+                self._control = self._process = None
+            if self._control is None:
+                if not restart:
+                    return {}  # its processes have ended with it
+                self._begin()
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], descriptors)
+                answer = self._control.recv(1000)
+                if not answer:
+                    raise OSError("the launcher of models has ended")
+            except OSError:
+                self._drop()
+                raise
+        return dict(json.loads(answer))
+
+    def _begin(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_START_SECONDS)
+        with theirs:
+            program = _PROGRAM.format(path=[path or os.getcwd() for path in sys.path])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=theirs.fileno(),
+                env={**os.environ, _INSIDE: "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is for the server, which ends them
+            )
+        self._control, self._owner = ours, os.getpid()
+
+    def _drop(self) -> None:
+        if self._owner != os.getpid():
+            return
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=5.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._control = self._process = None
+
+
+LAUNCHER = Launcher()
+atexit.register(LAUNCHER.close)
+
+
+class ProcessBackend(Backend):
+    """A model in a process of its own; see `Backend`.
+
+    Args:
+        model: description of the model.
+        options: options of the predictor.
+    """
+
+    def __init__(self, model: Model, options: ServingOptions) -> None:
+        if _INSIDE in os.environ:
+            raise LoadError(
+                "a model's process serves models itself: put the part of the builder's file that serves under "
+                '`if __name__ == "__main__":`'
+            )
+        self._model, self._options = model, options
+        self._kept = _LastGood(Path(model.path))
+        self._connection: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start the process and load the model, or the copy of it that was loaded last; see `Backend.start`."""
+        self._end_process()
+        stamp = stamp_of(Path(self._model.path))
+        try:
+            self._load(self._model)
+        except LoadError as error:
+            if self._kept.copy is None:
+                raise
+            self._load(replace(self._model, path=self._kept.copy))
+            self.last_good = True
+            _log.error("%s; its last good version is served, until the file is replaced", error)
+        else:
+            self.last_good = False
+            self._kept.keep(stamp)
+
+    def _load(self, model: Model) -> None:
+        description = model.description() | {"threads": self._options.threads}
+        self._connection, self.pid = LAUNCHER.start(description)
+        self._connection.settimeout(self._options.load_seconds)
+        try:
+            head, _ = receive(self._connection)
+        except (OSError, EOFError, ValueError) as error:
+            self._end_process()
+            raise LoadError(f"{model.path}: its process ended or did not answer: {error}") from error
+        if "error" in head:
+            self._end_process()
+            raise LoadError(f"{model.path}: {head['error']}")
+        shape = head["input_shape"]
+        self.schema = Schema(None if shape is None else tuple(shape), head["input_dtype"])
+        self._connection.settimeout(self._options.hang_seconds)
+
+    def run(self, batch: Array) -> Array:
+        """Return the outputs of a batch; see `Backend.run`."""
+        if self._connection is None:
+            raise BackendFailedError("its process has not been started")
+        try:
+            send(self._connection, {}, batch)
+            head, outputs = receive(self._connection)
+        except TimeoutError as error:
+            seconds = self._options.hang_seconds
+            raise BackendFailedError(f"process {self.pid} gave no answer for {seconds:g} s") from error
+        except (OSError, EOFError, ValueError) as error:
+            raise BackendFailedError(f"process {self.pid} has ended") from error
+        if "error" in head:
+            raise (InputError if head["input"] else ModelError)(head["error"])
+        if outputs is None or len(outputs) != len(batch):
+            raise BackendFailedError(f"process {self.pid} sent an answer of another size")
+        return outputs
+
+    def stop(self) -> None:
+        """End the process, and forget the copy of the file."""
+        self._end_process()
+        self._kept.close()
+
+    def _end_process(self) -> None:
+        connection, pid, self._connection, self.pid = self._connection, self.pid, None, None
+        if connection is not None:
+            connection.close()
+        if pid is not None:
+            LAUNCHER.kill(pid)
+
+
+class _LastGood:
+    """Copy of the file that a model was loaded from last, in a temporary folder of this user.
+
+    It is for a process that has to be started again while the file is damaged.
+
+    Args:
+        path: the file; a folder of shards is not copied.
+
+    Attributes:
+        copy: the copy; None while there is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._stamp: Stamp = None
+        self.copy: Path | None = None
+
+    def keep(self, loaded: Stamp) -> None:
+        """Copy the file, which has been loaded, unless that was done or it has changed meanwhile.
+
+        Args:
+            loaded: its stamp before it was loaded.
+        """
+        if loaded is None or self._path.is_dir() or (self.copy is not None and loaded == self._stamp):
+            return
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="dadplug-serving-", ignore_cleanup_errors=True)
+            copy = Path(folder.name, self._path.name)  # loaders go by the ending of the name
+            shutil.copyfile(self._path, copy)
+        except OSError as error:
+            _log.warning("no copy of %s can be kept, for a restart while it is damaged: %s", self._path, error)
+            return
+        if stamp_of(self._path) != loaded:
+            folder.cleanup()
+            return
+        self.close()
+        self._folder, self._stamp, self.copy = folder, loaded, copy
+
+    def close(self) -> None:
+        """Remove the copy."""
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder = self.copy = self._stamp = None
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return what changes when a file is replaced or written: time, size and number; None without a file."""
+    try:
+        found = os.stat(path / "index.json" if path.is_dir() else path)
+    except OSError:
+        return None
+    return (found.st_mtime_ns, found.st_size, found.st_ino)

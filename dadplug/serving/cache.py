@@ -1,4 +1,4 @@
-"""Cache of predictions before the queues, bounded in bytes; equal concurrent requests share one call of the model."""
+"""Requests to one model, and the cache of their outputs; equal concurrent requests share one call of the model."""
 
 from __future__ import annotations
 
@@ -10,47 +10,122 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .popularity import PopularitySketch
-from .ticket import Listener, Ticket
-
-Key = tuple[str, int, bytes, str, tuple[int, ...]]
+Array = np.ndarray[Any, Any]
+Key = tuple[str, int, bytes]  # name and version of the model, digest of the input
 _OVERHEAD = 400  # bytes of an entry besides its numbers: key, array, dictionary
 _BYTES_PER_COUNTER = 128  # of the limit; four rows of counters take up to a sixteenth of it
 _PERIOD = 30  # requests for each entry, after which the counts of the keys are halved
 _SHORTEST_PERIOD = 1000
 _BODY_OVERHEAD = 300  # bytes of a request's digest and of what is known of it
-_NUMBER = 32  # bytes of a float in a tuple
 _MOST_BODIES = 16  # of one entry
 
+_ROWS = 4
+_MOST_COUNTED = 255  # value at which a count stays
+_HALVED = bytes(count // 2 for count in range(256))
+_WIDEST = 1 << 20
 
-def cache_key(name: str, version: int, digest: bytes, x: np.ndarray[Any, Any]) -> Key:
-    """Return the key of a model's output: name and version of the model, digest, dtype and shape of the input."""
-    return (name, version, digest, x.dtype.str, x.shape)
+
+class Result(NamedTuple):
+    """Result of a request to one model: an output, or an error.
+
+    Attributes:
+        model: name of the model.
+        output: the output, read-only; None after a failure.
+        kept: what the task keeps of the output until feedback.
+        error: the failure.
+    """
+
+    model: str
+    output: Array | None = None
+    kept: Any = None
+    error: Exception | None = None
 
 
-def digest_of(x: np.ndarray[Any, Any]) -> bytes:
-    """Return the 256-bit BLAKE2 digest of an array's content; equal digests of different inputs cannot be made."""
-    return hashlib.blake2b(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, digest_size=32).digest()
+Listener = Callable[[Result], object]
+
+
+class Ticket:
+    """Request to a model.
+
+    Args:
+        key: key in the cache.
+        x: the input, without the dimension of the batch.
+        arrived: time of arrival in seconds of `time.monotonic`.
+        deadline: time until which the answer is awaited.
+        listeners: functions to call with the result, once.
+    """
+
+    __slots__ = ("arrived", "deadline", "key", "listeners", "x")
+
+    def __init__(self, key: Key, x: Array, arrived: float, deadline: float, listeners: list[Listener]) -> None:
+        self.key, self.x = key, x
+        self.arrived, self.deadline, self.listeners = arrived, deadline, listeners
+
+
+def digest_of(x: Array) -> bytes:
+    """Return the 256-bit BLAKE2 digest of an array; equal digests of different inputs cannot be made."""
+    found = hashlib.blake2b(f"{x.dtype.str}{x.shape}".encode(), digest_size=32)
+    found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return found.digest()
+
+
+class PopularitySketch:
+    """Approximate number of recent requests by key: a count-min sketch with aging, for admission by frequency.
+
+    Einziger, Friedman, Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM Trans. Storage 13, 2017. Counts
+    are never too small, and halved now and then, so that keys that were popular once are forgotten.
+
+    Args:
+        width: number of counters in each of the four rows; rounded up to a power of two, from 256 to 2^20.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._mask = (1 << max(8, (min(width, _WIDEST) - 1).bit_length())) - 1
+        self._rows = [bytearray(self._mask + 1) for _ in range(_ROWS)]
+        self._recorded = 0
+
+    def record(self, digest: bytes, period: int) -> None:
+        """Count a request.
+
+        Args:
+            digest: digest of the key; its first 16 bytes are used.
+            period: number of requests after which all counts are halved.
+        """
+        rows, places = self._rows, self._places(digest)
+        counts = [row[place] for row, place in zip(rows, places, strict=True)]
+        least = min(counts)
+        if least < _MOST_COUNTED:  # only the smallest ones: the others are too large already
+            for row, place, count in zip(rows, places, counts, strict=True):
+                if count == least:
+                    row[place] = least + 1
+        self._recorded += 1
+        if self._recorded >= period:
+            self._recorded //= 2
+            self._rows = [row.translate(_HALVED) for row in rows]
+
+    def estimate(self, digest: bytes) -> int:
+        """Return the approximate number of recent requests of a key.
+
+        Args:
+            digest: digest of the key.
+        """
+        return min(row[place] for row, place in zip(self._rows, self._places(digest), strict=True))
+
+    def _places(self, digest: bytes) -> tuple[int, int, int, int]:
+        bits, mask = int.from_bytes(digest[:16], "little"), self._mask
+        return bits & mask, bits >> 32 & mask, bits >> 64 & mask, bits >> 96 & mask
 
 
 class KnownInput(NamedTuple):
-    """Input of a request that was valid: what its keys need, without its numbers.
+    """Input of a request that was valid, without its numbers.
 
     Attributes:
         context: its context.
         digest: `digest_of` the input.
-        dtype: its dtype.
-        shape: its shape.
     """
 
     context: str
     digest: bytes
-    dtype: str
-    shape: tuple[int, ...]
-
-    def key(self, name: str, version: int) -> Key:
-        """Return the key of a model's output, as `cache_key` does."""
-        return (name, version, self.digest, self.dtype, self.shape)
 
 
 class Entry:
@@ -58,17 +133,16 @@ class Entry:
 
     Attributes:
         output: the output.
+        kept: what the task keeps of the output until feedback.
         size: bytes of the entry.
-        kept: what the task keeps of the output until feedback; None until a request was answered from the entry.
         text: the output as text, for servers; None until it was needed.
         bodies: digests of requests that are known to be this input.
     """
 
     __slots__ = ("bodies", "kept", "output", "size", "text")
 
-    def __init__(self, output: np.ndarray[Any, Any], size: int) -> None:
-        self.output, self.size = output, size
-        self.kept: tuple[float, ...] | None = None
+    def __init__(self, output: Array, kept: Any, size: int) -> None:
+        self.output, self.kept, self.size = output, kept, size
         self.text: bytes | None = None
         self.bodies: list[bytes] = []
 
@@ -77,10 +151,10 @@ class PredictionCache:
     """Outputs of recent requests, and the requests that are being computed.
 
     A new entry takes the place of the least recently used ones if its key was requested more often than theirs, and is
-    not kept otherwise (TinyLFU, see `popularity`). Failures are not kept.
+    not kept otherwise (TinyLFU, see `PopularitySketch`). Failures are not kept.
 
     Args:
-        limit: bytes of all entries.
+        limit: bytes of all entries; 0 for no entries, and no shared calls.
 
     Attributes:
         bytes: bytes of the entries.
@@ -101,41 +175,40 @@ class PredictionCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def request(
-        self, key: Key, deadline: float, listener: Listener, create: Callable[[], Ticket]
-    ) -> tuple[np.ndarray[Any, Any] | None, Ticket | None]:
+    def request(self, ticket: Ticket) -> Entry | Ticket | None:
         """Look up a request, join an equal one, or open it.
 
         Args:
-            key: the key.
-            deadline: time until which the answer is awaited.
-            listener: called with the result, unless it is returned.
-            create: creates the ticket of a request that has to be computed.
+            ticket: the request.
 
         Returns:
-            The output, if there is an entry; the ticket, if it has to be queued; neither after joining.
+            The entry with its output; the ticket, if it has to be queued; None after joining.
         """
+        if not self.limit:
+            return ticket
+        key = ticket.key
         with self._lock:
             entry = self._entries.get(key)
             self._record(key, entry is not None)
             if entry is not None:
-                return entry.output, None
-            ticket = self._open.get(key)
-            if ticket is not None:
-                ticket.listeners.append(listener)
-                ticket.deadline = max(ticket.deadline, deadline)
-                self.joined += 1
-                return None, None
-            self.misses += 1
-            ticket = self._open[key] = create()
-            return None, ticket
+                return entry
+            other = self._open.get(key)
+            if other is None:
+                self.misses += 1
+                self._open[key] = ticket
+                return ticket
+            other.listeners += ticket.listeners
+            other.deadline = max(other.deadline, ticket.deadline)
+            self.joined += 1
+            return None
 
-    def close(self, ticket: Ticket, output: np.ndarray[Any, Any] | None, version: int) -> list[Listener]:
+    def close(self, ticket: Ticket, output: Array | None, kept: Any, version: int) -> list[Listener]:
         """End an open request, and keep its output.
 
         Args:
-            ticket: the ticket of the request.
+            ticket: the request.
             output: the output; None after a failure.
+            kept: what the task keeps of it until feedback.
             version: version of the model that computed it; an output of another version than the key's is not kept.
 
         Returns:
@@ -143,11 +216,12 @@ class PredictionCache:
         """
         key = ticket.key
         with self._lock:
-            if key is not None:
-                if self._open.get(key) is ticket:
-                    del self._open[key]
-                if output is not None and version == key[1]:
-                    self._put(key, output)
+            if self._open.get(key) is ticket:
+                del self._open[key]
+            if output is not None and version == key[1] and key not in self._entries:
+                size = output.nbytes + _OVERHEAD
+                if self._make_room(key, size):
+                    self._entries[key] = Entry(output, kept, size)
             return ticket.listeners
 
     def _record(self, key: Key, hit: bool) -> None:
@@ -156,11 +230,6 @@ class PredictionCache:
         if hit:
             self._entries.move_to_end(key)
             self.hits += 1
-
-    def _put(self, key: Key, output: np.ndarray[Any, Any]) -> None:
-        size = output.nbytes + _OVERHEAD
-        if key not in self._entries and self._make_room(key, size):
-            self._entries[key] = Entry(output, size)
 
     def _make_room(self, key: Key, size: int) -> bool:
         """Take bytes for a key, from entries that are asked less often; return whether it gets them."""
@@ -187,6 +256,14 @@ class PredictionCache:
         for body in entry.bodies:
             del self._bodies[body]
 
+    def remove_model(self, name: str) -> None:
+        """Remove the entries of a model; requests of its former version can no longer be joined."""
+        with self._lock:
+            for key in [key for key in self._entries if key[0] == name]:
+                self._remove(key)
+            for key in [key for key in self._open if key[0] == name]:
+                del self._open[key]
+
     # Requests that are known by a digest of their bytes
 
     def known(self, body: bytes) -> KnownInput | None:
@@ -197,25 +274,16 @@ class PredictionCache:
         """
         return self._bodies.get(body)
 
-    def learn(self, body: bytes, known: KnownInput, kept: Sequence[tuple[Key, tuple[float, ...]]]) -> None:
-        """Remember that a request is a known input, as long as the first of its entries stays in the cache.
+    def learn(self, body: bytes, known: KnownInput, key: Key) -> None:
+        """Remember that a request is a known input, as long as an entry stays in the cache.
 
         Args:
             body: digest of the request.
             known: its input.
-            kept: for each model that was asked, its key and what the task keeps of its output.
+            key: key of the entry.
         """
         with self._lock:
-            for key, values in kept:
-                entry = self._entries.get(key)
-                if entry is None:
-                    return
-                if entry.kept is None:
-                    if not self._grow(key, entry, _NUMBER * len(values)):
-                        return
-                    entry.kept = values
-            key = kept[0][0]
-            entry = self._entries.get(key)  # it may have been displaced by another one
+            entry = self._entries.get(key)
             if entry is None or body in self._bodies or not self._grow(key, entry, _BODY_OVERHEAD):
                 return
             entry.bodies.append(body)
@@ -232,7 +300,7 @@ class PredictionCache:
             keys: key for each model that is asked.
         """
         with self._lock:
-            found = [entry for key in keys if (entry := self._entries.get(key)) is not None and entry.kept is not None]
+            found = [self._entries[key] for key in keys if key in self._entries]
             if len(found) < len(keys):
                 return None
             for key in keys:
@@ -256,11 +324,3 @@ class PredictionCache:
             return False
         entry.size += size
         return True
-
-    def remove_model(self, name: str) -> None:
-        """Remove the entries of a model; requests of its former version can no longer be joined."""
-        with self._lock:
-            for key in [key for key in self._entries if key[0] == name]:
-                self._remove(key)
-            for key in [key for key in self._open if key[0] == name]:
-                del self._open[key]

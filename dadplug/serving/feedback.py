@@ -1,16 +1,153 @@
-"""Predictions that wait for feedback: joined by id within a time limit."""
+"""Meaning of outputs: the answer of several models, a model's loss by feedback, and predictions that wait for it."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import FeedbackError
+import numpy as np
+
+from ..errors import FeedbackError, ModelError
+from ..registry import Registry
 from .policies import Choice
+
+Array = np.ndarray[Any, Any]
+Combined = tuple[Array, int | None, str, float]  # output, label, model and confidence, as in a `Prediction`
+
+
+class Classification:
+    """Outputs are scores of classes; the class with the largest score is a model's vote."""
+
+    def keep(self, output: Array) -> tuple[int, int]:
+        """Return what is kept of an output until feedback: the class, and the number of classes.
+
+        Raises:
+            ModelError: if the output has no scores.
+        """
+        if output.size < 2:
+            raise ModelError("the model returns one number and no scores of classes; use task='regression'")
+        return int(output.argmax()), output.size
+
+    def combine(self, outputs: Mapping[str, Array], weights: Mapping[str, float], kept: Mapping[str, Any]) -> Combined:
+        """Return the weighted vote of the models, with the scores of the heaviest model that voted for it.
+
+        Its confidence is the share of the weights of the models that voted for it.
+
+        Args:
+            outputs: outputs by model, at least one.
+            weights: weights by model.
+            kept: what is kept of them. Votes are taken from it, since `argmax` lets other threads run in between.
+        """
+        votes = {name: kept[name][0] for name in outputs}
+        if len(outputs) == 1:
+            ((model, output),) = outputs.items()
+            return output, votes[model], model, 1.0
+        totals: dict[int, float] = {}
+        for name, vote in votes.items():
+            totals[vote] = totals.get(vote, 0.0) + weights[name]
+        winner = max(totals, key=lambda each: totals[each])
+        model = max((name for name in votes if votes[name] == winner), key=lambda name: weights[name])
+        everything = sum(totals.values())
+        confidence = totals[winner] / everything if everything > 0 else 1.0
+        return outputs[model], winner, model, min(1.0, confidence)
+
+    def loss(self, kept: tuple[int, int], y: Any) -> float:
+        """Return 0 for the right class and 1 for another.
+
+        Args:
+            kept: result of `keep`.
+            y: the class.
+
+        Raises:
+            FeedbackError: if it is no class.
+        """
+        if isinstance(y, bool) or not isinstance(y, (int, np.integer)) or not 0 <= y < kept[1]:
+            raise FeedbackError(f"feedback has to be a class from 0 to {kept[1] - 1}, not {y!r:.40}", status=422)
+        return float(y != kept[0])
+
+
+class Regression:
+    """Outputs are numbers; the answer is their weighted mean.
+
+    Args:
+        scale: error that counts as the largest loss, 1.
+
+    Raises:
+        ValueError: if the scale is not positive.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if not scale > 0:
+            raise ValueError(f"scale has to be positive, not {scale}")
+        self._scale = scale
+
+    def keep(self, output: Array) -> Array:
+        """Return what is kept of an output until feedback: its numbers."""
+        return output
+
+    def combine(self, outputs: Mapping[str, Array], weights: Mapping[str, float], kept: Mapping[str, Any]) -> Combined:
+        """Return the weighted mean; its confidence is 1 - (weighted mean of the models' distances to it) / scale.
+
+        Args:
+            outputs: outputs by model, at least one.
+            weights: weights by model.
+            kept: what is kept of them; not used.
+        """
+        if len({output.shape for output in outputs.values()}) > 1:
+            raise ModelError(f"the models return different shapes: {[o.shape for o in outputs.values()]}")
+        total = sum(weights[name] for name in outputs)
+        if total <= 0:
+            weights, total = dict.fromkeys(outputs, 1.0), float(len(outputs))
+        model = max(outputs, key=lambda name: weights[name])
+        if len(outputs) == 1:
+            return outputs[model], None, model, 1.0
+        shares = [weights[name] / total for name in outputs]
+        mean = np.average(np.stack(list(outputs.values())).astype(np.float64), axis=0, weights=shares)
+        distances = [self._distance(output, mean) for output in outputs.values()]
+        spread = sum(share * distance for share, distance in zip(shares, distances, strict=True))
+        return np.asarray(mean).astype(outputs[model].dtype), None, model, 1.0 - spread
+
+    def loss(self, kept: Array, y: Any) -> float:
+        """Return the mean absolute error as a part of the scale, at most 1.
+
+        Args:
+            kept: result of `keep`.
+            y: the right number, or as many as the output has.
+
+        Raises:
+            FeedbackError: if these are no such numbers.
+        """
+        try:
+            wanted = [float(each) for each in np.ravel(y)]
+        except (TypeError, ValueError):
+            wanted = [math.nan]
+        if len(wanted) != kept.size or not all(map(math.isfinite, wanted)):
+            raise FeedbackError(f"feedback has to be {kept.size} finite numbers, not {y!r:.40}", status=422)
+        return self._distance(kept.ravel(), np.array(wanted))
+
+    def _distance(self, output: Array, other: Array) -> float:
+        return min(1.0, float(np.abs(output - other).mean()) / self._scale)
+
+
+Task = Classification | Regression
+TASKS: Registry[str, type[Task]] = Registry("task")
+TASKS.register("classification")(Classification)
+TASKS.register("regression")(Regression)
+
+
+def task_of(name: str, scale: float) -> Task:
+    """Return a task by its name.
+
+    Raises:
+        ValueError: if there is none of this name, or the scale is not positive.
+    """
+    return Regression(scale) if TASKS[name] is Regression else Classification()
 
 
 class Record(NamedTuple):
@@ -19,12 +156,12 @@ class Record(NamedTuple):
     Attributes:
         context: its context.
         choice: the models that ran.
-        outputs: what the task keeps of each model's output; None for a model that failed.
+        kept: what the task keeps of each model's output; None for a model that failed.
     """
 
     context: str
     choice: Choice
-    outputs: dict[str, tuple[float, ...] | None]
+    kept: dict[str, Any]
 
 
 class FeedbackJournal:
@@ -75,11 +212,9 @@ class FeedbackJournal:
         """
         with self._lock:
             made, record = self._records.get(key, (None, None)) if isinstance(key, str) else (None, None)
-        if made is None:
-            if isinstance(key, str) and self._was_dropped(key):
-                raise FeedbackError(f"feedback came later than {self._seconds:g} s after prediction {key}", status=410)
+        if made is None and not self._was_dropped(key):
             raise FeedbackError(f"there is no prediction with the id {key!r:.60}", status=404)
-        if made + self._seconds <= now:
+        if made is None or made + self._seconds <= now:
             raise FeedbackError(f"feedback came later than {self._seconds:g} s after prediction {key}", status=410)
         if record is None:
             raise FeedbackError(f"prediction {key} has had its feedback", status=409)
@@ -94,18 +229,11 @@ class FeedbackJournal:
             self._records[key] = (made, None)
             return True
 
-    def _was_dropped(self, key: str) -> bool:
+    def _was_dropped(self, key: Any) -> bool:
         """Return whether an id reads like one that this server has issued and dropped since."""
+        if not isinstance(key, str) or not key.startswith(self._issued) or len(key) != len(self._issued) + 28:
+            return False
         try:
-            made = int(key[len(self._issued) : len(self._issued) + 12], 16) / 1000
+            return int(key[len(self._issued) : len(self._issued) + 12], 16) / 1000 <= self._dropped
         except ValueError:
             return False
-        return key.startswith(self._issued) and len(key) == len(self._issued) + 28 and made <= self._dropped
-
-
-def plain(y: Any) -> Any:
-    """Return the numbers of a tensor or an array; of one with a single number, that number."""
-    if not hasattr(y, "tolist"):
-        return y
-    y = y.tolist()
-    return y[0] if isinstance(y, list) and len(y) == 1 else y

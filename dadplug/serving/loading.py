@@ -1,34 +1,48 @@
-"""Loading of models from files, in the models' processes. No file can run code of its own: code comes from builders."""
+"""Loading of models from files, in the models' processes. No file can run code of its own: code comes from builders.
+
+Tables in the files of a sharded checkpoint are mapped: their rows are not loaded.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import mmap
 import pickle
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import LoadError
-from .backends import Array, dtype_of
-from .building import Loaded, build, load_state
-from .schedule import scheduled
-from .schema import Schema
-from .shards import load_folder
+from ..errors import InputError, LoadError
+from ..models import MODELS
+from .backends import Array, dtype_of, runner_of
+from .options import Schema
+from .schedule import onnx_session, scheduled
 
-_ONNX_DTYPES = {
-    "tensor(float)": "float32",
-    "tensor(double)": "float64",
-    "tensor(float16)": "float16",
-    "tensor(int64)": "int64",
-    "tensor(int32)": "int32",
-    "tensor(int16)": "int16",
-    "tensor(int8)": "int8",
-    "tensor(uint8)": "uint8",
-    "tensor(bool)": "bool",
+_ONNX_DTYPES = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(bool)": "bool"} | {
+    f"tensor({name})": name for name in ("float16", "int64", "int32", "int16", "int8", "uint8")
 }
+_RESIDENT = 8 << 20  # bytes of a table's files that may become resident before their pages are given back
+_AROUND = 2 << 20  # bytes that the kernel maps for one row at most: a huge page
+
+
+class Loaded(NamedTuple):
+    """A model that can compute.
+
+    Attributes:
+        run: function of an array of shape (samples, ...) that returns a tensor or an array.
+        schema: schema of one input.
+    """
+
+    run: Callable[[Array], Any]
+    schema: Schema
 
 
 def load(description: Mapping[str, Any]) -> Loaded:
@@ -54,13 +68,112 @@ def load(description: Mapping[str, Any]) -> Loaded:
     return Loaded(loaded.run, Schema(shape, description["dtype"] or found.dtype))
 
 
+# Builders
+
+
+def _build(description: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+    """Return the model of a builder, or without one a model of dadplug that the state dict fits.
+
+    Raises:
+        LoadError: if there is no such model.
+    """
+    if description["builder"] is None:
+        return _known_model(state, description["path"])
+    builder = _import_builder(description["builder"])
+    given = description["arguments"]
+    model = builder(**(_accepted(builder, arguments) if given is None else given))
+    if not isinstance(model, nn.Module):
+        raise LoadError(f"{description['builder']} returns {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _import_builder(name: str) -> Callable[..., Any]:
+    """Import a class or function by FILE.py:NAME or MODULE:NAME.
+
+    Raises:
+        LoadError: if it cannot be found.
+    """
+    place, _, attribute = name.rpartition(":")
+    if place.endswith(".py"):
+        path = Path(place)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise LoadError(f"there is no file {place}")
+        sys.path.insert(0, str(path.parent))  # for the modules beside it
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise LoadError(f"{name}: {error}") from error
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise LoadError(f"{place} has no {attribute}")
+        found = getattr(found, part)
+    builder: Callable[..., Any] = found
+    return builder
+
+
+def _accepted(builder: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters that a builder takes."""
+    try:
+        parameters = inspect.signature(builder).parameters.values()
+    except ValueError:  # a class of an extension module
+        return {}
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return dict(arguments)
+    return {each.name: arguments[each.name] for each in parameters if each.name in arguments}
+
+
+def _known_model(state: Mapping[str, Tensor], path: str) -> nn.Module:
+    for name in MODELS:
+        try:
+            model = MODELS[name]()
+        except TypeError:  # it needs arguments
+            continue
+        shapes = {key: value.shape for key, value in model.state_dict().items()}
+        prefix = _prefix_of(state, shapes)
+        if prefix is not None and all(state[prefix + key].shape == shape for key, shape in shapes.items()):
+            return model
+    raise LoadError(
+        f"{path} holds weights and no code: name the class, or a function that builds the model, as builder"
+    )
+
+
+def _load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path, assign: bool = False) -> None:
+    """Load a state dict; the model may be a part of the module that was saved.
+
+    Raises:
+        LoadError: if the weights do not fit.
+    """
+    prefix = _prefix_of(state, model.state_dict()) or ""
+    part = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+    try:
+        model.load_state_dict(part, strict=True, assign=assign)
+    except RuntimeError as error:
+        raise LoadError(f"the weights in {path} do not fit the builder's model: {error}") from None
+
+
+def _prefix_of(state: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """Return the prefix under which a state dict has a model's keys; None if there is not exactly one."""
+    if set(state) == set(own):
+        return ""
+    first = next(iter(own), "")
+    prefixes = {key[: len(key) - len(first)] for key in state if key.endswith(first)} - {""}
+    found = [each for each in prefixes if {key[len(each) :] for key in state if key.startswith(each)} == set(own)]
+    return found[0] if len(found) == 1 and first else None
+
+
 # Weights and a builder
 
 
 def _weights(path: Path, description: Mapping[str, Any]) -> Loaded:
-    content = read_plain(path)
+    content = _read_plain(path)
     if "dadplug_shards" in content:
-        folder, (_, arguments) = path.with_name(path.name + ".shards"), states_of(content, path)
+        folder, (_, arguments) = path.with_name(path.name + ".shards"), _states_of(content, path)
         return load_folder(folder, description, content["dadplug_shards"], arguments)
     model = _module(content, path, description)
     return Loaded(scheduled(model), Schema(None, dtype_of(model)))
@@ -78,17 +191,17 @@ def load_module(description: Mapping[str, Any]) -> nn.Module:
     path = Path(description["path"])
     if path.is_dir() or path.suffix in (".onnx", ".pt2"):
         raise LoadError(f"{path} has no module of torch: only files of weights can be tuned")
-    return _module(read_plain(path), path, description)
+    return _module(_read_plain(path), path, description)
 
 
 def _module(content: Mapping[str, Any], path: Path, description: Mapping[str, Any]) -> nn.Module:
-    state, arguments = states_of(content, path)
-    model = build(description, arguments, state)
-    load_state(model, state, path)
+    state, arguments = _states_of(content, path)
+    model = _build(description, arguments, state)
+    _load_state(model, state, path)
     return model
 
 
-def read_plain(path: Path) -> dict[str, Any]:
+def _read_plain(path: Path) -> dict[str, Any]:
     """Read a file of tensors and plain values.
 
     Raises:
@@ -108,7 +221,7 @@ def read_plain(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def states_of(content: Mapping[str, Any], path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _states_of(content: Mapping[str, Any], path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state dict of a checkpoint of Lightning or Catalyst, or of a state dict, and the hyperparameters.
 
     Raises:
@@ -140,50 +253,232 @@ def _exported(path: Path) -> Loaded:
     inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or inputs[0].dim() == 0:
         raise LoadError(f"{path} has the inputs {names}; a served program has one tensor with a row for each sample")
-    sizes = [size if isinstance(size, int) else None for size in inputs[0].shape]
-    module, one = program.module(), _one_by_one(sizes[0], path)
+    module, (one, shape) = program.module(), _batch_and_shape(inputs[0].shape, path)
 
     def run(batch: Array) -> Any:
         with torch.inference_mode():
             whole = torch.from_numpy(batch)
             return torch.cat([module(row) for row in whole.split(1)]) if one else module(whole)
 
-    return Loaded(run, Schema(tuple(sizes[1:]), str(inputs[0].dtype).removeprefix("torch.")))
+    return Loaded(run, Schema(shape, str(inputs[0].dtype).removeprefix("torch.")))
 
 
 def _onnx(path: Path, threads: int) -> Loaded:
     try:
-        import onnxruntime
+        session = onnx_session(str(path), threads)
     except ImportError as error:
         raise LoadError("ONNX files need onnxruntime, which is not installed: pip install 'dadplug[onnx]'") from error
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise LoadError(f"{path} cannot be loaded by onnxruntime: {error}") from error
-    inputs, outputs = session.get_inputs(), session.get_outputs()
+    inputs, output = session.get_inputs(), session.get_outputs()[0].name
     if len(inputs) != 1 or len(inputs[0].shape) == 0 or inputs[0].type not in _ONNX_DTYPES:
         raise LoadError(f"{path} has the inputs {[each.name for each in inputs]}; a served model has one, of numbers")
-    sizes = [size if isinstance(size, int) else None for size in inputs[0].shape]
-    name, output, one = inputs[0].name, outputs[0].name, _one_by_one(sizes[0], path)
+    one, shape = _batch_and_shape(inputs[0].shape, path)
 
     def run(batch: Array) -> Any:
         rows = np.split(batch, len(batch)) if one else [batch]
-        return np.concatenate([session.run([output], {name: row})[0] for row in rows])
+        return np.concatenate([session.run([output], {inputs[0].name: row})[0] for row in rows])
 
-    return Loaded(run, Schema(tuple(sizes[1:]), _ONNX_DTYPES[inputs[0].type]))
+    return Loaded(run, Schema(shape, _ONNX_DTYPES[inputs[0].type]))
 
 
-def _one_by_one(batch: int | None, path: Path) -> bool:
-    """Return whether a program takes one sample at a time.
+def _batch_and_shape(sizes: Any, path: Path) -> tuple[bool, tuple[int | None, ...]]:
+    """Return whether a program takes one sample at a time, and the shape of a sample.
 
     Raises:
         LoadError: if it takes batches of one size, other than 1.
     """
-    if batch is not None and batch != 1:
+    batch, *shape = [size if isinstance(size, int) else None for size in sizes]
+    if batch not in (None, 1):
         raise LoadError(
             f"{path} takes batches of exactly {batch} samples: export it with a first dimension that varies"
         )
-    return batch == 1
+    return batch == 1, tuple(shape)
+
+
+# Folders of shards
+
+
+class MappedTable:
+    """Rows of a table in mapped files.
+
+    Args:
+        shards: by shard, ``keys`` of shape (n,) and ``values`` of shape (n, columns), both mapped.
+        rows: number of rows.
+        width: number of weights in a row, the first columns.
+
+    Raises:
+        LoadError: if a row is missing or occurs twice.
+    """
+
+    def __init__(self, shards: list[dict[str, Tensor]], rows: int, width: int) -> None:
+        self.rows, self.width = rows, width
+        self._values = [shard["values"].numpy() for shard in shards]
+        self._starts = np.cumsum([0, *(len(values) for values in self._values)])
+        total = int(self._starts[-1])
+        self._place = np.full(rows, -1, np.int32 if total < 2**31 else np.int64)
+        for shard, start in zip(shards, self._starts, strict=False):
+            keys = shard["keys"].numpy()
+            self._place[keys] = np.arange(start, start + len(keys), dtype=self._place.dtype)
+            _give_back(keys)
+        if total != rows or (rows and self._place.min() < 0):
+            raise LoadError(f"rows are missing or occur twice: the shards hold {total} of {rows} rows")
+        self._touched = 0
+
+    def gather(self, keys: Array) -> Array:
+        """Return the rows of keys: shape (n, width) for n keys.
+
+        Raises:
+            InputError: if a key is out of range.
+        """
+        if keys.size and not 0 <= int(keys.min()) <= int(keys.max()) < self.rows:
+            raise InputError(f"a key is out of range: {keys.min()} to {keys.max()}, the table has {self.rows} rows")
+        places = self._place[keys]
+        found = np.empty((len(keys), self.width), np.float32)
+        shard = np.searchsorted(self._starts, places, side="right") - 1
+        for number, values in enumerate(self._values):
+            mine = shard == number
+            if mine.any():
+                found[mine] = values[places[mine] - self._starts[number], : self.width]
+        self._touched += len(keys)
+        if self._touched * _AROUND > _RESIDENT:
+            self._touched = 0
+            for values in self._values:
+                _give_back(values)
+        return found
+
+
+def _give_back(array: Array) -> None:
+    """Let the kernel take back the pages of a mapped array; they are read from the file when they are needed again."""
+    page = mmap.PAGESIZE
+    start = -(-array.ctypes.data // page) * page
+    length = (array.ctypes.data + array.nbytes - start) // page * page
+    if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
+class MappedEmbedding(nn.Module):
+    """Embedding layer whose rows are in a `MappedTable`.
+
+    Args:
+        layer: the `nn.Embedding` or `nn.EmbeddingBag` that it stands for; its weight is not used.
+        table: the rows.
+    """
+
+    def __init__(self, layer: nn.Module, table: MappedTable) -> None:
+        super().__init__()
+        self._layer, self._table = (layer,), table  # in a tuple: its weight is no parameter of the model
+
+    def forward(self, keys: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return the rows of keys, or their bags, as the layer does."""
+        layer = self._layer[0]
+        unique, places = torch.unique(keys, return_inverse=True)
+        rows = torch.from_numpy(self._table.gather(unique.numpy()))
+        if not isinstance(layer, nn.EmbeddingBag):
+            return nn.functional.embedding(places, rows)
+        padding = (unique == layer.padding_idx).nonzero() if layer.padding_idx is not None else unique[:0]
+        return nn.functional.embedding_bag(
+            places,
+            rows,
+            offsets,
+            mode=layer.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=layer.include_last_offset,
+            padding_idx=int(padding) if padding.numel() else None,
+        )
+
+
+def load_folder(
+    folder: Path, description: Mapping[str, Any], stamp: str | None = None, arguments: Mapping[str, Any] | None = None
+) -> Loaded:
+    """Load a folder that `dadplug.adapm.save_shards` has written; the digests of all files are compared.
+
+    Args:
+        folder: the folder.
+        description: result of `Model.description`.
+        stamp: stamp of the save; None for the checkpoint of the folder.
+        arguments: hyperparameters for the builder.
+
+    Returns:
+        The builder's model with mapped tables; without a builder the look-up in the only table.
+
+    Raises:
+        LoadError: if the folder is incomplete or damaged, or does not fit the model.
+    """
+    from ..adapm import shards as shard_files  # it imports numba, which models without tables do not need
+
+    try:
+        content, rest = shard_files.read_head(folder, stamp)
+        index = shard_files.check_index(content, folder / shard_files.INDEX)
+        state = shard_files.parse_rest(rest, folder)["model"]
+        shard_files.check_sizes(index, folder)
+        shards = [shard_files.map_shard(folder, name, index) for name in index["files"]]
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{error}") from error
+    tables = {
+        name: MappedTable([shard[name] for shard in shards], table["rows"], table["width"])
+        for name, table in index["tables"].items()
+    }
+    if description["builder"] is None:
+        if len(tables) != 1 or state:
+            raise LoadError(f"{folder} holds {len(tables)} tables and other weights: name the model's builder")
+        (table,) = tables.values()
+
+        def look_up(keys: Array) -> Array:
+            return table.gather(keys.reshape(-1)).reshape(*keys.shape, table.width)
+
+        return Loaded(look_up, Schema(None, "int64"))
+    model = _build_without_tables(description, arguments or {}, index, tables, state, folder)
+    return Loaded(runner_of(model), Schema())
+
+
+def _build_without_tables(
+    description: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    index: Mapping[str, Any],
+    tables: Mapping[str, MappedTable],
+    state: Mapping[str, Tensor],
+    folder: Path,
+) -> nn.Module:
+    """Build a model; on the meta device if it can be, so that whole tables are never in memory."""
+    try:
+        with torch.device("meta"):
+            model = _build(description, arguments, {})
+        map_tables(model, index, tables)
+        _load_state(model, state, folder, assign=True)
+        if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            return model
+    except (RuntimeError, NotImplementedError):
+        pass  # the builder reads values of tensors
+    model = _build(description, arguments, {})
+    map_tables(model, index, tables)
+    _load_state(model, state, folder)
+    return model
+
+
+def map_tables(model: nn.Module, index: Mapping[str, Any], tables: Mapping[str, MappedTable]) -> None:
+    """Put mapped tables in the place of a model's embedding layers.
+
+    Args:
+        model: the model.
+        index: index of the checkpoint.
+        tables: the tables by name.
+
+    Raises:
+        LoadError: if the model has no such layers, or they cannot be mapped.
+    """
+    for name, table in index["tables"].items():
+        for alias in table["names"]:
+            path, _, attribute = alias.rpartition(".")
+            try:
+                layer = model.get_submodule(path)
+            except AttributeError:
+                raise LoadError(
+                    f"the builder's model has no layer {path!r}, of which the checkpoint has a table"
+                ) from None
+            if attribute != "weight" or not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+                raise LoadError(f"{alias} is no weight of an Embedding or EmbeddingBag, whose rows can be mapped")
+            if layer.max_norm is not None:
+                raise LoadError(f"{path} has max_norm, which changes rows when they are looked up")
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, MappedEmbedding(layer, tables[name]))

@@ -19,9 +19,9 @@ class _Second:
 
     def __init__(self) -> None:
         self.latencies: Counter[int] = Counter()
-        self.requests = self.failures = self.above = 0
-        self.batches: dict[str, list[int]] = {}  # number of batches and of samples, by model
-        self.hits = self.lookups = 0
+        self.counts: Counter[str] = Counter()
+        self.batches: Counter[str] = Counter()  # by model
+        self.samples: Counter[str] = Counter()
         self.weights: dict[str, dict[str, float]] = {}
 
     def quantile(self, share: float) -> float:
@@ -32,6 +32,16 @@ class _Second:
             if seen >= wanted:
                 return _FINE[min(index, len(_FINE) - 1)]
         return 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts as plain values."""
+        return {
+            **{name: self.counts[name] for name in ("requests", "failures", "above_goal", "hits", "lookups")},
+            "p50": self.quantile(0.5),
+            "p99": self.quantile(0.99),
+            "batches": {name: self.samples[name] / batches for name, batches in self.batches.items()},
+            "weights": self.weights,
+        }
 
 
 class Metrics:
@@ -46,48 +56,45 @@ class Metrics:
         self._goal, self._clock = goal, clock
         self._lock = threading.Lock()
         self._seconds: OrderedDict[int, _Second] = OrderedDict()
-        self._statuses: Counter[int] = Counter()
+        # By name, without the package's, and by label text.
+        self._totals: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._latencies = [0] * (len(BOUNDS) + 1)
         self._latency_sum = 0.0
-        self._batches: Counter[str] = Counter()
-        self._samples: Counter[str] = Counter()
-        self._busy: defaultdict[str, float] = defaultdict(float)
-        self._restarts: Counter[str] = Counter()
-        self._feedback: Counter[int] = Counter()
 
     def request(self, status: int, seconds: float) -> None:
         """Count a prediction by its HTTP status, with its latency."""
         with self._lock:
             now = self._second()
-            self._statuses[status] += 1
-            now.requests += 1
+            self._totals["requests_total"][f'status="{status}"'] += 1
+            now.counts["requests"] += 1
             if status != 200:
-                now.failures += 1
+                now.counts["failures"] += 1
                 return
             now.latencies[bisect_left(_FINE, seconds)] += 1
-            now.above += seconds > self._goal
+            now.counts["above_goal"] += seconds > self._goal
             self._latencies[bisect_left(BOUNDS, seconds)] += 1
             self._latency_sum += seconds
 
     def batch(self, model: str, size: int, seconds: float) -> None:
         """Count a batch of a model with its computing time."""
+        labels = label(model=model)
         with self._lock:
-            self._batches[model] += 1
-            self._samples[model] += size
-            self._busy[model] += seconds
-            found = self._second().batches.setdefault(model, [0, 0])
-            found[0] += 1
-            found[1] += size
+            self._totals["batches_total"][labels] += 1
+            self._totals["batched_requests_total"][labels] += size
+            self._totals["batch_seconds_total"][labels] += seconds
+            now = self._second()
+            now.batches[model] += 1
+            now.samples[model] += size
 
     def restart(self, model: str) -> None:
         """Count a restart of a model."""
         with self._lock:
-            self._restarts[model] += 1
+            self._totals["restarts_total"][label(model=model)] += 1
 
     def feedback(self, status: int, context: str = "", weights: Mapping[str, float] | None = None) -> None:
         """Count feedback by its HTTP status, with the weights of its context after it."""
         with self._lock:
-            self._feedback[status] += 1
+            self._totals["feedback_total"][f'status="{status}"'] += 1
             if weights is not None:
                 self._second().weights[context] = dict(weights)
 
@@ -95,27 +102,13 @@ class Metrics:
         """Count a look-up in the cache."""
         with self._lock:
             now = self._second()
-            now.lookups += 1
-            now.hits += hit
+            now.counts["lookups"] += 1
+            now.counts["hits"] += hit
 
     def history(self) -> list[dict[str, Any]]:
         """Return one entry for each of the last seconds with requests or feedback, the oldest first."""
         with self._lock:
-            return [
-                {
-                    "time": second,
-                    "requests": found.requests,
-                    "failures": found.failures,
-                    "above_goal": found.above,
-                    "p50": found.quantile(0.5),
-                    "p99": found.quantile(0.99),
-                    "batches": {name: samples / batches for name, (batches, samples) in found.batches.items()},
-                    "hits": found.hits,
-                    "lookups": found.lookups,
-                    "weights": found.weights,
-                }
-                for second, found in self._seconds.items()
-            ]
+            return [{"time": second, **found.summary()} for second, found in self._seconds.items()]
 
     def text(self, gauges: Mapping[str, Mapping[str, float]]) -> str:
         """Return all counters in Prometheus' text format.
@@ -125,25 +118,18 @@ class Metrics:
         """
         lines: list[str] = []
         with self._lock:
-            _family(lines, "requests_total", "counter", {f'status="{k}"': v for k, v in self._statuses.items()})
-            _family(lines, "feedback_total", "counter", {f'status="{k}"': v for k, v in self._feedback.items()})
-            _family(lines, "batches_total", "counter", _by_model(self._batches))
-            _family(lines, "batched_requests_total", "counter", _by_model(self._samples))
-            _family(lines, "batch_seconds_total", "counter", _by_model(self._busy))
-            _family(lines, "restarts_total", "counter", _by_model(self._restarts))
-            self._histogram(lines)
-        for name, values in gauges.items():
-            _family(lines, name, "counter" if name.endswith("_total") else "gauge", values)
+            for name, values in {**self._totals, **gauges}.items():
+                lines.append(f"# TYPE dadplug_{name} {'counter' if name.endswith('_total') else 'gauge'}")
+                for labels, value in values.items():
+                    lines.append(f"dadplug_{name}{'{' + labels + '}' if labels else ''} {value:.15g}")
+            lines.append("# TYPE dadplug_latency_seconds histogram")
+            total = 0
+            for bound, count in zip((*map(str, BOUNDS), "+Inf"), self._latencies, strict=True):
+                total += count
+                lines.append(f'dadplug_latency_seconds_bucket{{le="{bound}"}} {total}')
+            lines.append(f"dadplug_latency_seconds_sum {self._latency_sum:.6f}")
+            lines.append(f"dadplug_latency_seconds_count {total}")
         return "\n".join(lines) + "\n"
-
-    def _histogram(self, lines: list[str]) -> None:
-        lines.append("# TYPE dadplug_latency_seconds histogram")
-        total = 0
-        for bound, count in zip((*map(str, BOUNDS), "+Inf"), self._latencies, strict=True):
-            total += count
-            lines.append(f'dadplug_latency_seconds_bucket{{le="{bound}"}} {total}')
-        lines.append(f"dadplug_latency_seconds_sum {self._latency_sum:.6f}")
-        lines.append(f"dadplug_latency_seconds_count {total}")
 
     def _second(self) -> _Second:
         second = int(self._clock())
@@ -183,13 +169,3 @@ def gauges_of(status: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         for model, value in values.items()
     }
     return gauges
-
-
-def _by_model(counts: Mapping[str, float]) -> dict[str, float]:
-    return {label(model=name): value for name, value in counts.items()}
-
-
-def _family(lines: list[str], name: str, kind: str, values: Mapping[str, float]) -> None:
-    lines.append(f"# TYPE dadplug_{name} {kind}")
-    for labels, value in values.items():
-        lines.append(f"dadplug_{name}{{{labels}}} {value:g}" if labels else f"dadplug_{name} {value:g}")

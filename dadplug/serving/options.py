@@ -1,12 +1,182 @@
-"""Options of a predictor: one definition for `Predictor`, `dadplug.serve` and the command line."""
+"""Descriptions by users: models in files, the schema of their inputs, options of a predictor."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..errors import InputError, LoadError
 from .policies import Policy
-from .schema import DTYPES
+
+DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_MOST_DIMENSIONS = 8
+Shape = tuple[int | None, ...]
+_POSITIVE = (
+    *("slo", "max_batch", "max_waiting", "feedback_seconds", "max_open", "max_contexts"),
+    *("hang_seconds", "load_seconds", "threads"),
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in a file, for `Predictor`.
+
+    Files are read without running code from them: weights as tensors and plain values, programs by
+    `torch.export.load` or onnxruntime. Code comes from `builder` only.
+
+    Attributes:
+        path: a Lightning checkpoint, a Catalyst checkpoint, a state dict, a file of ``torch.export`` (``.pt2``), an
+            ONNX file (``.onnx``), or a folder written by `dadplug.adapm.save_shards`.
+        builder: class or function that returns the model into which weights are loaded: the object, or its name as
+            ``"FILE.py:NAME"`` or ``"MODULE:NAME"``. Not needed for ``.pt2`` and ``.onnx`` files, nor for a folder with
+            one table, whose rows are then the outputs.
+        arguments: keyword arguments of the builder; None for the hyperparameters of a Lightning checkpoint.
+        input_shape: shape of one input, None for a size that varies; None to have it from the file.
+        dtype: dtype of the inputs; None to have it from the file.
+
+    Example:
+        >>> from dadplug.serving import Model
+        >>> Model("best.ckpt", builder="train.py:Classifier", input_shape=(1, 28, 28)).path
+        'best.ckpt'
+    """
+
+    path: str | Path
+    builder: Callable[..., Any] | str | None = None
+    arguments: dict[str, Any] | None = field(default=None, hash=False)
+    input_shape: Shape | None = None
+    dtype: str | None = None
+
+    def description(self) -> dict[str, Any]:
+        """Return the values for the model's process, which JSON can hold.
+
+        Raises:
+            LoadError: if the path does not exist, or the builder cannot be found by its name.
+        """
+        path = Path(self.path).absolute()
+        if not path.exists():
+            raise LoadError(f"there is no file or folder {self.path}")
+        return {
+            "path": str(path),
+            "builder": None if self.builder is None else builder_name(self.builder),
+            "arguments": self.arguments,
+            "shape": self.input_shape,
+            "dtype": self.dtype,
+        }
+
+
+def builder_name(builder: Callable[..., Any] | str) -> str:
+    """Return the name by which another process imports a class or function.
+
+    Raises:
+        LoadError: if it has no such name.
+    """
+    if isinstance(builder, str):
+        place, separator, name = builder.rpartition(":")
+        if not separator or not place or not name:
+            raise LoadError(f"{builder!r} does not read like FILE.py:NAME or MODULE:NAME")
+        return f"{Path(place).absolute()}:{name}" if place.endswith(".py") else builder
+    name, module = getattr(builder, "__qualname__", ""), getattr(builder, "__module__", None)
+    file = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
+    if not name or module is None or "<" in name or (module == "__main__" and file is None):
+        raise LoadError(f"{builder!r} cannot be imported by another process: give a class or function of a module")
+    return f"{Path(file).absolute()}:{name}" if file else f"{module}:{name}"
+
+
+class Schema(NamedTuple):
+    """Shape and dtype of one input, without the dimension of the batch.
+
+    Attributes:
+        shape: sizes, None for any; None for any shape.
+        dtype: name of the dtype; None for float32, or int64 where all numbers are integers.
+    """
+
+    shape: Shape | None = None
+    dtype: str | None = None
+
+    def check(self, given: Any) -> np.ndarray[Any, Any]:
+        """Return an input as an array of this schema.
+
+        Args:
+            given: a tensor, an array or nested lists of numbers.
+
+        Raises:
+            InputError: if it does not fit; the message has what is expected and what was found.
+        """
+        x = _as_array(given)
+        if x.ndim > _MOST_DIMENSIONS:
+            raise InputError(f"the input has {x.ndim} dimensions, at most {_MOST_DIMENSIONS} are allowed")
+        if self.shape is not None and not _fits(x.shape, self.shape):
+            raise InputError(f"the input has shape {_text(x.shape)}, the model expects {_text(self.shape)}")
+        x = self._converted(x)
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            position = _text(np.argwhere(~np.isfinite(x))[0].tolist())
+            raise InputError(f"the input has a number that is not finite at position {position}")
+        return np.ascontiguousarray(x)
+
+    def _converted(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        dtype = np.dtype(self.dtype or ("float32" if x.dtype.kind == "f" else x.dtype.name))
+        if x.dtype == dtype:
+            return x
+        if x.dtype.kind == "f" and dtype.kind != "f":
+            raise InputError(f"the input has numbers of {x.dtype.name}, the model expects {dtype.name}")
+        if x.dtype.kind == "b" and dtype.kind != "b":
+            raise InputError(f"the input has true and false, the model expects {dtype.name}")
+        if dtype.kind == "b" or (dtype.kind in "iu" and x.size and not _in_range(x, dtype)):
+            raise InputError(f"the input has numbers outside the range of {dtype.name}")
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+
+
+def _in_range(x: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
+    limits = np.iinfo(dtype)
+    return bool(limits.min <= int(x.min()) and int(x.max()) <= limits.max)
+
+
+def _as_array(given: Any) -> np.ndarray[Any, Any]:
+    if hasattr(given, "detach"):
+        given = given.detach().cpu().numpy()
+    if given is None or isinstance(given, (str, bytes, dict)):
+        raise InputError(f"the input is {type(given).__name__}, not numbers")
+    try:
+        x = np.asarray(given)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"the input is not an array of numbers: {error}") from None
+    if x.dtype.kind not in "fiub":
+        raise InputError("the input is not an array of numbers: it has other values, or integers of more than 64 bits")
+    return x
+
+
+def _fits(first: Shape, second: Shape) -> bool:
+    return len(first) == len(second) and all(None in (a, b) or a == b for a, b in zip(first, second, strict=True))
+
+
+def _text(shape: Sequence[int | None]) -> str:
+    return "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"
+
+
+def merged(schemas: Sequence[Schema]) -> Schema:
+    """Return the schema that all models have in common.
+
+    Raises:
+        ValueError: if two models expect different inputs.
+    """
+    shape, dtype = schemas[0]
+    for schema in schemas[1:]:
+        if None not in (dtype, schema.dtype) and dtype != schema.dtype:
+            raise ValueError(f"the models expect different inputs: {dtype} and {schema.dtype}")
+        dtype = dtype or schema.dtype
+        if shape is None or schema.shape is None:
+            shape = schema.shape if shape is None else shape
+        elif _fits(shape, schema.shape):
+            shape = tuple(b if a is None else a for a, b in zip(shape, schema.shape, strict=True))
+        else:
+            raise ValueError(f"the models expect different inputs: shapes {shape} and {schema.shape}")
+    return Schema(shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -44,7 +214,7 @@ class ServingOptions:
     context: str | None = None
     task: str = "classification"
     scale: float = 1.0
-    input_shape: tuple[int | None, ...] | None = None
+    input_shape: Shape | None = None
     dtype: str | None = None
     deadline: float | None = None
     max_batch: int = 256
@@ -60,14 +230,9 @@ class ServingOptions:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        positive = {
-            name: getattr(self, name)
-            for name in ("slo", "max_batch", "max_waiting", "feedback_seconds", "max_open", "max_contexts")
-        }
-        positive |= {"hang_seconds": self.hang_seconds, "load_seconds": self.load_seconds, "threads": self.threads}
-        for name, value in positive.items():
-            if not value > 0:
-                raise ValueError(f"{name} has to be positive, not {value}")
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} has to be positive, not {getattr(self, name)}")
         if self.deadline is not None and self.deadline < self.slo:
             raise ValueError(f"deadline ({self.deadline} s) has to be at least slo ({self.slo} s)")
         if self.cache_bytes < 0:

@@ -3,33 +3,177 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import FeedbackError, InputError, ModelError, ServingError
-from . import weights_file
-from .backend_factory import backend_of
-from .batch_limit import BatchLimit
-from .cache import KnownInput, PredictionCache, digest_of
-from .call import Call, Prediction, Recalled, most_telling
-from .feedback import FeedbackJournal, Record, plain
+from ..errors import FeedbackError, InputError, ModelError, ServingError, UnavailableError
+from ..logs import get_logger
+from .backends import backend_of, stamp_of
+from .cache import KnownInput, PredictionCache, Result, digest_of
+from .feedback import FeedbackJournal, Record, task_of
 from .metrics import Metrics, gauges_of
-from .options import ServingOptions
+from .options import Model, Schema, ServingOptions, merged
 from .policies import Choice, policy_of
-from .reloading import FileWatcher
-from .schema import Schema, merged
 from .served_model import ServedModel
-from .tasks import Kept, task_of
-from .weights_file import WeightsFile
 
-_GOAL = 0.8  # of slo: batches aim lower, so that the spread of latencies stays below it
+_log = get_logger("dadplug.serving")
 _POLL = 0.01  # seconds between two looks for the first answer, once the goal has passed
+_STATE_SECONDS = 5.0  # between two writes of the weights after feedback
+_FILES_SECONDS = 1.0  # between two looks at the models' files
+
+
+class Prediction(NamedTuple):
+    """Answer to a request.
+
+    Attributes:
+        id: id for feedback.
+        output: the model's output, or the weighted mean of several; read-only.
+        label: the class; None for regression.
+        model: name of the model that the answer is from; of several, the one with the largest weight for it.
+        confidence: share of the models' weights that supports the answer, from 0 to 1; 1 for one model.
+        models: names of the models that have answered.
+    """
+
+    id: str
+    output: np.ndarray[Any, Any]
+    label: int | None
+    model: str
+    confidence: float
+    models: tuple[str, ...]
+
+
+class Recalled(NamedTuple):
+    """Answer from the cache, and its output as text."""
+
+    prediction: Prediction
+    output: bytes
+
+
+class Call:
+    """A prediction in progress. Its end is reported once, from any thread.
+
+    Args:
+        context: its context.
+        choice: the models that are asked.
+        straggling: time from which the first answers suffice.
+        deadline: time at which it fails.
+        finish: makes the prediction from the call; called once.
+        done: called once with the prediction or the error.
+
+    Attributes:
+        outputs: valid outputs by model.
+        kept: what is kept of them until feedback.
+        errors: failures by model.
+        answered: whether it has ended with a prediction.
+    """
+
+    def __init__(
+        self,
+        context: str,
+        choice: Choice,
+        straggling: float,
+        deadline: float,
+        finish: Callable[[Call], Prediction],
+        done: Callable[[Prediction | ServingError], object],
+    ) -> None:
+        self.context, self.choice = context, choice
+        self.straggling, self.deadline = straggling, deadline
+        self.outputs: dict[str, np.ndarray[Any, Any]] = {}
+        self.kept: dict[str, Any] = {}
+        self.errors: dict[str, Exception] = {}
+        self._finish, self._done = finish, done
+        self._lock = threading.Lock()
+        self._ended = self.answered = False
+
+    def receive(self, result: Result) -> None:
+        """Take the result of a model; the last one ends the call."""
+        with self._lock:
+            if self._ended:
+                return
+            if result.output is not None:
+                self.outputs[result.model], self.kept[result.model] = result.output, result.kept
+            elif result.error is not None:
+                self.errors[result.model] = result.error
+            if len(self.outputs) + len(self.errors) < len(self.choice.models):
+                return
+            self._ended = True
+        self._end()
+
+    def expire(self, now: float) -> None:
+        """End the call if its time is over: with the answers so far, or with an error."""
+        with self._lock:
+            if self._ended or now < (self.straggling if self.outputs else self.deadline):
+                return
+            self._ended = True
+            late = UnavailableError("no model has answered before the deadline")
+            for name in self.choice.models:
+                if name not in self.outputs:
+                    self.errors.setdefault(name, late)
+        self._end()
+
+    def _end(self) -> None:
+        answer: Prediction | ServingError
+        try:
+            answer = self._finish(self)
+            self.answered = True
+        except ServingError as error:
+            answer = error
+        except Exception as error:  # a caller waits for the answer
+            answer = ModelError(f"the outputs cannot be combined: {type(error).__name__}: {error}")
+        self._done(answer)
+
+
+class FileWatcher:
+    """Thread that looks at the files of models, and loads a model again when its file has changed.
+
+    A file counts as changed once two looks in a row have found it equal, so that one that is being written is left
+    alone. A file that cannot be loaded is reported in the log, and the previous model is still served.
+
+    Args:
+        models: models by name; those without a file are left out.
+        reload: loads a model again, called with its name and the model; raises an error if it cannot.
+    """
+
+    def __init__(self, models: Mapping[str, Any], reload: Callable[[str, Model], object]) -> None:
+        self._models = {name: model for name, model in models.items() if isinstance(model, Model)}
+        self._reload = reload
+        self._loaded = {name: stamp_of(Path(model.path)) for name, model in self._models.items()}
+        self._seen = dict(self._loaded)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dadplug-serving-files", daemon=True)
+        if self._models:
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=150.0)
+
+    def _watch(self) -> None:
+        while not self._end.wait(_FILES_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        """Look at all files once."""
+        for name, model in self._models.items():
+            stamp, before = stamp_of(Path(model.path)), self._seen[name]
+            self._seen[name] = stamp
+            if stamp is None or stamp != before or stamp == self._loaded[name]:
+                continue
+            self._loaded[name] = stamp
+            try:
+                self._reload(name, model)
+            except Exception as error:
+                text = "model %r cannot be loaded again from %s, still serving the previous version: %s"
+                _log.error(text, name, model.path, error)
 
 
 class Predictor:
@@ -67,21 +211,20 @@ class Predictor:
         self._lock = threading.Lock()  # of the policy
         self._journal = FeedbackJournal(self.options.feedback_seconds, self.options.max_open)
         self.metrics = Metrics(self.options.slo)
-        self._cache = PredictionCache(self.options.cache_bytes) if self.options.cache_bytes else None
-        self._weights_file = WeightsFile(self.options.state, self.load_state_dict, self.state_dict)
-        self._settings = {
-            "hang_seconds": self.options.hang_seconds,
-            "load_seconds": self.options.load_seconds,
-            "threads": self.options.threads,
+        self._cache = PredictionCache(self.options.cache_bytes)
+        self._written = 0.0  # when the weights were written last
+        if self.options.state is not None and Path(self.options.state).exists():
+            try:
+                self.load_state_dict(json.loads(Path(self.options.state).read_text()))
+            except ValueError as error:
+                raise ValueError(f"{self.options.state}: {error}") from error
+        given = {name: Model(each) if isinstance(each, (str, os.PathLike)) else each for name, each in models.items()}
+        self._models = {
+            name: ServedModel(name, backend_of(each, self.options), self._cache, self.metrics, self._task, self.options)
+            for name, each in given.items()
         }
-        self._models = {name: self._served(name, model) for name, model in models.items()}
         self.schema = self._start()
-        self._watcher = FileWatcher(models, self._reload) if self.options.reload else None
-
-    def _served(self, name: str, model: Any) -> ServedModel:
-        limit = BatchLimit(_GOAL * self.options.slo, self.options.max_batch)
-        backend = backend_of(model, **self._settings)
-        return ServedModel(name, backend, self._cache, self.metrics, limit, self.options.max_waiting)
+        self._watcher = FileWatcher(given, self._reload) if self.options.reload else None
 
     def _start(self) -> Schema:
         """Start all models side by side, and return their schema."""
@@ -171,23 +314,18 @@ class Predictor:
 
         deadline = arrived + (self.options.longest if timeout is None else timeout)
         straggling = deadline if len(choice.models) == 1 else min(deadline, arrived + self.options.slo)
-        call = Call(key, choice, arrived, straggling, deadline, self._kept_of, self._finish, finished)
-        digest = digest_of(x) if self._cache is not None else b""
+        call = Call(key, choice, straggling, deadline, self._finish, finished)
+        digest = digest_of(x) if self._cache.limit else b""
         hits = [self._models[name].request(x, digest, arrived, deadline, call.receive) for name in choice.models]
-        if body is not None and all(hits) and call.answered and not call.errors:
-            self._learn_body(body, KnownInput(key, digest, x.dtype.str, x.shape), call)
+        if body is not None and all(hits) and call.answered:
+            name = choice.models[0]
+            self._cache.learn(body, KnownInput(key, digest), (name, self._models[name].version, digest))
         return call
-
-    def _learn_body(self, body: bytes, known: KnownInput, call: Call) -> None:
-        """Remember a request that was answered from the cache."""
-        assert self._cache is not None
-        versions = [(name, self._models[name].version) for name in call.choice.models]
-        self._cache.learn(body, known, [(known.key(name, version), call.kept[name]) for name, version in versions])
 
     @property
     def recalls(self) -> bool:
         """Whether `recall` can find requests: there is a cache."""
-        return self._cache is not None
+        return self._cache.limit > 0
 
     def recall(
         self, body: bytes, render: Callable[[np.ndarray[Any, Any]], bytes], arrived: float
@@ -202,17 +340,17 @@ class Predictor:
         Returns:
             The answer; the models that were chosen, for `submit`, if an output is missing; None for an unknown request.
         """
-        known = None if self._cache is None else self._cache.known(body)
-        if self._cache is None or known is None:
+        known = self._cache.known(body)
+        if known is None:
             return None
         with self._lock:
             choice = self._policy.choose(known.context)
-        keys = [known.key(name, self._models[name].version) for name in choice.models]
+        keys = [(name, self._models[name].version, known.digest) for name in choice.models]
         entries = self._cache.recall(keys)
         if entries is None:
             return choice
         outputs = {name: entry.output for name, entry in zip(choice.models, entries, strict=True)}
-        kept = {name: entry.kept or () for name, entry in zip(choice.models, entries, strict=True)}
+        kept = {name: entry.kept for name, entry in zip(choice.models, entries, strict=True)}
         try:
             prediction = self._predicted(known.context, choice, outputs, kept)
         except ServingError:  # outputs of different versions may not fit
@@ -236,43 +374,26 @@ class Predictor:
             raise InputError(f"the request needs {self.options.context!r}, a text of 1 to 200 characters")
         return given
 
-    def _kept_of(self, model: str, output: np.ndarray[Any, Any]) -> Kept:
-        """Return what is kept of an output until feedback.
-
-        Raises:
-            ModelError: if the output is no answer.
-        """
-        if output.dtype.kind == "f" and np.isnan(output).any():
-            raise ModelError(f"model {model!r} returned NaN")
-        return self._task.digest(output)
-
     def _finish(self, call: Call) -> Prediction:
         """Make the answer of a call that has ended."""
         valid = {name: call.outputs[name] for name in call.choice.models if name in call.outputs}  # not as they came
-        if not valid:
-            self._learn_failure(call)
-            raise most_telling(call.errors)
-        return self._predicted(call.context, call.choice, valid, call.kept)
-
-    def _predicted(
-        self,
-        context: str,
-        choice: Choice,
-        outputs: Mapping[str, np.ndarray[Any, Any]],
-        kept: Mapping[str, Kept],
-    ) -> Prediction:
-        combined = self._task.combine(outputs, choice.weights, kept)
-        record = Record(context, choice, {name: kept.get(name) for name in choice.models})
-        number = self._journal.add(record, time.monotonic())
-        output = combined.output
-        return Prediction(number, output, combined.label, combined.model, combined.confidence, tuple(outputs))
-
-    def _learn_failure(self, call: Call) -> None:
-        """Count the failure of a model that was drawn as its largest loss: no feedback will come."""
-        if len(call.choice.models) == 1 and not isinstance(most_telling(call.errors), InputError):
+        if valid:
+            return self._predicted(call.context, call.choice, valid, call.kept)
+        errors = list(call.errors.values())
+        error = next((each for each in errors if isinstance(each, InputError)), errors[0])
+        if len(errors) == 1 and not isinstance(error, InputError):
+            # The failure of a model that was drawn counts as its largest loss: no feedback will come.
             with self._lock:
                 if self._policy.has_room(call.context, self.options.max_contexts):
                     self._policy.learn(call.context, call.choice, {call.choice.models[0]: 1.0})
+        raise error if isinstance(error, ServingError) else ModelError(f"{error}")
+
+    def _predicted(
+        self, context: str, choice: Choice, outputs: Mapping[str, np.ndarray[Any, Any]], kept: Mapping[str, Any]
+    ) -> Prediction:
+        output, label, model, confidence = self._task.combine(outputs, choice.weights, kept)
+        record = Record(context, choice, {name: kept.get(name) for name in choice.models})
+        return Prediction(self._journal.add(record, time.monotonic()), output, label, model, confidence, tuple(outputs))
 
     # Feedback
 
@@ -289,8 +410,10 @@ class Predictor:
         """
         try:
             record = self._journal.find(id, time.monotonic())
-            y = plain(y)
-            losses = {name: 1.0 if kept is None else self._task.loss(kept, y) for name, kept in record.outputs.items()}
+            if hasattr(y, "tolist"):
+                y = y.tolist()
+                y = y[0] if isinstance(y, list) and len(y) == 1 else y
+            losses = {name: 1.0 if kept is None else self._task.loss(kept, y) for name, kept in record.kept.items()}
             with self._lock:
                 if not self._policy.has_room(record.context, self.options.max_contexts):
                     raise FeedbackError(f"there are {self.options.max_contexts} contexts already", status=422)
@@ -302,7 +425,8 @@ class Predictor:
             self.metrics.feedback(error.status)
             raise
         self.metrics.feedback(200, record.context, weights)
-        self._weights_file.write_now_and_then()
+        if time.monotonic() - self._written > _STATE_SECONDS:
+            self._write_state()
 
     def weights(self, context: str | None = None) -> dict[str, float]:
         """Return the weights of the models in a context, with sum 1.
@@ -337,13 +461,25 @@ class Predictor:
         Args:
             path: the file.
         """
-        weights_file.write(path, self.state_dict())
+        path = Path(path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+        partial.write_text(json.dumps(self.state_dict()))
+        os.replace(partial, path)
+
+    def _write_state(self) -> None:
+        """Write the weights to the file of the options, if there is one; an error is reported in the log."""
+        if self.options.state is not None:
+            self._written = time.monotonic()
+            try:
+                self.save(self.options.state)
+            except OSError as error:
+                _log.error("the weights cannot be written to %s: %s", self.options.state, error)
 
     # State
 
-    def _reload(self, name: str, model: Any) -> None:
+    def _reload(self, name: str, model: Model) -> None:
         """Load a model again; called when its file has changed."""
-        backend = backend_of(model, **self._settings)
+        backend = backend_of(model, self.options)
         backend.start()
         try:
             merged([self.schema, backend.schema])
@@ -356,21 +492,16 @@ class Predictor:
         """Return the state of the models, the cache and the policy as plain values."""
         with self._lock:
             weights = {context: self._policy.weights(context) for context in self._policy.contexts()[:100]}
-        cache = self._cache
+        cache: dict[str, int] | None = None
+        if self._cache.limit:
+            cache = {name: getattr(self._cache, name) for name in ("bytes", "hits", "joined", "misses")}
+            cache["entries"] = len(self._cache)
         return {
             "slo": self.options.slo,
             "context": self.options.context,
             "models": {name: model.status() for name, model in self._models.items()},
             "weights": weights,
-            "cache": None
-            if cache is None
-            else {
-                "entries": len(cache),
-                "bytes": cache.bytes,
-                "hits": cache.hits,
-                "joined": cache.joined,
-                "misses": cache.misses,
-            },
+            "cache": cache,
         }
 
     def prometheus(self) -> str:
@@ -383,7 +514,7 @@ class Predictor:
             self._watcher.close()
         for model in self._models.values():
             model.stop()
-        self._weights_file.write()
+        self._write_state()
 
     def __enter__(self) -> Predictor:
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -100,24 +101,13 @@ def make_run(model: nn.Module, serving: Serving, example: Array) -> Run:
         return _onnx_run(module, example)
     if serving.backend == "compiled":
         module = torch.compile(module, dynamic=True)
-    run = _channels_last(module) if serving.channels_last else runner_of(module)
+    run = runner_of(module, serving.channels_last)
     run(example)
-    return run
-
-
-def _channels_last(module: Any) -> Run:
-    def run(batch: Array) -> Any:
-        with torch.inference_mode():
-            inputs = torch.from_numpy(batch)
-            return module(inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs)
-
     return run
 
 
 def _onnx_run(module: nn.Module, example: Array) -> Run:
     """Return a function that computes batches by onnxruntime."""
-    import onnxruntime
-
     batch = torch.export.Dim("batch", max=1 << 20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -125,14 +115,23 @@ def _onnx_run(module: nn.Module, example: Array) -> Run:
             module, (torch.from_numpy(example),), dynamo=True, dynamic_shapes=({0: batch},), verbose=False
         )
     assert program is not None
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(
-        program.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = onnx_session(program.model_proto.SerializeToString(), torch.get_num_threads())
     name, output = session.get_inputs()[0].name, session.get_outputs()[0].name
     return lambda inputs: session.run([output], {name: inputs})[0]
+
+
+def onnx_session(source: str | bytes, threads: int) -> Any:
+    """Return a session of onnxruntime for an ONNX file, or for the content of one.
+
+    Raises:
+        ImportError: if onnxruntime is not installed.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def fused(module: nn.Module) -> nn.Module:
@@ -147,7 +146,7 @@ def fused(module: nn.Module) -> nn.Module:
     traced = fx.symbolic_trace(module)
     layers: dict[str, Any] = dict(traced.named_modules())
     count = 0
-    users = _calls(traced)
+    users = Counter(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
     for node in list(traced.graph.nodes):
         if node.op != "call_module" or not isinstance(layers[str(node.target)], NORMS) or len(node.args) != 1:
             continue
@@ -172,12 +171,3 @@ def fused(module: nn.Module) -> nn.Module:
     traced.delete_all_unused_submodules()
     traced.recompile()
     return traced if count else module
-
-
-def _calls(traced: fx.GraphModule) -> dict[str, int]:
-    """Return how often each layer is called."""
-    found: dict[str, int] = {}
-    for node in traced.graph.nodes:
-        if node.op == "call_module":
-            found[str(node.target)] = found.get(str(node.target), 0) + 1
-    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -11,16 +13,147 @@ import numpy as np
 from ..errors import BackendFailedError, InputError, LoadError, ModelError, ServingError, UnavailableError
 from ..logs import get_logger
 from .backends import Array, Backend
-from .batch_limit import BatchLimit, measured_latency
-from .cache import PredictionCache, cache_key
+from .cache import Entry, Listener, PredictionCache, Result, Ticket
+from .feedback import Task
 from .metrics import Metrics
-from .request_queue import RequestQueue
-from .ticket import Listener, Result, Ticket
+from .options import ServingOptions
 
 _log = get_logger("dadplug.serving")
+_GOAL = 0.8  # of slo: batches aim lower, so that the spread of latencies stays below it
+_INCREASE = 1.0
+_DECREASE = 0.9
 _FIRST_PAUSE = 0.1  # seconds before a process that failed to start is started again; doubled up to
 _LONGEST_PAUSE = 10.0
 _MOST_SHAPES = 64
+
+
+class BatchLimit:
+    """Largest size of the next batch: additive increase, multiplicative decrease (AIMD) to a latency goal.
+
+    Clipper (Crankshaw et al., NSDI 2017, section 4.3): the size grows by 1 while the latency is below the goal, and is
+    multiplied by 0.9 when the latency is above it.
+
+    Args:
+        goal: latency in seconds.
+        maximum: upper limit of the size.
+
+    Attributes:
+        value: the limit before rounding down, from 1 to `maximum`.
+    """
+
+    def __init__(self, goal: float, maximum: int) -> None:
+        self.goal, self.maximum = goal, maximum
+        self.value = 1.0
+
+    @property
+    def size(self) -> int:
+        """Number of requests that the next batch may have."""
+        return int(self.value)
+
+    def record(self, size: int, seconds: float) -> None:
+        """Adapt the limit to a batch that has been answered.
+
+        A batch smaller than the limit does not show that a larger one is fast enough, so it does not increase it.
+
+        Args:
+            size: number of its requests.
+            seconds: its latency, see `measured_latency`.
+        """
+        if seconds > self.goal:
+            self.value = max(1.0, self.value * _DECREASE)
+        elif size >= self.size:
+            self.value = min(float(self.maximum), self.value + _INCREASE)
+
+
+def measured_latency(arrived: float, previous: float, done: float) -> float:
+    """Return the latency of a batch for `BatchLimit.record`, from the arrival of its oldest request to its answer.
+
+    A request that the batch before has left behind waited since batches are too small, not too large: its waiting
+    counts from the moment when that batch was taken. Otherwise a backlog would shrink the batches, and grow.
+
+    Args:
+        arrived: time in seconds when the oldest request of the batch arrived.
+        previous: time when the batch before it was taken.
+        done: time when the batch was answered.
+    """
+    return done - max(arrived, previous)
+
+
+class RequestQueue:
+    """Requests that wait for a model; many threads add, one takes, and sleeps while nothing waits.
+
+    Args:
+        name: name of the model, for messages.
+        most: largest number of waiting requests.
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name, self._most = name, most
+        self._arriving: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._waiting: deque[Ticket] = deque()
+
+    def __len__(self) -> int:
+        return self._arriving.qsize() + len(self._waiting)
+
+    def put(self, ticket: Ticket) -> None:
+        """Add a request.
+
+        Raises:
+            UnavailableError: if too many are waiting.
+        """
+        if len(self) >= self._most:
+            raise UnavailableError(f"{self._most} requests wait for model {self._name!r}")
+        self._arriving.put(ticket)
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        self._arriving.put(None)
+
+    def wait(self) -> None:
+        """Return once a request waits, or after `wake`."""
+        if not self._waiting:
+            self._take_in()
+
+    def take(self, limit: int, now: float) -> tuple[list[Ticket], list[Ticket]]:
+        """Take a batch: the oldest request, and those of the same shape and dtype, in the order of their arrival.
+
+        Args:
+            limit: largest size of the batch.
+            now: the time in seconds.
+
+        Returns:
+            The batch, and the requests whose deadlines have passed, which are not part of it.
+        """
+        self._take_in_all()
+        batch: list[Ticket] = []
+        expired: list[Ticket] = []
+        others: list[Ticket] = []
+        while self._waiting and len(batch) < limit:
+            ticket = self._waiting.popleft()
+            if ticket.deadline <= now:
+                expired.append(ticket)
+            elif not batch or (ticket.x.shape == batch[0].x.shape and ticket.x.dtype == batch[0].x.dtype):
+                batch.append(ticket)
+            else:
+                others.append(ticket)
+        self._waiting.extendleft(reversed(others))
+        return batch, expired
+
+    def expired(self, now: float = float("inf")) -> list[Ticket]:
+        """Take the requests whose deadlines have passed; without a time, all."""
+        self._take_in_all()
+        found = [ticket for ticket in self._waiting if ticket.deadline <= now]
+        self._waiting = deque(ticket for ticket in self._waiting if ticket.deadline > now)
+        return found
+
+    def _take_in(self) -> None:
+        ticket = self._arriving.get()
+        if ticket is not None:
+            self._waiting.append(ticket)
+
+    def _take_in_all(self) -> None:
+        while not self._arriving.empty():
+            self._take_in()
 
 
 class ServedModel:
@@ -29,30 +162,32 @@ class ServedModel:
     Args:
         name: name of the model.
         backend: computes its batches; started by `start`.
-        cache: the cache; None without one.
+        cache: the cache.
         metrics: where batches and restarts are counted.
-        limit: the limit of its batch size.
-        most_waiting: largest number of requests in the queue.
+        task: meaning of its outputs.
+        options: options of the predictor.
 
     Attributes:
         version: number of the times that the model was loaded.
         restarts: number of restarts after a failure.
         ready: whether the backend can compute.
+        limit: the limit of its batch size.
     """
 
     def __init__(
         self,
         name: str,
         backend: Backend,
-        cache: PredictionCache | None,
+        cache: PredictionCache,
         metrics: Metrics,
-        limit: BatchLimit,
-        most_waiting: int,
+        task: Task,
+        options: ServingOptions,
     ) -> None:
-        self.name, self.backend, self.limit = name, backend, limit
+        self.name, self.backend = name, backend
         self.version, self.restarts, self.ready = 1, 0, False
-        self._cache, self._metrics = cache, metrics
-        self.queue = RequestQueue(name, most_waiting)
+        self._cache, self._metrics, self._task = cache, metrics, task
+        self.limit = BatchLimit(_GOAL * options.slo, options.max_batch)
+        self._queue = RequestQueue(name, options.max_waiting)
         self._replacement: Backend | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"dadplug-serving-{name}", daemon=True)
@@ -74,7 +209,7 @@ class ServedModel:
 
         Args:
             x: the input, of the schema.
-            digest: digest of its content, for the cache.
+            digest: its digest, for the cache.
             arrived: time of its arrival.
             deadline: time until which an answer is awaited.
             listener: called with the result.
@@ -82,78 +217,79 @@ class ServedModel:
         Returns:
             Whether the output was in the cache.
         """
-        if self._cache is None:
-            self._enqueue(Ticket(x, arrived, deadline, None, [listener]))
-            return False
-        key = cache_key(self.name, self.version, digest, x)
-        output, ticket = self._cache.request(
-            key, deadline, listener, lambda: Ticket(x, arrived, deadline, key, [listener])
-        )
-        self._metrics.lookup(ticket is None)
-        if output is not None:
-            listener(Result(self.name, output, None))
-        elif ticket is not None:
-            self._enqueue(ticket)
-        return output is not None
+        ticket = Ticket((self.name, self.version, digest), x, arrived, deadline, [listener])
+        found = self._cache.request(ticket)
+        if self._cache.limit:
+            self._metrics.lookup(found is not ticket)
+        if isinstance(found, Entry):
+            listener(Result(self.name, found.output, found.kept))
+            return True
+        if found is not None:
+            try:
+                if self._stopping.is_set():
+                    raise UnavailableError("the server is stopping")
+                self._queue.put(ticket)
+            except UnavailableError as error:
+                self._fail(ticket, error)
+        return False
 
     def replace(self, backend: Backend) -> None:
         """Use another backend, which has been started, from the next batch on."""
         former, self._replacement = self._replacement, backend
         if former is not None:
             former.stop()
-        self.queue.wake()
+        self._queue.wake()
 
     def stop(self) -> None:
         """End the thread and the backend; requests that wait fail."""
         self._stopping.set()
-        self.queue.wake()
+        self._queue.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
         self.backend.stop()
 
-    def _enqueue(self, ticket: Ticket) -> None:
-        try:
-            if self._stopping.is_set():
-                raise UnavailableError("the server is stopping")
-            self.queue.put(ticket)
-        except UnavailableError as error:
-            self._close(ticket, None, error)
+    def status(self) -> dict[str, Any]:
+        """Return the state of the model as plain values."""
+        return {
+            "ready": self.ready,
+            "version": self.version,
+            "restarts": self.restarts,
+            "last_good": self.backend.last_good,
+            "pid": self.backend.pid,
+            "waiting": len(self._queue),
+            "batch_limit": round(self.limit.value, 2),
+        }
 
     # In the thread of the queue
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
-            self.queue.wait()
             self._exchange()
-            while not self._stopping.is_set():
-                now = time.monotonic()
-                batch, expired = self.queue.take(self.limit.size, now)
-                for ticket in expired:
-                    self._close(ticket, None, UnavailableError(f"model {self.name!r} did not answer in time"))
-                if not batch:
-                    break
+            now = time.monotonic()
+            batch, expired = self._queue.take(self.limit.size, now)
+            for ticket in expired:
+                self._fail(ticket, UnavailableError(f"model {self.name!r} did not answer in time"))
+            if batch:
                 previous, self._taken = self._taken, now
                 self._answer(batch, previous)
-                self.queue.poll()
-                self._exchange()
-        for ticket in self.queue.expired():
-            self._close(ticket, None, UnavailableError("the server is stopping"))
+            else:
+                self._queue.wait()
+        for ticket in self._queue.expired():
+            self._fail(ticket, UnavailableError("the server is stopping"))
 
     def _exchange(self) -> None:
         """Go over to the backend of a reload, if there is one."""
         replacement, self._replacement = self._replacement, None
-        if replacement is None:
-            return
-        former, self.backend = self.backend, replacement
-        self._begin_version()
-        former.stop()
-        _log.info("model %r is now version %d", self.name, self.version)
+        if replacement is not None:
+            former, self.backend = self.backend, replacement
+            self._begin_version()
+            former.stop()
+            _log.info("model %r is now version %d", self.name, self.version)
 
     def _begin_version(self) -> None:
         """Void the entries in the cache: the file may have changed since they were computed."""
         self.version += 1
-        if self._cache is not None:
-            self._cache.remove_model(self.name)
+        self._cache.remove_model(self.name)
 
     def _answer(self, batch: list[Ticket], previous: float) -> None:
         started = time.monotonic()
@@ -162,8 +298,7 @@ class ServedModel:
         except BackendFailedError as error:
             _log.error("model %r failed and is restarted: %s", self.name, error)
             for ticket in batch:
-                if ticket.listeners:
-                    self._close(ticket, None, UnavailableError(f"model {self.name!r} failed: {error}"))
+                self._fail(ticket, UnavailableError(f"model {self.name!r} failed: {error}"))
             self._restart()
             return
         done = time.monotonic()
@@ -180,35 +315,41 @@ class ServedModel:
         try:
             outputs = self.backend.run(np.stack([ticket.x for ticket in batch]))
         except (ModelError, InputError) as error:
-            if len(batch) == 1:
-                self._close(batch[0], None, self._explained(error, batch[0]))
-            else:
+            if len(batch) > 1:
                 middle = len(batch) // 2
                 self._compute(batch[:middle])
                 self._compute(batch[middle:])
+            elif isinstance(error, InputError) or batch[0].x.shape in self._shapes:
+                self._fail(batch[0], error)
+            else:  # an input of a shape that the model has never answered is at fault
+                text = f"the model does not answer inputs of shape {batch[0].x.shape}: {error}"
+                self._fail(batch[0], InputError(text))
             return True
         if len(self._shapes) < _MOST_SHAPES:
             self._shapes.add(batch[0].x.shape)
         for ticket, output in zip(batch, outputs, strict=True):
             # A copy: a view would keep the whole batch in memory as long as one row is in the cache.
-            self._close(ticket, np.array(output), None)
+            self._succeed(ticket, np.array(output))
         return False
 
-    def _explained(self, error: ServingError, ticket: Ticket) -> ServingError:
-        """Return the error for an input: one of a shape that the model has never answered is the input's fault."""
-        if isinstance(error, InputError) or ticket.x.shape in self._shapes:
-            return error
-        return InputError(f"the model does not answer inputs of shape {ticket.x.shape}: {error}")
-
-    def _close(self, ticket: Ticket, output: Array | None, error: ServingError | None) -> None:
-        if output is not None:
-            output.flags.writeable = False  # it may be in the cache and with several clients
-        if self._cache is None:
-            listeners = ticket.listeners
+    def _succeed(self, ticket: Ticket, output: Array) -> None:
+        """Answer a request with an output, unless that is no answer: as after an error, other models may answer."""
+        output.flags.writeable = False  # it may be in the cache and with several clients
+        try:
+            if output.dtype.kind == "f" and np.isnan(output).any():
+                raise ModelError(f"model {self.name!r} returned NaN")
+            kept = self._task.keep(output)
+        except ModelError as error:
+            self._fail(ticket, error)
         else:
-            listeners = self._cache.close(ticket, output, self.version)
+            self._close(ticket, Result(self.name, output, kept))
+
+    def _fail(self, ticket: Ticket, error: ServingError) -> None:
+        self._close(ticket, Result(self.name, error=error))
+
+    def _close(self, ticket: Ticket, result: Result) -> None:
+        listeners = self._cache.close(ticket, result.output, result.kept, self.version)
         ticket.listeners = []
-        result = Result(self.name, output, error)
         for listener in listeners:
             try:
                 listener(result)
@@ -224,8 +365,8 @@ class ServedModel:
                 self.backend.start()
             except (LoadError, BackendFailedError) as error:
                 _log.error("model %r cannot be started: %s; again in %.1f s", self.name, error, pause)
-                for ticket in self.queue.expired(time.monotonic()):
-                    self._close(ticket, None, UnavailableError(f"model {self.name!r} is being restarted"))
+                for ticket in self._queue.expired(time.monotonic()):
+                    self._fail(ticket, UnavailableError(f"model {self.name!r} is being restarted"))
                 self._stopping.wait(pause)
                 pause = min(_LONGEST_PAUSE, 2 * pause)
                 continue
@@ -235,15 +376,3 @@ class ServedModel:
             self._metrics.restart(self.name)
             _log.warning("model %r runs again, process %s", self.name, self.backend.pid)
             return
-
-    def status(self) -> dict[str, Any]:
-        """Return the state of the model as plain values."""
-        return {
-            "ready": self.ready,
-            "version": self.version,
-            "restarts": self.restarts,
-            "last_good": self.backend.last_good,
-            "pid": self.backend.pid,
-            "waiting": len(self.queue),
-            "batch_limit": round(self.limit.value, 2),
-        }

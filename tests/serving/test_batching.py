@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from dadplug.errors import UnavailableError
-from dadplug.serving.batch_limit import BatchLimit, measured_latency
-from dadplug.serving.request_queue import RequestQueue
-from dadplug.serving.ticket import Ticket
+from dadplug.serving.cache import Ticket
+from dadplug.serving.served_model import BatchLimit, RequestQueue, measured_latency
 
 
 def test_the_limit_grows_by_one_below_the_goal_and_shrinks_by_a_tenth_above():
@@ -58,7 +57,7 @@ def test_a_backlog_does_not_count_against_the_batch():
 
 
 def ticket(shape=(2,), deadline=1e9, dtype=np.float32):
-    return Ticket(np.zeros(shape, dtype), 0.0, deadline, None, [])
+    return Ticket(("m", 1, b""), np.zeros(shape, dtype), 0.0, deadline, [])
 
 
 def test_a_batch_takes_what_waits_up_to_the_limit():

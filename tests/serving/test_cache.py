@@ -9,9 +9,7 @@ import pytest
 from patient import patient_predictor
 
 from dadplug.serving import ModelError
-from dadplug.serving.cache import PredictionCache, cache_key, digest_of
-from dadplug.serving.popularity import PopularitySketch
-from dadplug.serving.ticket import Ticket
+from dadplug.serving.cache import Entry, PopularitySketch, PredictionCache, Ticket, digest_of
 
 
 class Counting:
@@ -29,7 +27,13 @@ class Counting:
 
 
 def key_of(x, name="m", version=1):
-    return cache_key(name, version, digest_of(x), x)
+    return (name, version, digest_of(x))
+
+
+def request(cache, x):
+    """Ask for an input; return the output in the cache, None, or the ticket of a request that has to be computed."""
+    found = cache.request(Ticket(key_of(x), x, 0.0, 1.0, [print]))
+    return found.output if isinstance(found, Entry) else found
 
 
 def test_a_key_has_model_version_content_dtype_and_shape():
@@ -53,8 +57,7 @@ def test_a_key_has_model_version_content_dtype_and_shape():
 
 
 def put(cache, x, output):
-    _, ticket = cache.request(key_of(x), 1.0, print, lambda: Ticket(x, 0.0, 1.0, key_of(x), [print]))
-    assert cache.close(ticket, output, 1) == [print]
+    assert cache.close(request(cache, x), output, None, 1) == [print]
 
 
 def test_the_cache_is_bounded_in_bytes_and_displaces_what_is_requested_less():
@@ -65,15 +68,15 @@ def test_the_cache_is_bounded_in_bytes_and_displaces_what_is_requested_less():
         put(cache, x, output)
     assert len(cache) == 3
     assert cache.bytes == 3 * 1400
-    assert cache.request(key_of(inputs[0]), 1.0, print, pytest.fail)[0] is output
+    assert request(cache, inputs[0]) is output
     put(cache, inputs[3], output)  # requested once, as the least recently used one was: not kept
     assert len(cache) == 3
     put(cache, inputs[3], output)
     assert len(cache) == 3
     assert cache.bytes == 3 * 1400
     for x in (inputs[0], inputs[2], inputs[3]):
-        assert cache.request(key_of(x), 1.0, print, pytest.fail)[0] is output
-    assert cache.request(key_of(inputs[1]), 1.0, print, lambda: Ticket(inputs[1], 0.0, 1.0, None, []))[0] is None
+        assert request(cache, x) is output
+    assert isinstance(request(cache, inputs[1]), Ticket)
     put(cache, np.ones(1), np.zeros(10**4))  # larger than the cache
     assert len(cache) == 3
 
@@ -83,10 +86,10 @@ def test_popular_entries_stay_through_single_requests_and_go_when_others_are_pop
     popular, later = ([np.full(1, base + i, np.float32) for i in range(10)] for base in (0, 100))
 
     def ask(x):
-        found, ticket = cache.request(key_of(x), 1.0, print, lambda: Ticket(x, 0.0, 1.0, key_of(x), [print]))
-        if ticket is not None:
-            cache.close(ticket, output, 1)
-        return found is not None
+        found = request(cache, x)
+        if found is not output:
+            cache.close(found, output, None, 1)
+        return found is output
 
     for _ in range(5):
         assert len([ask(x) for x in popular]) == 10
@@ -115,9 +118,9 @@ def test_counts_are_halved_and_never_too_small():
 
 def test_a_result_of_an_older_version_is_not_kept():
     cache, x = PredictionCache(10**6), np.ones(3)
-    _, ticket = cache.request(key_of(x), 1.0, print, lambda: Ticket(x, 0.0, 1.0, key_of(x), [print]))
+    ticket = request(cache, x)
     cache.remove_model("m")
-    cache.close(ticket, np.ones(1), version=2)
+    cache.close(ticket, np.ones(1), None, version=2)
     assert len(cache) == 0
 
 

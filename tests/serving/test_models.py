@@ -287,7 +287,7 @@ def test_a_changed_file_is_loaded_and_its_former_answers_are_void(builders, tmp_
         watcher.look()
         watcher.look()
         assert list(predictor.predict([2.0, 2, 3, 0]).output[:3]) == [20, 20, 30]
-    assert [message for message in caplog.messages if "its former version goes on" in message]
+    assert [message for message in caplog.messages if "still serving the previous version" in message]
 
 
 def test_a_process_that_ends_while_its_file_is_damaged_serves_the_last_good_version(builders, tmp_path, caplog):

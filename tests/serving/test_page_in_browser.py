@@ -11,8 +11,8 @@ import urllib.request
 
 import numpy as np
 import pytest
-from dadplug.runners._serving.face import Face
-from face_server import served
+from dadplug.runners.serving.http_app import HttpApp
+from http_server import served
 from patient import patient_predictor
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -45,7 +45,7 @@ def test_the_page_in_a_browser_draws_the_servers_data(tmp_path):
     pytest.importorskip("uvicorn")
     models = {"right": lambda batch: batch, "<wrong>": lambda batch: -batch}
     predictor = patient_predictor(models, policy="exp4", context="site")
-    with contextlib.closing(predictor), served(Face(predictor, 10_000, 60.0)) as port:
+    with contextlib.closing(predictor), served(HttpApp(predictor, 10_000, 60.0)) as port:
         url = f"http://127.0.0.1:{port}"
         empty = dom_of(f"{url}/status", tmp_path / "first")
         assert "No requests yet." in empty

@@ -12,7 +12,7 @@ from torch import nn
 from dadplug.adapm import AdaModel, save_shards
 from dadplug.adapm.shards import VERSION, write_index, write_whole
 from dadplug.serving import InputError, LoadError, Model
-from dadplug.serving.loading import load
+from dadplug.serving.loading import load, map_tables
 
 BUILDER = """
 import torch
@@ -111,8 +111,6 @@ def test_damaged_folders_are_errors(tmp_path):
 
 
 def test_a_layer_with_max_norm_is_refused(tmp_path):
-    from dadplug.serving.shards import _map_tables
-
     model = nn.Sequential(nn.Embedding(5, 2, max_norm=1.0))
     with pytest.raises(LoadError, match="max_norm"):
-        _map_tables(model, {"tables": {"t": {"names": ["0.weight"]}}}, {})
+        map_tables(model, {"tables": {"t": {"names": ["0.weight"]}}}, {})

@@ -1,4 +1,4 @@
-"""HTTP server of a face, in a thread of the test."""
+"""HTTP server of an ASGI application, in a thread of the test."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def served(face: Any, http: Any = "auto") -> Iterator[int]:
+def served(app: Any, http: Any = "auto") -> Iterator[int]:
     """Serve an ASGI application by uvicorn, and return its port."""
     import uvicorn
 
     port = support.free_port()
     server = uvicorn.Server(
-        uvicorn.Config(face, port=port, http=http, log_level="error", access_log=False, lifespan="off")
+        uvicorn.Config(app, port=port, http=http, log_level="error", access_log=False, lifespan="off")
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

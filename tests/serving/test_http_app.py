@@ -10,9 +10,8 @@ import threading
 
 import numpy as np
 import pytest
-from dadplug.runners._serving import bodies
-from dadplug.runners._serving.face import Face
-from dadplug.runners._serving.page import PAGE
+from dadplug.runners.serving import http_app
+from dadplug.runners.serving.http_app import HttpApp
 from patient import patient_predictor
 
 JSON = ((b"content-type", b"application/json"),)
@@ -23,7 +22,7 @@ def identity(batch):
 
 
 def face_of(models=None, max_body=10_000, read_seconds=60.0, api_key=None, **options):
-    return Face(patient_predictor(models or {"m": identity}, **options), max_body, read_seconds, api_key)
+    return HttpApp(patient_predictor(models or {"m": identity}, **options), max_body, read_seconds, api_key)
 
 
 @pytest.fixture
@@ -55,9 +54,9 @@ async def send(face, method, path, body=b"", headers=JSON, parts=None, query=b""
 
     scope = {"type": "http", "method": method, "path": path, "headers": list(headers), "query_string": query}
     await face(scope, receive, collect)
-    start, end = sent
+    start, end, *_ = sent
     kind = dict(start["headers"])[b"content-type"].decode()
-    content = json.loads(end["body"]) if kind == bodies.JSON else end["body"].decode()
+    content = json.loads(end["body"]) if kind == http_app.JSON else end["body"].decode()
     return start["status"], content, dict(start["headers"])
 
 
@@ -105,10 +104,10 @@ def test_numpy_files_are_inputs(opened):
     x = np.array([[1.0, 2.0], [3.0, 4.0]])
     for given in (x, np.asfortranarray(x), x.astype(">f4")):
         ((status, answer, _),) = run(
-            face, (("POST", "/predict", bodies.dump_npy(given)), {"headers": npy, "query": b"site=a%20b"})
+            face, (("POST", "/predict", http_app.dump_npy(given)), {"headers": npy, "query": b"site=a%20b"})
         )
         assert (status, answer["output"]) == (200, x.tolist())
-    ok = bodies.dump_npy(x)
+    ok = http_app.dump_npy(x)
     wrong = (b"", b"\x93NUMPY", ok[:-1], ok + b"x", ok.replace(b"(2, 2)", b"(9, 9)"), b"x" * 100)
     objects = ok.replace(b"'<f8'", b"'|O8'")
     for body in (*wrong, objects, ok.replace(b"{'descr'", b"{[[[[[[[")):
@@ -198,7 +197,7 @@ def test_a_late_body_leaves_no_cancellation_behind(opened):
 
 
 def test_slow_clients_do_not_hold_up_others(opened):
-    face = opened(read_seconds=2.0)
+    face = opened(read_seconds=0.5)
 
     async def both():
         slow = [asyncio.create_task(send(face, "POST", "/predict", parts=[STALL])) for _ in range(20)]
@@ -273,9 +272,10 @@ def test_the_state_of_the_server(opened):
     history = found[3][1]["history"]
     assert sum(each["requests"] for each in history) == 1
     assert history[-1]["weights"] == {"<x>": {"a": 0.5, "b": 0.5}}
-    assert found[4][1] == PAGE
+    page = http_app.PAGE.read_text()
+    assert found[4][1] == page
     assert b"default-src 'none'" in found[4][2][b"content-security-policy"]
-    assert "http" not in PAGE.replace("http-equiv", "")  # no external resources
+    assert "http" not in page.replace("http-equiv", "")  # no external resources
 
 
 STATE = {
@@ -301,7 +301,7 @@ STATE = {
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's script")
 def test_the_page_draws_its_data(tmp_path):
-    script = PAGE.split("<script>")[1].split("</script>")[0]
+    script = http_app.PAGE.read_text().split("<script>")[1].split("</script>")[0]
     state = json.dumps(STATE)
     idle = {
         "requests": 0,

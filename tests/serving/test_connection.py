@@ -9,10 +9,9 @@ import sys
 import time
 
 import pytest
-from dadplug.runners._serving.bounded_connection import Limits
-from dadplug.runners._serving.connection import connection_class
-from dadplug.runners._serving.face import Face
-from face_server import served
+from dadplug.runners.serving.connection import Limits, connection_class
+from dadplug.runners.serving.http_app import HttpApp
+from http_server import served
 from patient import patient_predictor
 
 pytest.importorskip("uvicorn")
@@ -34,8 +33,8 @@ def open_server(request, monkeypatch):
 
         def start(most, seconds, api_key=None):
             predictor = stack.enter_context(patient_predictor({"m": identity}, input_shape=(2,)))
-            face = Face(predictor, 10_000, SECONDS, api_key)
-            port = stack.enter_context(served(face, connection_class(lambda: face, Limits(most, seconds))))
+            app = HttpApp(predictor, 10_000, seconds, api_key)
+            port = stack.enter_context(served(app, connection_class(app, Limits(most, seconds))))
             return lambda: stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=SECONDS))
 
         yield start

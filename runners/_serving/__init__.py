@@ -1,1 +1,0 @@
-"""HTTP face of `dadplug.serving`: requests, the server on LitServe, the client, the status page."""
