@@ -89,11 +89,14 @@ def connection_class(app: HttpApp, limits: Limits) -> Any:
         app: answers known requests.
         limits: limits of the connections.
     """
-    base: Any
     try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as base
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+        base: Any = HttpToolsProtocol
     except ImportError:  # without httptools; requests have no short way then
-        from uvicorn.protocols.http.h11_impl import H11Protocol as base
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        base = H11Protocol
 
     class Connection(_Connection, base):
         def __init__(self, *given: Any, **options: Any) -> None:
