@@ -218,7 +218,8 @@ class Predictor:
                 self.load_state_dict(json.loads(Path(self.options.state).read_text()))
             except ValueError as error:
                 raise ValueError(f"{self.options.state}: {error}") from error
-        given = {name: Model(Path(each)) if isinstance(each, (str, os.PathLike)) else each for name, each in models.items()}
+        paths = (str, os.PathLike)
+        given = {name: Model(Path(each)) if isinstance(each, paths) else each for name, each in models.items()}
         self._models = {
             name: ServedModel(name, backend_of(each, self.options), self._cache, self.metrics, self._task, self.options)
             for name, each in given.items()

@@ -186,6 +186,13 @@ class _Connection(_Base):
             if self.transport.can_write_eof():
                 self.transport.write_eof()
 
+    def shutdown(self) -> None:
+        """Close the connection after the request in progress; called by uvicorn."""
+        if self.idle:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     # Requests whose answers are in the cache need no task
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
