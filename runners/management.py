@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..options import Options
-from ..signature import split_keywords, unknown_option
+from ..signature import check_choice, split_keywords, unknown_option
 
 if TYPE_CHECKING:
     from ..adapm import AdaModel
@@ -51,9 +51,7 @@ class Management:
         if self.lookahead < 1:
             raise ValueError(f"lookahead must be at least 1, got {self.lookahead}")
         for name, choices in (("reduce", ("mean", "sum")), ("technique", TECHNIQUES)):
-            if getattr(self, name) not in choices:
-                valid = ", ".join(map(repr, choices))
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid ones are {valid}")
+            check_choice(name, getattr(self, name), choices)
         if self.interval < 0:
             raise ValueError(f"interval must be at least 0, got {self.interval}")
 

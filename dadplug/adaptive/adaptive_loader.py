@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..errors import MismatchError
 from ..exchange import Traffic, Transport
 from ..exchange.codec import register
+from ..signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
 from .noise import GradientNoise
@@ -519,8 +520,8 @@ class AdaptiveDataLoader(ElasticDataLoader):
         low, high = local_bsz_bounds or (None, None)
         numbers = {"max_batch_size": max_batch_size, "the lower bound": low, "the upper bound": high}
         for name, number in numbers.items():
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
+            if number is not None:
+                whole_number(1)(name, number)
         base = self._controller.base_batch
         if max_batch_size < base:
             raise ValueError(f"max_batch_size is {max_batch_size}, less than batch_size, {base}")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ..errors import MismatchError
+from ..signature import whole_number
 from .progress import Pass, Progress, progress
 
 _OWN = ("sampler", "batch_sampler")  # arguments of DataLoader that this loader gives itself
@@ -297,8 +298,7 @@ class ElasticDataLoader(DataLoader[Any]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError("the data set needs a length, so that it can be divided over the sites")
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        whole_number(1)("batch_size", batch_size)
         if given := [name for name in _OWN if options.get(name) is not None]:
             raise ValueError(f"an ElasticDataLoader has a sampler of its own: leave out {given[0]}")
         options = {name: value for name, value in options.items() if name not in _OWN}

@@ -23,6 +23,7 @@ from ..methods.base import GradientPath
 from ..methods.feedback import LossScales
 from ..model_sync.samples import SampleCounter
 from ..reducer.step_header import StepHeader
+from ..signature import whole_number
 from ..units.base import Unit, matrix_shape
 from ..units.factor import FactorUnit
 from . import noise_formulas as formulas
@@ -111,8 +112,7 @@ class GradientNoise:
 
     @every.setter
     def every(self, steps: int) -> None:
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"noise.every must be a whole number of at least 1, got {steps!r}")
+        whole_number(1)("noise.every", steps)
         self._every = steps
 
     def gain(self, batch: int | None = None, base_batch: int | None = None) -> float:

@@ -13,6 +13,7 @@ from ..errors import RunFailedError
 from ..exchange.codec import gather_objects
 from ..processes import Pool
 from ..progress import Progress
+from ..signature import whole_number
 from .result import Comparison, Row
 from .strategies import STRATEGIES, Place, Strategy
 from .trial import Build, Point, Task, run_trial
@@ -168,8 +169,7 @@ def _place(connected: bool, processes: int | None) -> Place:
         return Place(dist.get_world_size(), torch.get_num_threads(), connected=True)
     cores = available_cores()
     count = min(cores, 4) if processes is None else processes
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"processes must be a whole number of at least 1, got {processes!r}")
+    whole_number(1)("processes", count)
     return Place(count, cores, connected=False)
 
 

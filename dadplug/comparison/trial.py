@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from ..signature import whole_number
 from .strategies import Strategy, Trainer
 
 MAX_HELD_OUT = 1000  # samples
@@ -55,8 +56,7 @@ class Task:
         """
         if not callable(build):
             raise TypeError(f"build must be a function that returns (model, optimizer, criterion), got {build!r}")
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        whole_number(1)("batch_size", batch_size)
         for each in (dataset, evaluation):
             if each is not None and (isinstance(each, IterableDataset) or not hasattr(each, "__getitem__")):
                 raise TypeError(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..cores import available_cores
+from ..signature import check_choice
 from .board import Board, Progress
 from .dealing import DealtLoader
 from .join import check_equal, connected, share
@@ -365,12 +366,6 @@ def check_number(name: str, value: object) -> None:
     """Raise ValueError if a value is neither None nor a whole number from 1 on."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
-
-
-def check_choice(name: str, value: object, valid: Sequence[str]) -> None:
-    """Raise ValueError if a value is not one of the valid ones."""
-    if value not in valid:
-        raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, valid))}")
 
 
 def _name(function: Any) -> str:

@@ -21,6 +21,7 @@ from ..exchange import connect
 from ..exchange.handshake import free_port
 from ..hogwild.workers import choose_start
 from ..models import build_model
+from ..signature import whole_number
 from .options import ServerOptions
 from .server import ParameterServer
 
@@ -136,8 +137,7 @@ def _check(world_size: int, epochs: int, num_gpus: int, options: dict[str, Any])
         ("epochs_per_worker", epochs, 1),
         ("num_gpus", num_gpus, 0),
     ):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}")
+        whole_number(least)(name, number)
     if num_gpus > torch.cuda.device_count():
         raise ValueError(f"num_gpus={num_gpus}, and there are {torch.cuda.device_count()}")
     checked = ServerOptions.create(**options)

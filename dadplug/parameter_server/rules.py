@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ..signature import check_choice, number, whole_number
 
 LATE = ("scale", "drop", "keep")
 DEALS = ("own", "shared")
@@ -34,7 +36,7 @@ class Rules(NamedTuple):
         return 1.0 / (1 + age) if self.late == "scale" else 1.0
 
 
-def make_rules(staleness: object, quorum: object, late: object, gather: object = 0.0) -> Rules:
+def make_rules(staleness: Any, quorum: Any, late: Any, gather: Any = 0.0) -> Rules:
     """Check the options of a parameter server that do not depend on the sites.
 
     Args:
@@ -46,28 +48,16 @@ def make_rules(staleness: object, quorum: object, late: object, gather: object =
     Raises:
         ValueError: if one of them is not valid.
     """
-    if not _is_whole(staleness, 0):
-        raise ValueError(f"staleness must be a whole number of at least 0, got {staleness!r}")
-    if not _is_whole(quorum, 1):
-        raise ValueError(f"quorum must be a whole number of at least 1, got {quorum!r}")
-    if late not in LATE:
-        raise ValueError(f"unknown late {late!r}; valid ones are {', '.join(map(repr, LATE))}")
-    if isinstance(gather, bool) or not isinstance(gather, (int, float)) or not 0 <= gather <= 1:
-        raise ValueError(f"gather must be a number from 0 to 1, got {gather!r}")
-    assert isinstance(staleness, int)
-    assert isinstance(quorum, int)
-    assert isinstance(late, str)
+    whole_number(0)("staleness", staleness)
+    whole_number(1)("quorum", quorum)
+    check_choice("late", late, LATE)
+    number("a number from 0 to 1", lambda value: 0 <= value <= 1)("gather", gather)
     return Rules(staleness, quorum, late, float(gather))
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_deal(deal: object) -> None:
     """Raise ValueError for an unknown value of the option ``deal``."""
-    if deal not in DEALS:
-        raise ValueError(f"unknown deal {deal!r}; valid ones are {', '.join(map(repr, DEALS))}")
+    check_choice("deal", deal, DEALS)
 
 
 def check_mode(mode: object) -> None:

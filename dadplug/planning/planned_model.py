@@ -16,6 +16,7 @@ from ..model_sync.replicated_model import JoinState, ReplicatedModel
 from ..model_sync.samples import SampleCounter
 from ..options import Options
 from ..reducer.attached import AttachedGradients
+from ..signature import whole_number
 from ..units.base import Unit
 from .merging import check_merge
 from .plan import Plan
@@ -84,8 +85,7 @@ class PlannedModel(ReplicatedModel, ABC):
     def max_rank(self, rank: int) -> None:
         if self._method.max_rank is None:
             raise ValueError(f"mode {self.options.mode!r} has no rank to set")
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}")
+        whole_number(1)("rank", rank)
         if self.options.merge != "all" and rank > self.options.rank:
             raise ValueError(
                 f"with merge={self.options.merge!r} the rank may be lowered: it is {self.options.rank} at most"
