@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, TypeVar, get_type_hints
@@ -38,7 +38,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise ValueError if a value is not one of the valid ones."""
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
