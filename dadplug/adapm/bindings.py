@@ -25,12 +25,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..exchange.handshake import free_port
+from ..exchange.handshake import free_port, reachable_address
 from ..exchange.transport import Transport
 from . import kernels
 from .backends import Backend, Done, TableEngine, TableSpec
 from .engine import COUNTS, TECHNIQUES
-from .network import reachable_address
 from .store import Block, Codes, Keys
 from .watchdog import Watchdog
 

@@ -17,10 +17,11 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from ..errors import ProtocolError, SiteError
+from ..exchange.handshake import connect_sites
 from .backends import Backend, Done, TableSpec
 from .engine import TECHNIQUES, Engine
 from .messages import Kind, Message
-from .network import LENDABLE, Network, Ready, connect_sites
+from .network import LENDABLE, Network, Ready
 from .store import Keys, Store
 
 _MOST_SITES = 62  # sites with replicas are the bits of an int64

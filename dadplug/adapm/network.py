@@ -1,4 +1,4 @@
-"""Connections between the sites of a parameter manager: set-up, and messages from any site to any other.
+"""Connections between the sites of a parameter manager: messages from any site to any other.
 
 The thread that has a message writes it to the socket. Only data that the kernel has no room for is left to the
 background thread, since a switch between threads takes longer than sending a small message.
@@ -10,14 +10,9 @@ itself, so that messages wake up no other thread.
 
 from __future__ import annotations
 
-import hmac
 import math
-import os
-import secrets
 import select
 import socket
-import struct
-import sys
 import threading
 import time
 from collections import deque
@@ -28,16 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ProtocolError, SiteError
+from ..errors import ProtocolError
 from ..exchange import Traffic
-from ..exchange.handshake import close_in_children, large_socket, own_addresses
+from ..exchange.handshake import close_in_children
 from .messages import HEAD_SIZE, Head, Kind, Message
 
 LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled
 
-_HELLO = struct.Struct("<32sI")  # token of the listening site, rank of the connecting one
 _CHUNK = 1 << 16  # bytes read at a time, from which small messages are extracted
-_PREFIX = "dadplug-"  # of the names of Unix sockets
 _BATCH = 64  # messages read from a connection before the next one
 _CLOSE = 1.0  # seconds to send the last messages
 _HEARTBEATS = 4  # heartbeats within the timeout
@@ -199,7 +192,7 @@ class Network:
     may be called from any thread, but not concurrently.
 
     Args:
-        sockets: connected sockets by rank, of `connect_sites` or of a hub.
+        sockets: connected sockets by rank, of `handshake.connect_sites` or of a hub.
         timeout: seconds without a heartbeat after which a connection counts as lost.
         traffic: meter of sent bytes.
         widths: width of each table; the caller appends to it when tables are added.
@@ -349,128 +342,3 @@ class Network:
         if LENDABLE:
             self._poller.close()
             self._idle_poller.close()
-
-
-# Set-up
-
-
-def own_address() -> str:
-    """Return the address of this site for the other sites: that of the interface that gloo uses."""
-    return next(iter(own_addresses()), "127.0.0.1")
-
-
-def reachable_address(exchange: Callable[[Any], list[Any]]) -> str:
-    """Return the address to listen on, loopback if all sites are on one node; all sites must call it together."""
-    return "127.0.0.1" if len(set(exchange(_own_node()))) == 1 else own_address()
-
-
-def _own_node() -> str:
-    """Return a string that is equal for processes that reach one another on loopback."""
-    node = [socket.gethostname()]
-    for path in ("/proc/self/ns/net", "/proc/sys/kernel/random/boot_id"):
-        with suppress(OSError):
-            if os.path.islink(path):
-                node.append(os.readlink(path))
-            else:
-                with open(path) as file:
-                    node.append(file.read().strip())
-    return " ".join(node)
-
-
-def connect_sites(
-    rank: int, exchange: Callable[[Any], list[Any]], timeout: float, name: Callable[[int], str]
-) -> dict[int, socket.socket]:
-    """Connect this site with every other one; all must call it together.
-
-    Each site listens on the one address on which the others reach it, and connects to the sites of lower rank. Sites of
-    one node use Unix sockets where Linux provides names for them without files, which take less time per message than
-    loopback. Connections without the token of the listening site are refused.
-
-    Args:
-        rank: this site.
-        exchange: function that gathers one object per site, by rank.
-        timeout: maximum duration in seconds.
-        name: function that returns the name of a site for messages.
-
-    Returns:
-        The connected sockets by rank.
-
-    Raises:
-        SiteError: if a site does not connect.
-    """
-    token = secrets.token_hex(16)
-    with _listen(reachable_address(exchange)) as listener:
-        places = exchange([*_place(listener), token])
-        deadline = time.monotonic() + timeout
-        sockets = {peer: _reach(peer, rank, places[peer], deadline, timeout, name) for peer in range(rank)}
-        expected = set(range(rank + 1, len(places)))
-        refused = 0
-        while expected:
-            arrived = _accept(listener, deadline)
-            if arrived is None:
-                names = ", ".join(map(name, sorted(expected)))
-                raise SiteError(f"waited {timeout:g} s for a connection of the parameter manager from {names}")
-            connected, peer = _identify(arrived, token, deadline)
-            if connected is not None and peer in expected:
-                sockets[peer] = connected
-                expected.remove(peer)
-            else:
-                arrived.close()
-                refused += 1
-    if refused:
-        print(f"site {rank} refused {refused} connections that did not come from a site", file=sys.stderr)
-    return sockets
-
-
-def _listen(address: str) -> socket.socket:
-    """Return a listening socket, with an unused name or port."""
-    local = address == "127.0.0.1" and sys.platform == "linux"
-    listener = large_socket(socket.AF_UNIX if local else socket.AF_INET)
-    listener.bind("\0" + _PREFIX + secrets.token_hex(8) if local else (address, 0))
-    listener.listen(64)
-    return listener
-
-
-def _place(listener: socket.socket) -> list[Any]:
-    """Return host and port of a listening socket, or the name of a Unix socket and 0."""
-    if listener.family == socket.AF_UNIX:
-        return [listener.getsockname()[1:].decode(), 0]
-    return list(listener.getsockname()[:2])
-
-
-def _left(deadline: float) -> float:
-    return max(0.01, deadline - time.monotonic())
-
-
-def _reach(
-    peer: int, rank: int, place: Sequence[Any], deadline: float, timeout: float, name: Callable[[int], str]
-) -> socket.socket:
-    """Connect to a site of lower rank, which listens already."""
-    host, port, token = place
-    local = not port and host.startswith(_PREFIX)
-    caller = large_socket(socket.AF_UNIX if local else socket.AF_INET)
-    try:
-        caller.settimeout(_left(deadline))
-        caller.connect("\0" + host if local else (host, port))
-        caller.sendall(_HELLO.pack(token.encode(), rank))
-    except OSError as error:
-        caller.close()
-        raise SiteError(f"{name(peer)} cannot be reached at {host}:{port} within {timeout:g} s: {error}") from error
-    return caller
-
-
-def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
-    listener.settimeout(_left(deadline))
-    with suppress(TimeoutError):
-        return listener.accept()[0]
-    return None
-
-
-def _identify(arrived: socket.socket, token: str, deadline: float) -> tuple[socket.socket | None, int]:
-    """Read the token and rank of a connection; return no socket if it is not that of a site."""
-    arrived.settimeout(min(1.0, _left(deadline)))
-    with suppress(OSError, struct.error):
-        known, peer = _HELLO.unpack(arrived.recv(_HELLO.size, socket.MSG_WAITALL))
-        if hmac.compare_digest(known, token.encode()):
-            return arrived, peer
-    return None, -1

@@ -16,15 +16,21 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from ..errors import SiteError
+from ..logs import get_logger
 from .deadline import Deadline
+
+_log = get_logger(__name__)
 
 KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer in each direction of a connection
 _BUFFER_BYTES = 4 << 20  # requested from the kernel for each direction
 _CONNECT_SECONDS = 10.0  # for all sites to reach one another
 _SWITCH = "DADPLUG_STREAMS"
 _HELLO = struct.Struct("<16sI")  # the listener's token, the connecting site's rank
+_LOOPBACK = "127.0.0.1"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _chosen: str | None = None  # towards the rendezvous address
 
@@ -173,6 +179,69 @@ def connect_sockets(
     return None
 
 
+def connect_sites(
+    rank: int, gather_objects: Callable[[Any], list[Any]], timeout: float, name: Callable[[int], str]
+) -> dict[int, socket.socket]:
+    """Connect this site with every other one, or raise an error; all must call it together.
+
+    Each site listens on the one address on which the others reach it, and connects to the sites of lower rank. Sites of
+    one node use Unix sockets where Linux provides names for them without files. Connections without the token of the
+    listening site are refused.
+
+    Args:
+        rank: this site.
+        gather_objects: gathers an object from every site, by rank.
+        timeout: maximum duration in seconds.
+        name: function that returns the name of a site for messages.
+
+    Returns:
+        The connected sockets by rank.
+
+    Raises:
+        OSError: if this site cannot listen.
+        SiteError: if a site does not connect.
+    """
+    host = reachable_address(gather_objects)
+    near = _listen_near() if host == _LOOPBACK else []
+    listener = near[0] if near else listen([host], large=True)
+    if listener is None:
+        raise OSError(f"cannot listen on {host}")
+    with listener:
+        place = ("", 0) if near else listener.getsockname()[:2]
+        own = (*place, secrets.token_bytes(16), listener.getsockname() if near else b"")
+        addresses = [_Address(*each) for each in gather_objects(own)]
+        deadline, sockets = Deadline(timeout), {}
+        for peer, address in enumerate(addresses[:rank]):
+            try:
+                sockets[peer] = _connect(address, True, deadline)
+                sockets[peer].sendall(_HELLO.pack(address.token, rank))
+            except OSError as error:
+                at = address.name[1:].decode() or f"{address.host}:{address.port}"
+                raise SiteError(f"{name(peer)} cannot be reached at {at} within {timeout:g} s: {error}") from error
+        expected = set(range(rank + 1, len(addresses)))
+        sockets.update(_accept([listener], addresses[rank].token, expected, deadline))
+    if expected:
+        names = ", ".join(map(name, sorted(expected)))
+        raise SiteError(f"waited {timeout:g} s for a connection from {names}")
+    return sockets
+
+
+def reachable_address(gather_objects: Callable[[Any], list[Any]]) -> str:
+    """Return the address to listen on, loopback if all sites are on one node; all sites must call it together."""
+    is_one_node = len(set(gather_objects(own_node()))) == 1
+    return _LOOPBACK if is_one_node else next(iter(own_addresses()), _LOOPBACK)
+
+
+def own_node() -> str:
+    """Return a string that is equal for processes that reach one another on loopback."""
+    node = [socket.gethostname()]
+    with suppress(OSError):
+        node.append(os.readlink("/proc/self/ns/net"))
+    with suppress(OSError):
+        node.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    return " ".join(node)
+
+
 def _listen_near() -> list[socket.socket]:
     """Open a Unix socket with an abstract name, which is gone with the socket; return none where there are none."""
     if sys.platform != "linux":
@@ -263,6 +332,7 @@ def _accept(
         deadline: end of the wait.
     """
     unknown: dict[socket.socket, bytearray] = {}
+    refused = 0
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
             listener.setblocking(False)
@@ -287,6 +357,9 @@ def _accept(
                     yield rank, connected
                 else:
                     connected.close()
+                    refused += 1
+    if refused:
+        _log.warning("refused %d connections that did not come from a site", refused)
     for connected in unknown:
         connected.close()
 

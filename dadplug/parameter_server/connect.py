@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..exchange import Traffic, Transport
+from ..exchange.handshake import connect_sites
 from ..model_sync.sameness import raise_problems
 from .dealer import OwnDealer, SharedDealer
 from .holder import at_site
@@ -45,8 +46,6 @@ def connect_star(transport: Transport, sequencer: int, timeout: float) -> Connec
     Raises:
         SiteError: if a site does not connect.
     """
-    from ..adapm.network import connect_sites  # loads the tables' kernels
-
     rank = transport.rank
 
     def name(peer: int) -> str:

@@ -7,12 +7,11 @@ import importlib
 
 import pytest
 
+PARTS = ("initialisers", "manager", "model", "row_optimizers", "sampling", "shards", "timeline")
 
-@pytest.mark.parametrize(
-    "name", ["initialisers", "manager", "model", "row_optimizers", "sampling", "shards", "timeline"]
-)
+
+@pytest.mark.parametrize("name", [*(f"adapm.{part}" for part in PARTS), "data", "models"])
 def test_examples_run(name):
-    module = importlib.import_module(f"dadplug.adapm.{name}")
-    results = doctest.testmod(module)
+    results = doctest.testmod(importlib.import_module(f"dadplug.{name}"))
     assert results.attempted > 0
     assert results.failed == 0

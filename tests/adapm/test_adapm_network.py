@@ -17,12 +17,13 @@ import torch
 from simulation import Simulation
 
 from dadplug import SiteError
-from dadplug.adapm import ParameterManager, messages, network
+from dadplug.adapm import ParameterManager, messages
 from dadplug.adapm.backends import Done
 from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Kind, Message, most_keys
-from dadplug.adapm.network import Connection, Network, connect_sites
+from dadplug.adapm.network import Connection, Network
 from dadplug.errors import ProtocolError
-from dadplug.exchange import Traffic
+from dadplug.exchange import Traffic, handshake
+from dadplug.exchange.handshake import connect_sites
 
 WIDTHS = [4]
 
@@ -118,7 +119,7 @@ class Meeting:
 
     def at(self, rank, also=None):
         def exchange(item):
-            if also is not None and isinstance(item, list):
+            if also is not None and isinstance(item, tuple):
                 also(item)
             self.items[rank] = item
             self.gate.wait(200)
@@ -147,22 +148,23 @@ def together(count, work):
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_sites_of_one_machine_meet_on_it_alone_and_refuse_intruders(platform, monkeypatch, capsys):
+def test_sites_of_one_machine_meet_on_it_alone_and_refuse_intruders(platform, monkeypatch, caplog):
     """They use Unix sockets without files on Linux, and loopback elsewhere."""
     if platform == "linux" and sys.platform != "linux":
         pytest.skip("Linux alone has names of Unix sockets without files")
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(network, "own_address", lambda: "0.0.0.0")  # would be of a machine with other machines
+    monkeypatch.setattr(handshake, "own_addresses", lambda: ["0.0.0.0"])  # would be of a machine with other machines
     meeting, places, intruders = Meeting(2), [], []
 
     def intrude(place):
-        places.append(place[0])
+        host, port, _, name = place
+        places.append(host or name)
         if platform == "linux":
             intruder = socket.socket(socket.AF_UNIX)
-            intruder.connect("\0" + place[0])
+            intruder.connect(name)
         else:
-            intruder = socket.create_connection(tuple(place[:2]))
-        intruder.sendall(struct.pack("<32sI", b"0" * 32, 1))
+            intruder = socket.create_connection((host, port))
+        intruder.sendall(struct.pack("<16sI", b"0" * 16, 1))
         intruders.append(intruder)
 
     def work(rank):
@@ -170,13 +172,13 @@ def test_sites_of_one_machine_meet_on_it_alone_and_refuse_intruders(platform, mo
 
     first, second = together(2, work)
     if platform == "linux":
-        assert places[0].startswith("dadplug-")
+        assert places[0].startswith(b"\0dadplug-")
     else:
         assert places == ["127.0.0.1"]
     first[1].sendall(b"hello")
     assert second[0].recv(5) == b"hello"
     assert intruders[0].recv(1) == b""  # closed
-    assert "refused 1 connections" in capsys.readouterr().err
+    assert "refused 1 connections" in caplog.text
     for each in (first[1], second[0], *intruders):
         each.close()
 
@@ -188,12 +190,12 @@ def test_a_site_that_does_not_come_is_named_within_the_timeout():
         if rank == 0:
             return connect_sites(0, meeting.at(0), 0.5, "site {}".format)
         exchange = meeting.at(1)
-        exchange(network._own_node())
-        exchange(["127.0.0.1", 1, "0" * 32])
+        exchange(handshake.own_node())
+        exchange(("127.0.0.1", 1, b"0" * 16, b""))
 
     first, _ = together(2, work)
     assert isinstance(first, SiteError)
-    assert "for a connection of the parameter manager from site 1" in str(first)
+    assert "for a connection from site 1" in str(first)
 
 
 def networks(timeout):

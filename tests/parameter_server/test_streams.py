@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from dadplug.adapm import network
 from dadplug.errors import StreamError
 from dadplug.exchange import handshake
 from dadplug.parameter_server.streams import _HEAD, _UNSENT, _WAKE, Frame, Kind, _Stream
@@ -105,7 +104,7 @@ def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
 def test_tcp_buffers_are_large_or_left_to_the_system(grants_less, monkeypatch):
     if grants_less:
         monkeypatch.setattr(handshake, "KERNEL_BYTES", 1 << 40)
-    with socket.socket() as usual, network._listen("0.0.0.0") as sized:
+    with socket.socket() as usual, handshake.listen(["0.0.0.0"], large=True) as sized:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             found, default = (each.getsockopt(socket.SOL_SOCKET, option) for each in (sized, usual))
             assert found == default if grants_less else found >= default
