@@ -80,7 +80,7 @@ anything = st.recursive(
         | st.builds(Pair, inner, inner)
         | st.builds(Point, st.text(), inner)
     ),
-    max_leaves=12,
+    max_leaves=8,
 )
 
 
@@ -108,7 +108,7 @@ def decodes_or_raises(content) -> None:
         codec.decode(content)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(anything)
 def test_what_is_encoded_comes_back(item):
     assert same(codec.decode(codec.encode(item)), item)

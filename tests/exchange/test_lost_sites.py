@@ -121,7 +121,8 @@ def cases(part: str, hierarchy: list[list[int]] | None) -> list[Case]:
     return [
         Case(PLACES[part][(victim + turn) % 2], how, victim, hierarchy, ("dad", "dsgd")[victim % 2], TIMEOUT)
         for turn, how in enumerate(("STOP", "KILL"))
-        for victim in range(4 if hierarchy else 3)
+        # The last two sites have the same part in an exchange: one of them is stopped, the other one is killed.
+        for victim in (range(3 if hierarchy else 2) if how == "STOP" else (0, 1, 3) if hierarchy else (0, 2))
     ]
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, handshake, open_transport
-from dadplug.exchange.deadline import within
+from dadplug.exchange import Traffic, deadline, open_transport
 from dadplug.exchange.status import Member, Silence, Status, StatusServer, ask, tell
 
 
@@ -126,31 +126,6 @@ def test_an_object_that_cannot_be_sent_is_an_error_on_all_sites(sites):
         assert all("process 1 has an object" in message and "What can be sent" in message for message in messages)
 
 
-def meets_many_intruders() -> bool:
-    """Callers that say nothing, or one byte at a time, come before the other site."""
-    listen, intruders = handshake.listen, []
-
-    def overheard(*arguments, **options):
-        listener = listen(*arguments, **options)
-        for _ in range(12):
-            intruders.append(socket.create_connection(listener.getsockname()))
-            intruders[-1].sendall(b"x")
-        return listener
-
-    handshake.listen = overheard
-    try:
-        meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
-        gather = meeting.gather([1, 1], torch.float32)
-    finally:
-        handshake.listen = listen
-    meeting.close()
-    return type(gather).__name__ == "SocketExchange"
-
-
-def test_silent_intruders_hold_nobody_up(sites):
-    assert sites(2).run(meets_many_intruders) == [True, True]
-
-
 def test_status_requests_tell_processes_that_live_from_others(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     server = StatusServer("this one")
@@ -194,9 +169,23 @@ def test_reports_arrive_in_order_and_garbage_does_not(monkeypatch):
     assert isinstance(ask({0: other.member}, 60.0)[0], Status)
 
 
-def test_a_call_without_an_end_is_given_up():
-    assert within(60.0, lambda: 3) == 3
-    with pytest.raises(KeyError):
-        within(60.0, lambda: {}[1])
+def test_a_call_returns_its_result_or_raises_its_error():
+    assert deadline.within(60.0, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        deadline.within(60.0, lambda: 1 // 0)
+
+
+def test_a_call_that_takes_too_long_or_whose_check_fails_is_abandoned(monkeypatch):
+    monkeypatch.setattr(deadline, "_CHECK_SECONDS", 0.01)
+    never = threading.Event()
     with pytest.raises(TimeoutError):
-        within(0.05, lambda: time.sleep(0.5))
+        deadline.within(0.05, never.wait)
+    checks = iter(range(3))
+
+    def check() -> None:
+        if next(checks) == 2:
+            raise ConnectionError("it has ended")
+
+    with pytest.raises(ConnectionError, match="it has ended"):
+        deadline.within(60.0, never.wait, check)
+    never.set()

@@ -82,17 +82,15 @@ def test_all_sites_go_by_gloo_where_one_cannot_do_otherwise(sites):
     assert sites(2).run(falls_back) == ["PointToPointExchange"] * 2
 
 
-def meets_a_intruder() -> bool:
-    """Somebody else calls first, on one site's listener, and says nothing or nonsense."""
-    listen = handshake.listen
-    intruders = []
+def meets_intruders(words: list[bytes]) -> bool:
+    """Others call first, on one site's listener, and say nothing, nonsense, or one byte."""
+    listen, intruders = handshake.listen, []
 
     def overheard(*arguments, **options):
         listener = listen(*arguments, **options)
-        for words in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64)):
-            intruder = socket.create_connection(listener.getsockname())
-            intruder.sendall(words)
-            intruders.append(intruder)
+        for each in words:
+            intruders.append(socket.create_connection(listener.getsockname()))
+            intruders[-1].sendall(each)
         return listener
 
     handshake.listen = overheard
@@ -108,8 +106,9 @@ def meets_a_intruder() -> bool:
     return isinstance(gather, SocketExchange) and total == 3.0
 
 
-def test_intruders_are_turned_away(sites):
-    assert sites(2).run(meets_a_intruder) == [True, True]
+@pytest.mark.parametrize("words", [[b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64)], [b"x"] * 12], ids=["nonsense", "slow"])
+def test_intruders_are_turned_away_and_delay_no_site(sites, words):
+    assert sites(2).run(meets_intruders, words) == [True, True]
 
 
 class LateTransport:
