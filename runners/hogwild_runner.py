@@ -15,7 +15,7 @@ from ..errors import MismatchError
 from ..exchange.failure_reports import describe
 from ..hogwild import Hogwild
 from ..hogwild.dealing import check_loader
-from ..hogwild.options import HogwildOptions
+from ..hogwild.training import HogwildOptions
 from ..signature import split_keywords, takes_keywords_of
 from ._catalyst.base_runner import BaseRunner
 from ._catalyst.runner_arguments import RunnerArguments

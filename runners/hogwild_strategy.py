@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..exchange.failure_reports import describe
 from ..hogwild import Hogwild
-from ..hogwild.options import HogwildOptions
+from ..hogwild.training import HogwildOptions
 from ..signature import split_keywords, takes_keywords_of
 from ._lightning.hogwild_fit import Schedules, check_trainer, check_training, count_batches
 from ._lightning.site_strategy import SiteStrategy, StrategyArguments

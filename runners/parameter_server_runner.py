@@ -11,7 +11,7 @@ import torch
 from ..errors import MismatchError
 from ..exchange import Transport
 from ..parameter_server import ParameterServer, ServerOptions
-from ..parameter_server.trainer_transport import ServerTransport
+from ..parameter_server.server import ServerTransport
 from ..signature import split_keywords, takes_keywords_of
 from ._catalyst.elastic_runner import ElasticRunner
 from ._catalyst.elastic_training import ServerTraining

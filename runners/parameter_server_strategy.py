@@ -13,7 +13,7 @@ from torch import Tensor
 from ..exchange import Transport
 from ..model_sync.samples import batches_before
 from ..parameter_server import ParameterServer, ServerOptions
-from ..parameter_server.trainer_transport import ServerTransport
+from ..parameter_server.server import ServerTransport
 from ..signature import split_keywords, takes_keywords_of
 from ._lightning.environment import ReturnedEnvironment
 from ._lightning.server_fit import ServerFit

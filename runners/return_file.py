@@ -13,7 +13,7 @@ import torch
 from ..errors import SiteError
 from ..exchange import Transport
 from ..parameter_server import ParameterServer
-from ..parameter_server.trainer_transport import ServerTransport
+from ..parameter_server.server import ServerTransport
 
 
 class ReturnFile:
@@ -58,7 +58,7 @@ class ReturnFile:
         if self.rank is not None:
             return ServerTransport.of_returning(self.rank, self.names, device, timeout)
         first = open_first()
-        return ServerTransport(first, first.sites, device, timeout)
+        return ServerTransport(first, device, timeout)
 
     def build(self, transport: ServerTransport, fit: Any, *arguments: Any, **options: Any) -> ParameterServer:
         """Build the parameter server, in whose training this process returns if it does, and write the file.

@@ -345,7 +345,7 @@ def hub(arguments: argparse.Namespace) -> int:
     from ..hub.project import split_address
     from ..hub.server import Hub
     from ..hub.status import Meter, StatusFile, Terminal, snapshot
-    from ..parameter_server.hub_host import SequencerHost
+    from ..parameter_server.service import SequencerHost
 
     terminal = Terminal()
     file = open(arguments.journal, "a", buffering=1) if arguments.journal else None  # noqa: SIM115

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from .board import Board
+from .memory import Board
 
 
 class DealtLoader:
@@ -37,7 +37,7 @@ class DealtLoader:
         self._taken = 0  # batches that the caller has taken and that are not reported as finished
         self._drawn: deque[int] = deque()
         self._running = False
-        self._dealt = with_batches(loader, _DealtBatches(loader.batch_sampler, board, self._drawn, limit))
+        self._dealt = with_batches(loader, DrawnBatches(self._draw))
 
     @property
     def batches(self) -> int:
@@ -57,6 +57,18 @@ class DealtLoader:
                 self.finish(self._ahead)
         finally:
             self._running = False
+
+    def _draw(self) -> Iterator[list[int]]:
+        self._board.begin_epoch(self._draw_order)
+        while (batch := self._board.draw()) is not None:
+            self._drawn.append(batch)
+            yield self._board.indices(batch)
+
+    def _draw_order(self) -> list[list[int]]:
+        batches = [list(map(int, batch)) for batch in itertools.islice(self._loader.batch_sampler, self._limit)]
+        if not batches:
+            raise ValueError("the loader has no batches")
+        return batches
 
     def finish(self, left: int = 0) -> None:
         """Report that the batches that were taken are finished.
@@ -83,23 +95,18 @@ class DealtLoader:
         return getattr(self._loader, name)
 
 
-class _DealtBatches:
-    """Sampler of batches that takes each from the control block."""
+class DrawnBatches:
+    """Sampler of batches from a function.
 
-    def __init__(self, batches: Any, board: Board, drawn: deque[int], limit: int | None) -> None:
-        self._batches, self._board, self._drawn, self._limit = batches, board, drawn, limit
+    Args:
+        draw: returns the batches of an epoch as lists of indices.
+    """
+
+    def __init__(self, draw: Callable[[], Iterator[list[int]]]) -> None:
+        self._draw = draw
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._board.begin_epoch(self._draw)
-        while (batch := self._board.draw()) is not None:
-            self._drawn.append(batch)
-            yield self._board.indices(batch)
-
-    def _draw(self) -> list[list[int]]:
-        batches = [list(map(int, batch)) for batch in itertools.islice(self._batches, self._limit)]
-        if not batches:
-            raise ValueError("the loader has no batches")
-        return batches
+        return self._draw()
 
 
 def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:

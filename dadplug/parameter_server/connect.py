@@ -1,94 +1,56 @@
-"""Connections between the sites and the sequencer, each over one socket."""
+"""Connections between the sites and the sequencer, each over one socket: at the start, and of sites that return."""
 
 from __future__ import annotations
 
+import secrets
 import socket
+import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..exchange import Traffic, Transport
+from ..errors import DamagedError, MessageError, SiteError
+from ..exchange import Traffic, Transport, codec
+from ..exchange.failure_reports import PeerNames
 from ..exchange.handshake import connect_sites
+from ..exchange.transport import Gather, PendingSum, StreamToHub
+from ..hub.blocking import write_all
+from ..methods import check_allowed
 from ..model_sync.sameness import raise_problems
-from .dealer import OwnDealer, SharedDealer
-from .holder import at_site
-from .hub_client import start_at_hub
-from .log import Log
+from .log import Holder, Log
 from .options import ServerOptions
-from .returning import KIT, Listener, Reception
-from .sequencer import Sequencer
-from .service import SequencerService
+from .service import (
+    HELLO,
+    KEY_CHARACTERS,
+    MOST_NAMES,
+    VERSION,
+    ReturnAcceptor,
+    SequencerService,
+    Settings,
+    read_message,
+    write_message,
+)
+
+if TYPE_CHECKING:
+    from ..hub.tunnel import Tunnel
 
 _LEAST_LIMIT = 1 << 26  # bytes of a message that are possible in any case
+_ANSWER_SECONDS = 30.0
+_SEQUENCER_AT_HUB = "hub:"  # before the folder of the kit, in addresses of sequencers at a hub
+_OVER_HUB = "kit:"  # before the folder of the kit, in addresses of sequencers at a site that is reached over a hub
+_ALONE = "this site has returned into a training: only step() and finish() of the ParameterServer involve other sites"
 
 
-class Connections(NamedTuple):
-    """Connections of one site.
-
-    Attributes:
-        own: the socket to the sequencer.
-        served: at the site that has the sequencer, its sockets by rank of the other end; else empty.
-    """
-
-    own: socket.socket
-    served: dict[int, socket.socket]
-
-
-def connect_star(transport: Transport, sequencer: int, timeout: float) -> Connections:
-    """Connect each site with the one that has the sequencer; all sites must call it together.
-
-    Args:
-        transport: the transport, over which sites learn each other's addresses.
-        sequencer: rank of that site.
-        timeout: seconds that it may take.
-
-    Raises:
-        SiteError: if a site does not connect.
-    """
-    rank = transport.rank
-
-    def name(peer: int) -> str:
-        return transport.sites[peer]
-
-    gather: Callable[[Any], list[Any]] = transport.gather_objects
-    sockets: dict[int, socket.socket] = {}
-    if transport.world_size > 1:
-        sockets = dict(transport.open_streams(timeout) or connect_sites(rank, gather, timeout, name))
-        transport.gather_objects(None)  # before it, nothing may be sent on a stream
-    if rank != sequencer:
-        for peer in [peer for peer in sockets if peer != sequencer]:
-            sockets.pop(peer).close()
-        return Connections(sockets[sequencer], {})
-    inner, outer = socket.socketpair()
-    return Connections(outer, {rank: inner} | sockets)
-
-
-class Opened(NamedTuple):
-    """Parts of a parameter server at one site.
-
-    Attributes:
-        log: the log.
-        service: at the site that has the sequencer, its service; else None.
-        address: address for sites that return, without the rank; empty where none can.
-    """
-
-    log: Log
-    service: SequencerService | None
-    address: str
+# Start
 
 
 def check_role(role: str, rejoin: str | None) -> None:
-    """Raise ValueError for a role that there is not."""
+    """Raise ValueError for an unknown role."""
     roles = ("worker", "server") if rejoin is None else ("worker",)
     if role not in roles:
         raise ValueError(f"unknown role {role!r}; valid ones are {', '.join(map(repr, roles))}")
-
-
-def raise_problem(problem: str) -> None:
-    """Raise ValueError if the arguments of a site that returns are not valid."""
-    if problem:
-        raise ValueError(problem)
 
 
 def gather_workers(transport: Transport, role: str, quorum: int, problem: str) -> list[int]:
@@ -119,13 +81,8 @@ def largest_message(model: nn.Module) -> int:
 
 
 def open_log(
-    transport: Transport,
-    options: ServerOptions,
-    workers: Sequence[int],
-    limit: int,
-    traffic: Traffic,
-    in_trainer: bool,
-) -> Opened:
+    transport: Transport, options: ServerOptions, workers: Sequence[int], limit: int, traffic: Traffic, in_trainer: bool
+) -> tuple[Log, SequencerService | None, str]:
     """Start the sequencer, and connect this site to it; all sites must call it together.
 
     The hub has it where there is one that may read what sites send; else site 0.
@@ -138,41 +95,267 @@ def open_log(
         traffic: meter of sent bytes.
         in_trainer: whether sites return in the midst of a phase only.
 
+    Returns:
+        The log; at the site that has the sequencer, its service, else None; and the address for sites that return,
+        without the rank, empty where none can.
+
     Raises:
         SiteError: if a site does not connect.
         ValueError: at all sites, if the hub does not start it.
     """
-    times = options.site_timeout, options.timeout
-    if (stream := transport.open_hub_stream(options.timeout)) is not None:
-        own, holder, place = start_at_hub(transport, stream, options, workers, limit, in_trainer)
-        return Opened(Log(own, holder, transport.sites, limit, *times, traffic), None, place)
-    own, served = connect_star(transport, 0, options.timeout)
+    sites, silence, timeout = transport.sites, options.site_timeout, options.timeout
+    rules = options.rules._asdict()
+    settings = Settings(tuple(workers), rules, options.deal, in_trainer, limit, silence, timeout)
+    if (stream := transport.open_hub_stream(timeout)) is not None:
+        key = start_at_hub(transport, stream, settings)
+        holder = Holder.at_hub(stream.hub, stream.check)
+        log = Log(stream.connected, holder, sites, limit, silence, timeout, traffic)
+        return log, None, f"{_SEQUENCER_AT_HUB}{transport.dialed_by}/{key}"
+    own, served = _connect_star(transport, timeout)
     service, address = None, ("", "")
     if served:
-        shared = options.deal == "shared"
-        dealer = SharedDealer(workers, in_trainer) if shared else OwnDealer(workers)
-        sequencer = Sequencer(workers, options.rules, balanced=not shared)
-        service = SequencerService(
-            served, workers, sequencer, dealer, limit, options.site_timeout, traffic, transport.rank, in_trainer
-        )
-        address = _receive_returning(transport, service, options.timeout)
+        service = SequencerService(served, settings, traffic, transport.rank)
+        address = _accept_returning(transport, service, timeout)
     place, token = transport.gather_objects(address)[0]
-    place = f"{KIT}{transport.dialed_by}" if transport.dialed_by else place
-    holder = at_site(transport.sites, 0, options.timeout)
-    log = Log(own, holder, transport.sites, limit, *times, traffic, delayed=service.is_blocked if service else None)
-    return Opened(log, service, f"{place}/{token}" if token else "")
+    place = f"{_OVER_HUB}{transport.dialed_by}" if transport.dialed_by else place
+    delayed = service.blocks_others if service else bool
+    log = Log(own, Holder.at_site(sites, 0, timeout), sites, limit, silence, timeout, traffic, delayed=delayed)
+    return log, service, f"{place}/{token}" if token else ""
 
 
-def _receive_returning(transport: Transport, service: SequencerService, timeout: float) -> tuple[str, str]:
-    """Receive sites that return, from now on, at the site that has the sequencer.
+def start_at_hub(transport: Transport, stream: StreamToHub, settings: Settings) -> str:
+    """Start the sequencer at the hub; all sites must call it together.
+
+    Args:
+        transport: the transport.
+        stream: this site's stream to the hub.
+        settings: the settings.
+
+    Returns:
+        The key of the training.
+
+    Raises:
+        ValueError: at all sites, if the hub does not start it.
+        SiteError: if the hub or a site is lost.
+    """
+    key: str = transport.gather_objects(secrets.token_hex(KEY_CHARACTERS // 2))[0]
+    try:
+        stream.connected.settimeout(settings.timeout)
+        write_message(stream.connected, (VERSION, key, tuple(settings)))
+        transport.gather_objects(None)  # a site that is lost here is named at once
+        problem = _read_answer(stream.connected)[0]
+    except OSError as error:
+        problem = f"{stream.hub} has no sequencer for parameter servers, or is lost: {error}"
+    raise_problems(problem, transport)
+    return key
+
+
+def _read_answer(connected: socket.socket) -> tuple[str, list[str]]:
+    """Return the problem that the hub has found, and the names of the sites."""
+    answer = read_message(connected)
+    if type(answer) is not tuple or len(answer) != 2 or not isinstance(answer[0], str):
+        raise MessageError("the answer of the hub is damaged")
+    problem, names = answer
+    if type(names) is not list or not all(type(name) is str for name in names):
+        raise MessageError("the answer of the hub is damaged")
+    return problem, names
+
+
+def _connect_star(transport: Transport, timeout: float) -> tuple[socket.socket, dict[int, socket.socket]]:
+    """Connect each site with site 0; all sites must call it together.
+
+    Args:
+        transport: the transport, over which sites learn each other's addresses.
+        timeout: seconds that it may take.
+
+    Returns:
+        The socket to the sequencer; and at site 0 the sequencer's sockets by rank of the other end, else none.
+
+    Raises:
+        SiteError: if a site does not connect.
+    """
+    gather: Callable[[Any], list[Any]] = transport.gather_objects
+    sockets: dict[int, socket.socket] = {}
+    if transport.world_size > 1:
+        streams = transport.open_streams(timeout)
+        sockets = dict(streams or connect_sites(transport.rank, gather, timeout, transport.sites.__getitem__))
+        transport.gather_objects(None)  # before it, nothing may be sent on a stream
+    if transport.rank == 0:
+        inner, outer = socket.socketpair()
+        return outer, {0: inner} | sockets
+    own = sockets.pop(0)
+    for each in sockets.values():
+        each.close()
+    return own, {}
+
+
+def _accept_returning(transport: Transport, service: SequencerService, timeout: float) -> tuple[str, str]:
+    """Accept sites that return, from now on, at the site that has the sequencer.
 
     Returns:
         Host and port, where they dial this site itself; and their secret, empty where none can return.
     """
-    reception = Reception([transport.sites.name(rank) for rank in range(transport.world_size)], service.admit)
-    if transport.accept_streams(reception.take, timeout):
-        return "", reception.token
+    names = [transport.sites.name(rank) for rank in range(transport.world_size)]
+    acceptor = ReturnAcceptor(names, service.adopt)
+    if transport.accept_streams(acceptor.take, timeout):
+        return "", acceptor.token
     if not transport.is_direct or transport.world_size == 1:
         return "", ""
-    service.listener = Listener(reception)
-    return service.listener.place, reception.token if service.listener.place else ""
+    service.acceptor = acceptor
+    place = acceptor.listen()
+    return place, acceptor.token if place else ""
+
+
+# Return
+
+
+class ReturnedSites(PeerNames):
+    """PeerNames by name, for one that has returned: it has no further facts about them."""
+
+    def of(self, ranks: Sequence[int]) -> PeerNames:
+        raise RuntimeError(_ALONE)
+
+    def found_lost(self) -> SiteError | None:
+        return None
+
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
+        return SiteError(f"{self[peer or 0]} is gone: {error}")
+
+
+class ReturnedTransport(Transport):
+    """Transport of a site that has returned: it gets the state of another one, and has no connections but the log's.
+
+    Args:
+        sites: the sites by name.
+        traffic: the meter.
+        device: device of the model.
+        timeout: seconds that a wait may take.
+        log: the log; None for a trainer's transport, which gets no state.
+    """
+
+    is_direct = False
+    joins = True
+
+    def __init__(
+        self, sites: PeerNames, traffic: Traffic, device: torch.device, timeout: float, log: Log | None = None
+    ) -> None:
+        super().__init__(sites, traffic, sites.rank, device, timeout)
+        self._log = log
+
+    def receive_state(self, most: int) -> Any:
+        log = self._log
+        assert log is not None
+        log.wait(lambda: log.snapshot is not None, entries=False)
+        return codec.decode(log.snapshot or b"")
+
+    def close(self) -> None:
+        """Do nothing: the parameter server closes the log."""
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        raise RuntimeError(_ALONE)
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        raise RuntimeError(_ALONE)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        raise RuntimeError(_ALONE)
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        raise RuntimeError(_ALONE)
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        raise RuntimeError(_ALONE)
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        return True
+
+
+def return_to_log(
+    address: str, model: nn.Module, limit: int, options: ServerOptions, traffic: Traffic
+) -> tuple[Log, ReturnedTransport]:
+    """Connect to a training, in place of a lost process of this site.
+
+    Args:
+        address: `ParameterServer.return_address` of the process that this one replaces.
+        model: the model.
+        limit: bytes of the largest message.
+        options: the options.
+        traffic: the meter.
+
+    Raises:
+        ValueError: if the address is none.
+        KitError: if the kit that it names is incomplete or damaged, or not valid at present.
+        RefusedError: if the hub refuses this site.
+        SiteError: if the training cannot be reached.
+    """
+    timeout = options.timeout
+    connected, sites, holder = _dial(address, timeout)
+    check_allowed(options.of_reduction())  # a kit restricts it
+    log = Log(connected, holder, sites, limit, options.site_timeout, timeout, traffic, returns=True)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return log, ReturnedTransport(sites, traffic, device, timeout, log)
+
+
+def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, Holder]:
+    """Connect to the site that has the sequencer, directly or over the hub, or to the hub that has it.
+
+    Returns:
+        The socket, the sites by name, and the holder of the sequencer.
+    """
+    try:
+        place, token, last = address.rsplit("/", 2)
+        rank = int(last)
+        hello = HELLO.pack(token.encode(), rank)
+        over_hub = place.startswith((_OVER_HUB, _SEQUENCER_AT_HUB))
+        host, port = ("", "0") if over_hub else place.rsplit(":", 1)
+        number = int(port)
+    except (ValueError, struct.error) as error:
+        raise ValueError(f"rejoin should be the return_address of a ParameterServer, got {address!r}") from error
+    try:
+        if place.startswith(_SEQUENCER_AT_HUB):
+            return _return_to_hub(place.removeprefix(_SEQUENCER_AT_HUB), rank, token, timeout)
+        if place.startswith(_OVER_HUB):
+            connected = _dial_hub(place.removeprefix(_OVER_HUB), timeout).dial(0)
+        else:
+            connected = socket.create_connection((host, number), timeout)
+        connected.settimeout(min(timeout, _ANSWER_SECONDS))
+        write_all(connected, hello)
+        sites = ReturnedSites(rank, read_message(connected, MOST_NAMES))
+    except (OSError, DamagedError) as error:
+        raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
+    return connected, sites, Holder.at_site(sites, 0, timeout)
+
+
+def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[socket.socket, ReturnedSites, Holder]:
+    """Connect to the hub that has the sequencer.
+
+    Raises:
+        SiteError: if there is no such training.
+        OSError: if the hub does not answer.
+    """
+    from ..hub.tunnels import stream_to_hub
+
+    tunnel = _dial_hub(folder, timeout)
+    if tunnel.rank != rank:
+        raise ValueError(
+            f"rejoin is the return_address of site {rank}, and the kit {folder} that of site {tunnel.rank}"
+        )
+    stream = stream_to_hub(tunnel)
+    stream.connected.settimeout(min(timeout, _ANSWER_SECONDS))
+    write_message(stream.connected, (VERSION, key, None))
+    problem, names = _read_answer(stream.connected)
+    if problem:
+        raise SiteError(f"the training at {stream.hub} cannot be reached: {problem}")
+    return stream.connected, ReturnedSites(rank, names), Holder.at_hub(stream.hub, stream.check)
+
+
+def _dial_hub(folder: str, timeout: float) -> Tunnel:
+    """Dial the hub, and put the restrictions of this site's kit into force."""
+    from ..hub import tunnels  # only hubs need what they import
+    from ..hub.kits import Kit
+    from ..hub.project import Restrictions, impose_restrictions
+
+    kit = Kit.load(folder)
+    kit.check_dates()
+    impose_restrictions(Restrictions(kit.policy, kit.roster))
+    return tunnels.open_alone(kit, timeout)

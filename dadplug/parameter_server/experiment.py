@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from ..errors import ProcessFailedError
 from ..exchange import connect
 from ..exchange.handshake import free_port
-from ..hogwild.workers import choose_start
+from ..hogwild.training import choose_start
 from ..models import build_model
 from ..signature import whole_number
 from .options import ServerOptions

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from ..exchange import Transport
+from ..errors import DamagedError, MismatchError, NonFiniteError
+from ..exchange import Transport, codec
+from ..exchange.factor_buckets import FactorPayload, finite
+from ..exchange.wire import WireFormat, wire_format
+from ..fused import GradientProduct
 from ..hooks import Factor, stack_by_form
-from ..methods import Method
+from ..methods import Method, decode, decode_bias, feedback, is_product
+from ..methods.feedback import ErrorFeedback
+from ..model_sync.samples import SampleCounter
 from ..model_sync.structure import ModelStructure
 from ..options import Options
 from ..planning.first_step import FirstStepReport, merge_reports
 from ..planning.partition import partition_parameters
 from ..units.base import DenseUnit, Unit
 from ..units.factor import FactorUnit
+from .batch_norm import CommittedBatchNorms, Packed
 
 
 class UnitGradient(NamedTuple):
@@ -89,39 +97,48 @@ class UnsentGradients:
 
 
 class ModelGradients:
-    """Capture of a model's gradients, by units that are the same at all sites.
+    """Gradients of a model at one site, by units that are the same at all sites, with the samples they stand for.
 
     Args:
         model: the model.
         method: the method.
         options: the options.
-        arrived: called with a unit when a backward pass has delivered its gradient.
+        site: rank of this site.
+        sites: number of sites.
+        lifetime: number of versions for which statistics of batch normalisation count.
 
     Attributes:
         units: the units, in the model's order.
+        counter: counter of samples.
+        norms: batch normalisations with the statistics of all sites; None without such.
         reference: samples of all sites in the first step; 0 before it.
         reports: reports of all sites on their first steps; empty before it.
         expected_reference: `reference` of a training that this one resumes, which it takes over; else 0.
+        pending: whether gradients have arrived that have not been collected.
+        counted: samples of the passes of the last collection.
     """
 
-    def __init__(self, model: nn.Module, method: Method, options: Options, arrived: Callable[[Unit], None]) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, method: Method, options: Options, site: int, sites: int, lifetime: int
+    ) -> None:
         self._method = method
         self._options = options
-        self._arrived = arrived
+        self._alone = sites == 1
+        self._by_samples = options.weighting == "samples"
         self._structure = ModelStructure(model)
+        self.counter = SampleCounter(model, self.check_unchanged, lambda: self._drop_cleared(begins=True))
         found = partition_parameters(model, method, (), options.dense == "lowrank")
         self._capture, self.units = found.capture, found.units
         self._order: list[Unit] = []
         self.reports: Sequence[FirstStepReport] = ()
-        self.reference = self.expected_reference = 0
+        self.reference = self.expected_reference = self.counted = 0
+        self.pending = self._scaled = False
         for unit in self.units:
-            unit.watch(arrived)
-
-    def record_arrival(self, unit: Unit) -> None:
-        """Record the order in which gradients arrive, in the first step."""
-        if not self.reference and unit not in self._order:
-            self._order.append(unit)
+            unit.watch(self._arrived)
+        feedback.watch()
+        self.norms: CommittedBatchNorms | None = None
+        if options.sync_batchnorm:
+            self.norms = CommittedBatchNorms(model, site, sites, self.counter, self._by_samples, lifetime)
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if layers or parameters have been added, removed, frozen or freed."""
@@ -131,23 +148,82 @@ class ModelGradients:
                 "and make a new one"
             )
 
-    def complete(self, transport: Transport, samples: int) -> None:
-        """Complete the units by what all sites report on their first step; all sites must call it together.
+    # Backward passes
 
-        Nothing happens if none of them has a gradient.
+    def _drop_cleared(self, *, begins: bool = False) -> None:
+        """Discard passes whose gradients have been cleared, except one whose backward begins."""
+        cleared = [unit.drop_cleared() for unit in self.units if unit.arrivals]
+        if cleared and all(cleared):
+            self.counter.discard()
+            self.pending = False
+            if self.norms is not None:
+                self.norms.drop(but_last=begins)
+
+    def _arrived(self, unit: Unit) -> None:
+        """Record that a backward pass has delivered a unit's gradient; in the first step, in which order."""
+        unit.arrivals += 1
+        self.pending = True
+        self._scaled |= feedback.running().value != 1.0
+        if not self.reference and unit not in self._order:
+            self._order.append(unit)
+        if isinstance(unit, FactorUnit):
+            unit.prepare(self.counter.owned, exact=self._method.traits.exact)
+            unit.show_arrival()
+            unit.keep(self.counter.owned)
+
+    def collect(self, transport: Transport) -> tuple[dict[str, UnitGradient], int]:
+        """Return the gradients since the last call by name of the unit, and their samples; clear ``.grad``.
 
         Args:
-            transport: the transport.
-            samples: samples of this site's first step.
+            transport: the transport; in the first call all sites report over it.
+
+        Raises:
+            ValueError: if a GradScaler has scaled the loss.
         """
-        own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, samples, None)
-        reports = transport.gather_objects(own)
-        if not any(each.samples for each in reports):
-            return
-        self.merge(reports)
+        self._drop_cleared()
+        self.counter.follow()
+        samples = self.counter.of_step(self.pending, by_samples=self._by_samples, alone=self._alone)
+        scaled = self._scaled
+        if not scaled and not self.reference:
+            own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, samples, None)
+            reports = transport.gather_objects(own)
+            if any(each.samples for each in reports):
+                self.merge(reports)
+        taken = self._take()
+        self.counted = self.counter.count
+        self.counter.reset()
+        self._method.loss_scales.end_step()
+        self.pending = self._scaled = False
+        if scaled:
+            raise ValueError(
+                "a ParameterServer cannot train with a GradScaler, whose scale each site changes on its own: use "
+                "bfloat16, which needs none"
+            )
+        if self.norms is not None and taken and samples:
+            self.norms.keep()
+        elif self.norms is not None:
+            self.norms.drop()
+        return taken, samples
+
+    def _take(self) -> dict[str, UnitGradient]:
+        """Return the gradients that have arrived, by name of the unit, and clear ``.grad``."""
+        taken: dict[str, UnitGradient] = {}
+        for unit in self.units:
+            factor = None
+            if isinstance(unit, FactorUnit):
+                unit.resolve()
+                factor = unit.take()
+                unit.release_sent()
+            dense = {name: each.grad.detach() for name, each in unit.parameters.items() if each.grad is not None}
+            for parameter in unit.parameters.values():
+                parameter.grad = None
+            if factor is not None or dense:
+                taken[unit.name] = UnitGradient(factor, dense)
+            unit.begin_step()
+        return taken
 
     def merge(self, reports: Sequence[FirstStepReport]) -> None:
-        """Complete the units by the reports of all sites, by rank."""
+        """Complete the units by what all sites report on their first step, by rank."""
         self.reports = reports
         merged = merge_reports(reports, self.units, self._method, len(reports))
         self.units = [new for unit in self.units for new in self._unless_dense(unit, merged.reasons.get(unit.name))]
@@ -168,31 +244,7 @@ class ModelGradients:
             new.watch(self._arrived)
         return units
 
-    def drop_cleared(self) -> bool:
-        """Discard what has arrived and been cleared since; return whether that was all there was."""
-        cleared = [unit.drop_cleared() for unit in self.units if unit.arrivals]
-        return bool(cleared) and all(cleared)
-
-    def take(self) -> dict[str, UnitGradient]:
-        """Return the gradients that have arrived, by name of the unit, and clear ``.grad``."""
-        taken: dict[str, UnitGradient] = {}
-        for unit in self.units:
-            factor = None
-            if isinstance(unit, FactorUnit):
-                unit.resolve()
-                factor = unit.take()
-                unit.release_sent()
-            dense = {name: each.grad.detach() for name, each in unit.parameters.items() if each.grad is not None}
-            for parameter in unit.parameters.values():
-                parameter.grad = None
-            if factor is not None or dense:
-                taken[unit.name] = UnitGradient(factor, dense)
-            unit.begin_step()
-        return taken
-
-    def discard(self) -> None:
-        """Forget the gradients that have arrived."""
-        self.take()
+    # Steps
 
     def write(self, gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Write gradients to ``.grad``.
@@ -213,9 +265,265 @@ class ModelGradients:
 
     def release(self) -> None:
         """Remove all hooks from the model; gradients that have arrived are dropped."""
-        self.discard()
+        self._take()
         for unit in self.units:
             if isinstance(unit, FactorUnit):
                 unit.resolve_alone()
             unit.release()
         self._capture.detach()
+        self.counter.detach()
+        if self.norms is not None:
+            self.norms.detach()
+        feedback.unwatch()
+
+
+Content = dict[str, Any]
+"""Decoded contribution: by name of a unit, its rows and its formed gradients, see `ContributionCodec.encode`."""
+
+
+class Contribution(NamedTuple):
+    """Decoded contribution.
+
+    Attributes:
+        settings: settings of the optimizer's groups at its site.
+        content: its gradients.
+        statistics: its statistics of batch normalisation; None where these are not exchanged.
+    """
+
+    settings: Any
+    content: Content
+    statistics: Packed | None
+
+
+class ContributionCodec:
+    """Encoding of one site's gradients, and decoding of those of all sites in a commit.
+
+    Args:
+        gradients: the model's gradients.
+        method: the method.
+        wire: name of the wire format.
+    """
+
+    def __init__(self, gradients: ModelGradients, method: Method, wire: str) -> None:
+        self._gradients = gradients
+        self._norms = gradients.norms
+        self._method = method
+        self._wire_name = wire
+        self._lost = ErrorFeedback(enabled=True)  # what rounding to int8 takes from formed gradients
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what rounding has taken from formed gradients, by name."""
+        lost: dict[str, Tensor] = self._lost.state_dict()["errors"]
+        return lost
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: the state.
+        """
+        sizes = {name: each.numel() for unit in self._gradients.units for name, each in unit.parameters.items()}
+        lost = {name: each.reshape(-1)[: sizes[name]] for name, each in state.items()}  # once in whole rows
+        self._lost.load_state_dict({"reference": 0, "errors": lost})
+
+    def _wire(self, unit: Unit) -> WireFormat:
+        return wire_format(self._wire_name, unit.lead.dtype)
+
+    # Encoding
+
+    def encode(self, gradients: Mapping[str, UnitGradient], samples: int, settings: Any) -> bytes:
+        """Encode a contribution; state that the method keeps is that of the next one then.
+
+        Args:
+            gradients: the gradients by name of the unit.
+            samples: samples that they stand for.
+            settings: settings of the optimizer's groups.
+
+        Raises:
+            NonFiniteError: if a gradient holds NaN or Inf; nothing has changed then.
+        """
+        statistics = None if self._norms is None else self._norms.pack()
+        content: Content = {}
+        weight = samples / self._gradients.reference
+        try:
+            for unit in self._gradients.units:
+                if unit.name in gradients:
+                    factor, dense = gradients[unit.name]
+                    rows = None if factor is None else self._encode_rows(unit, factor)
+                    formed = {name: self._encode_dense(unit, name, each, weight) for name, each in dense.items()}
+                    content[unit.name] = (rows, formed)
+        except NonFiniteError:
+            for unit in self._gradients.units:
+                self._method.rollback(unit.name)
+                for name in unit.parameters:
+                    self._lost.rollback(name)
+            raise
+        for unit in self._gradients.units:
+            self._method.commit(unit.name)
+            for name in unit.parameters:
+                self._lost.commit(name)
+        return codec.encode((settings, content, statistics))
+
+    def _encode_rows(self, unit: Unit, factor: Factor) -> tuple[Tensor | None, ...] | None:
+        assert isinstance(unit, FactorUnit)
+        if not factor.rows and factor.bias is None:
+            return None
+        try:
+            if factor.form.encoded:
+                payload = self._method.encode(unit.name, factor, unit.bias is not None)
+            else:
+                payload = FactorPayload(factor.deltas, factor.activations)
+        except FloatingPointError as error:
+            raise _not_finite(unit.name) from error
+        if not payload.finite():
+            raise _not_finite(unit.name)
+        wire = self._wire(unit)
+        bias = None if payload.bias is None else wire.encode(payload.bias[None])[0]
+        right = payload.right if factor.form.table_rows else wire.encode(payload.right)
+        return wire.encode(payload.left), right, bias
+
+    def _encode_dense(self, unit: Unit, name: str, gradient: Tensor, weight: float) -> Tensor:
+        """Encode a formed gradient times the site's samples over the reference."""
+        if not finite(gradient):
+            raise _not_finite(name)
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1) * weight
+        wire = self._wire(unit)
+        if not wire.quantised:
+            return wire.encode(flat)
+        flat = flat.float()
+        lost = self._lost.find(name, flat)
+        if lost is not None:
+            flat = flat + lost
+        encoded = wire.encode_flat(flat)
+        torch.sub(flat, wire.decode_flat(encoded, flat.numel()), out=self._lost.prepare(name, flat))
+        return encoded
+
+    # Decoding
+
+    def unpack(self, body: bytes | bytearray, site: str) -> Contribution:
+        """Return a decoded contribution, checked.
+
+        Args:
+            body: what `encode` has returned at its site.
+            site: name of the site, for messages.
+
+        Raises:
+            MismatchError: if it does not fit this site's model.
+        """
+        units = {unit.name: unit for unit in self._gradients.units}
+        try:
+            settings, content, statistics = codec.decode(body)
+            if (statistics is None) != (self._norms is None):
+                raise ValueError("one of both sites sends no statistics of batch normalisation")
+            if self._norms is not None:
+                self._norms.check(statistics)
+            for name, (rows, formed) in content.items():
+                self._check(units[name], rows, formed)
+        except (DamagedError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise MismatchError(f"the contribution of {site} does not fit this site's model: {error}") from error
+        return Contribution(settings, content, statistics)
+
+    def _check(self, unit: Unit, rows: Any, formed: Any) -> None:
+        """Raise ValueError if shapes or types of a unit's parts are not possible."""
+        wire = self._wire(unit)
+        if rows is not None:
+            left, right, bias = rows
+            if not isinstance(unit, FactorUnit):
+                raise ValueError(f"{unit.name!r} has no factors here")
+            out, width = unit.widths
+            expected = (len(left), wire.row_size(out))
+            if tuple(left.shape) != expected or left.dtype != wire.dtype:
+                raise ValueError(f"rows of {unit.name!r} are {left.dtype} of shape {tuple(left.shape)}")
+            if unit.form is not None and unit.form.table_rows:
+                if right.dtype not in (torch.int32, torch.int64) or len(right) != len(left):
+                    raise ValueError(f"row numbers of {unit.name!r} are {right.dtype} of shape {tuple(right.shape)}")
+                if right.numel() and not 0 <= int(right.min()) <= int(right.max()) < unit.form.table_rows:
+                    raise ValueError(f"row numbers of {unit.name!r} are out of range")
+            elif tuple(right.shape) != (len(left), wire.row_size(width)) or right.dtype != wire.dtype:
+                raise ValueError(f"rows of {unit.name!r} are {right.dtype} of shape {tuple(right.shape)}")
+            sends_bias = unit.bias is not None and self._method.traits.sends_bias
+            size = wire.row_size(unit.parameters[unit.bias].numel()) if sends_bias and unit.bias is not None else 0
+            if (bias is not None) != sends_bias or (bias is not None and bias.numel() != size):
+                raise ValueError(f"the bias of {unit.name!r} does not fit")
+        for name, value in formed.items():
+            if value.numel() != wire.flat_size(unit.parameters[name].numel()) or value.dtype != wire.dtype:
+                raise ValueError(f"the gradient of {name!r} has {value.numel()} elements of {value.dtype}")
+
+    def merge(
+        self,
+        contents: Sequence[Content],
+        samples: Sequence[float],
+        scales: Sequence[float],
+        apart: Set[nn.Parameter],
+    ) -> tuple[dict[str, dict[str, Tensor]], dict[nn.Parameter, GradientProduct]]:
+        """Compute the gradient of a commit.
+
+        Args:
+            contents: the contributions, in the order of the commit.
+            samples: samples of each.
+            scales: factor of each.
+            apart: weights whose gradients are not formed where they are products.
+
+        Returns:
+            By name of the unit, the formed gradients of its parameters by name; and by weight, the gradients that are
+            not formed.
+        """
+        total = sum(count * scale for count, scale in zip(samples, scales, strict=True))
+        weights = [count * scale / total for count, scale in zip(samples, scales, strict=True)]
+        merged: dict[str, dict[str, Tensor]] = {}
+        products: dict[nn.Parameter, GradientProduct] = {}
+        for unit in self._gradients.units:
+            found = [each.get(unit.name, (None, {})) for each in contents]
+            rows = [(each, weight) for (each, _), weight in zip(found, weights, strict=True) if each is not None]
+            gradients: dict[str, Tensor] = {}
+            if rows:
+                assert isinstance(unit, FactorUnit)
+                assert unit.form is not None
+                payloads, shares = self._decode_rows(unit, rows), [weight for _, weight in rows]
+                formed = any(unit.name in dense for _, dense in found)
+                with_bias, exact = unit.bias is not None, self._method.traits.exact
+                if unit.lead in apart and not formed and is_product(unit.form):
+                    products[unit.lead] = GradientProduct(payloads, shares, unit.form.transposed)
+                    bias = decode_bias(payloads, shares, unit.form) if with_bias else None
+                else:
+                    gradients[unit.name], bias = decode(payloads, shares, with_bias, site_by_site=exact, form=unit.form)
+                if unit.bias is not None and bias is not None:
+                    gradients[unit.bias] = bias
+            for name in unit.parameters:
+                parts = [(dense[name], scale) for (_, dense), scale in zip(found, scales, strict=True) if name in dense]
+                if parts:
+                    dense = self._sum_dense(unit, name, parts).mul_(self._gradients.reference / total)
+                    known = gradients.get(name)
+                    gradients[name] = dense if known is None else known.to_dense().reshape(-1) + dense
+            if gradients:
+                merged[unit.name] = gradients
+        return merged, products
+
+    def _decode_rows(self, unit: FactorUnit, rows: Sequence[tuple[Any, float]]) -> list[FactorPayload]:
+        """Return what the sites of a commit have sent of a unit."""
+        wire, device, dtype = self._wire(unit), unit.lead.device, unit.lead.dtype
+        payloads = []
+        for (left, right, bias), _ in rows:
+            right = right if unit.form is not None and unit.form.table_rows else wire.decode(right)
+            bias = None if bias is None else wire.decode(bias[None])[0]
+            payloads.append(FactorPayload(wire.decode(left), right, bias).to(device, dtype))
+        return payloads
+
+    def _sum_dense(self, unit: Unit, name: str, parts: Sequence[tuple[Tensor, float]]) -> Tensor:
+        """Return the sum of formed gradients, each times its factor, in the order of the commit."""
+        parameter, wire = unit.parameters[name], self._wire(unit)
+        total: Tensor | None = None
+        for encoded, scale in parts:
+            value = wire.decode_flat(encoded, parameter.numel())
+            value = value.to(parameter.device, torch.promote_types(value.dtype, torch.float32))
+            value = value * scale if scale != 1.0 else value
+            total = value.clone() if total is None else total.add_(value)
+        assert total is not None
+        return total.to(parameter.dtype)
+
+
+def _not_finite(name: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"NaN or Inf in the gradient of {name!r} of this site. Nothing has been sent, and the other sites go on; the "
+        "batch is left out if you go on, too"
+    )

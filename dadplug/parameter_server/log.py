@@ -12,11 +12,62 @@ from typing import NamedTuple
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, codec
 from ..exchange.failure_reports import PeerNames
-from .dealer import Deal
-from .frames import Frame, Kind
-from .holder import Holder
 from .sequencer import Decision, Entry
-from .streams import StreamThread
+from .streams import Deal, Frame, FrameLoop, Kind
+
+HUB = -1  # in place of a rank: the hub
+
+
+class Holder(NamedTuple):
+    """Place that has the sequencer: a site or the hub.
+
+    Attributes:
+        rank: rank of the site; `HUB` for the hub.
+        name: its name.
+        lost: converts the error of the connection to it into one that says what was lost.
+    """
+
+    rank: int
+    name: str
+    lost: Callable[[Exception], SiteError]
+
+    @classmethod
+    def at_site(cls, sites: PeerNames, rank: int, timeout: float) -> Holder:
+        """Return the holder that is a site.
+
+        Args:
+            sites: the sites by name.
+            rank: the site.
+            timeout: seconds that a wait may take.
+        """
+
+        def lost(error: Exception) -> SiteError:
+            found = sites.lost(error, timeout, rank)
+            return SiteError(f"{found} (it has the sequencer, without which training cannot go on)")
+
+        return cls(rank, sites[rank], lost)
+
+    @classmethod
+    def at_hub(cls, name: str, check: Callable[[], None]) -> Holder:
+        """Return the holder that is the hub.
+
+        Args:
+            name: name of the hub.
+            check: raises the error with which the connection to the hub has failed, if it has.
+        """
+
+        def lost(error: Exception) -> SiteError:
+            try:
+                check()
+                found = f"{name} has ended the connection to its sequencer: {error}"
+            except SiteError as failure:
+                found = str(failure)
+            return SiteError(
+                f"{found} (the hub has the log of this training; if the hub was restarted, the log is lost: start all "
+                "sites again from their last checkpoint)"
+            )
+
+        return cls(HUB, name, lost)
 
 
 class Commit(NamedTuple):
@@ -35,7 +86,7 @@ class Commit(NamedTuple):
     asks: int | None = None
 
 
-class Log:
+class Log(FrameLoop):
     """Connection of one site to the sequencer.
 
     Args:
@@ -70,8 +121,9 @@ class Log:
         timeout: float,
         traffic: Traffic,
         returns: bool = False,
-        delayed: Callable[[], bool] | None = None,
+        delayed: Callable[[], bool] = lambda: False,
     ) -> None:
+        super().__init__("dadplug-log", {holder.rank: connected}, limit, silence, traffic, sites.rank)
         self.left: dict[int, str] = {}
         self.losses: list[tuple[int, str]] = []
         self.outstanding = 0
@@ -81,10 +133,9 @@ class Log:
         self.epochs = 0
         self.over = -1
         self._epochs = 0  # that this site has begun in the phase
-        self._holder, self._sequencer = holder, holder.rank
+        self._holder = holder
         self._sites = sites
         self._timeout = timeout
-        self._traffic = traffic
         self._delayed = delayed
         self._count = 0  # contributions of this site
         self._awaited: list[int] = []  # by the sequencer
@@ -93,17 +144,28 @@ class Log:
         self._commits: deque[Commit] = deque()
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        self._thread = StreamThread(
-            "dadplug-log", {holder.rank: connected}, limit, silence, traffic, sites.rank, self._on_frames, self._on_lost
-        )
-        self._thread.start()
+        self.start()
 
     # This site's messages
 
     @property
     def blocked(self) -> bool:
         """Whether this site's last contribution has not left yet."""
-        return self._thread.blocked(self._sequencer) or (self._delayed is not None and self._delayed())
+        return self.is_blocked(self._holder.rank) or self._delayed()
+
+    def send(
+        self,
+        kind: Kind,
+        number: int = 0,
+        *,
+        base: int = 0,
+        reached: int = 0,
+        samples: int = 0,
+        used: int = 0,
+        body: bytes = b"",
+    ) -> None:
+        """Send a message; for its fields see `Kind` and `Frame`."""
+        self.post(self._holder.rank, Frame(kind, self._own, number, base, reached, samples, used, body))
 
     def contribute(self, base: int, reached: int, samples: int, used: int, body: bytes) -> None:
         """Send a contribution.
@@ -115,21 +177,11 @@ class Log:
             used: number of dealt batches that it stands for.
             body: its content.
         """
-        rank = self._sites.rank
         with self._changed:
             number, self._count = self._count, self._count + 1
-            self._bodies[rank, number] = body
+            self._bodies[self._own, number] = body
             self.outstanding += 1
-        self._thread.send(self._sequencer, Frame(Kind.CONTRIBUTION, rank, number, base, reached, samples, used, body))
-
-    def reach(self, version: int) -> None:
-        """Send the version at which this site goes on."""
-        self._thread.send(self._sequencer, Frame(Kind.REACHED, self._sites.rank, reached=version))
-
-    def send(self, kind: Kind, number: int = 0, *, samples: int = 0, used: int = 0, body: bytes = b"") -> None:
-        """Send a message of the kinds that concern data; for the arguments see `Kind`."""
-        frame = Frame(kind, self._sites.rank, number, samples=samples, used=used, body=body)
-        self._thread.send(self._sequencer, frame)
+        self.send(Kind.CONTRIBUTION, number, base=base, reached=reached, samples=samples, used=used, body=body)
 
     def begin_epoch(self, *, samples: int = 0, used: int = 0) -> int:
         """Send that this site begins an epoch; return its number in the phase.
@@ -150,13 +202,13 @@ class Log:
             body: what the other sites need at the end of the phase.
         """
         with self._changed:
-            self._ended[self._sites.rank] = body
-        self._thread.send(self._sequencer, Frame(Kind.FINISH, self._sites.rank, body=body))
+            self._ended[self._own] = body
+        self.send(Kind.FINISH, body=body)
 
     def leave(self, reason: str) -> None:
         """Send that this site leaves, and close the connection. May be called twice."""
-        self._thread.send(self._sequencer, Frame(Kind.BYE, self._sites.rank, body=reason.encode()))
-        self._thread.close()
+        self.send(Kind.BYE, body=reason.encode())
+        self.close()
 
     # What arrives
 
@@ -172,8 +224,8 @@ class Log:
             commits: list[Commit] = []
             while self._commits and not (commits and commits[-1].decision.over):
                 commits.append(self._commits.popleft())
-            if not commits and self._error is not None:
-                raise self._failure()
+            if not commits:
+                self._raise_failure()
             return commits
 
     def wait(self, until: Callable[[], bool] = lambda: False, *, entries: bool = True) -> None:
@@ -190,33 +242,31 @@ class Log:
         deadline = time.monotonic() + self._timeout
         with self._traffic.waiting(), self._changed:
             while not (entries and self._commits) and not until():
-                if self._error is not None:
-                    raise self._failure()
+                self._raise_failure()
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    names = ", ".join(self._sites[site] for site in self._awaited if site != self._sites.rank)
+                    names = ", ".join(self._sites[site] for site in self._awaited if site != self._own)
                     raise SiteError(
                         f"no contribution has been committed for {self._timeout:g} s: the sequencer waits for "
                         f"{names or self._holder.name}"
                     )
                 self._changed.wait(left)
 
-    def _failure(self) -> Exception:
-        error = self._error
-        assert error is not None
-        if isinstance(error, (SiteError, MismatchError)):
-            return error
-        if isinstance(error, TimeoutError):
-            return SiteError(f"{self._holder.name}, which has the sequencer, does not answer: {error}")
-        self._error = self._holder.lost(error)
-        return self._error
+    def _raise_failure(self) -> None:
+        """Raise the error by which the sequencer is lost, if there is one."""
+        if isinstance(self._error, TimeoutError):
+            raise SiteError(f"{self._holder.name}, which has the sequencer, does not answer: {self._error}")
+        if self._error is not None and not isinstance(self._error, (SiteError, MismatchError)):
+            self._error = self._holder.lost(self._error)
+        if self._error is not None:
+            raise self._error
 
-    def _on_lost(self, _: int, error: Exception) -> None:
+    def on_lost(self, peer: int, error: Exception) -> None:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _on_frames(self, frames: list[tuple[int, Frame]]) -> None:
+    def on_frames(self, frames: list[tuple[int, Frame]]) -> None:
         with self._changed:
             for _, frame in frames:
                 try:
@@ -248,10 +298,9 @@ class Log:
             self._commits.append(Commit(Decision(0), (), {}, frame.number))
         elif frame.kind is Kind.READY:
             self.first = self._count = frame.number
-        elif frame.kind is Kind.RETURNED and frame.site == self._sites.rank:  # the log of this site begins here
-            for each in (self._commits, self._bodies, self._ended, self.left):
+        elif frame.kind is Kind.RETURNED and frame.site == self._own:  # the log of this site begins here
+            for each in (self._commits, self._bodies, self._ended, self.left, self.losses):
                 each.clear()
-            self.losses.clear()
         elif frame.kind is Kind.RETURNED:
             self.left.pop(frame.site, None)
         elif frame.kind is Kind.ALIVE:
@@ -259,7 +308,7 @@ class Log:
         elif frame.kind is Kind.LEFT:
             reason = frame.body.decode(errors="replace")
             self.left[frame.site] = reason
-            if frame.site != self._sites.rank:
+            if frame.site != self._own:
                 self.losses.append((frame.site, reason))
             else:
                 self._error = SiteError(f"the sequencer goes on without this site: {reason}")
@@ -267,14 +316,9 @@ class Log:
     def _append(self, body: bytes | bytearray) -> None:
         version, entries, dropped, over = codec.decode(body)
         decision = Decision(int(version), tuple(Entry(*each) for each in entries), dropped, bool(over))
-        for key in dropped:
-            del self._bodies[key]
-        bodies = tuple(self._bodies.pop((each.site, each.number)) for each in decision.entries)
-        own = self._sites.rank
-        keys = [*((entry.site, entry.number) for entry in decision.entries), *dropped]
-        self.outstanding -= sum(
-            site == own and self.first is not None and number >= self.first for site, number in keys
-        )
+        bodies = tuple(self._bodies.pop(key) for key in decision.keys)[: len(decision.entries)]
+        if self.first is not None:
+            self.outstanding -= sum(site == self._own and number >= self.first for site, number in decision.keys)
         ended: dict[int, bytes | bytearray] = {}
         if decision.over:
             ended, self._ended = dict(sorted(self._ended.items())), {}

@@ -8,15 +8,35 @@ from typing import Any
 
 from ..options import Options
 from ..signature import OptionSet, option
-from .rules import Rules, check_deal, check_mode, make_rules
+from .dealing import check_deal
+from .sequencer import Rules, make_rules
 
 _REDUCTION = {option.name: option for option in dataclasses.fields(Options)}
+MODES = ("dsgd", "dad", "rankdad")
 _OWN = ("staleness", "quorum", "gather", "late", "deal")  # not those of a reduction
 
 
 def _as_in_reductions(name: str) -> Any:
     """Define an option that a gradient reduction has, too."""
     return option(_REDUCTION[name].default, _REDUCTION[name].metadata["help"])
+
+
+def check_mode(mode: object) -> None:
+    """Raise ValueError if a method cannot be used with a parameter server.
+
+    Args:
+        mode: value of the option ``mode``.
+    """
+    if mode in MODES:
+        return
+    reasons = {
+        "edad": "mode 'edad' recomputes deltas from the rows of all sites in one step, which are not there",
+        "powersgd": "mode 'powersgd' sums over all sites twice in each step",
+        "topk": "mode 'topk' is not built for it",
+        "auto": "mode 'auto' chooses paths by the time of synchronous steps",
+    }
+    reason = reasons.get(str(mode), f"unknown mode {mode!r}")
+    raise ValueError(f"{reason}; valid modes of a parameter server are {', '.join(map(repr, MODES))}")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,12 @@ makes the next version. The age τ of a contribution is the version that it is c
 **Quorum.** A commit takes place once contributions of `quorum` sites are pending; it contains all that are. Sites that
 have finished or left are not waited for.
 
-**Gathering.** With `gather` above 0 a commit waits for contributions that are expected soon, see `gathering`. With
-``staleness=0`` it does not: each commit has one of every site, or ``late="drop"`` says how many make one.
+**Commit window.** Sites of equal speed contribute at nearly the same times. If each contribution were a commit of its
+own, every site would make a step of the optimizer for each of them. So with `gather` above 0 a contribution waits for
+another site that is expected soon: one interval after its last contribution, where the interval is the median of its
+latest ones. The wait lasts at most the part `gather` of the interval of the site that waits, and ends when a site has
+two contributions pending. No site stops computing meanwhile, unless `staleness` is 1. With ``staleness=0`` there is no
+wait: each commit has one contribution of every site, or ``late="drop"`` says how many make one.
 
 **Staleness.** No contribution is committed with an age above `staleness`. So a commit waits while a site is computing
 at a version that would be further behind after it: fast sites wait for slow ones. A site that has more than
@@ -36,15 +40,63 @@ is over, all replicas have one version, and the next phase begins with all sites
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import SequenceError
-from .gathering import Arrivals
-from .rules import Rules
+from ..signature import check_choice, number, whole_number
 
+LATE = ("scale", "drop", "keep")
+_INTERVALS = 5  # of which the median is taken
 _KEPT = 64  # versions that a site may be behind with late="drop": the sequencer holds what it has not received
+_OVERDUE = 0.5  # part of its interval after which an expected contribution is not waited for any more
+
+
+class Rules(NamedTuple):
+    """Rules of a sequencer. Made by `make_rules`, which checks them.
+
+    Attributes:
+        staleness: the largest number of versions between the one that a contribution was computed at and the one that
+            it is committed to.
+        quorum: number of sites whose contributions make a commit.
+        late: ``"scale"``, ``"drop"`` or ``"keep"``.
+        gather: the largest part of its site's step for which a contribution waits for those of other sites.
+    """
+
+    staleness: int
+    quorum: int
+    late: str
+    gather: float = 0.0
+
+    def scale(self, age: int) -> float:
+        """Return the factor of the learning rate for a contribution.
+
+        Args:
+            age: number of versions τ that have been committed since it was computed.
+        """
+        return 1.0 / (1 + age) if self.late == "scale" else 1.0
+
+
+def make_rules(staleness: int, quorum: int, late: str, gather: float = 0.0) -> Rules:
+    """Check the options of a parameter server that do not depend on the sites.
+
+    Args:
+        staleness: a whole number of at least 0.
+        quorum: a whole number of at least 1.
+        late: one of `LATE`.
+        gather: a number from 0 to 1.
+
+    Raises:
+        ValueError: if one of them is not valid.
+    """
+    whole_number(0)("staleness", staleness)
+    whole_number(1)("quorum", quorum)
+    check_choice("late", late, LATE)
+    number("a number from 0 to 1", lambda value: 0 <= value <= 1)("gather", gather)
+    return Rules(staleness, quorum, late, float(gather))
 
 
 class Entry(NamedTuple):
@@ -80,11 +132,10 @@ class Decision(NamedTuple):
     dropped: tuple[tuple[int, int], ...] = ()
     over: bool = False
 
-
-class _Pending(NamedTuple):
-    number: int
-    base: int
-    samples: int
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """Site and number of the contributions that are decided on, the committed ones first."""
+        return [*((entry.site, entry.number) for entry in self.entries), *self.dropped]
 
 
 @dataclass
@@ -100,21 +151,32 @@ class _Site:
         idle: whether it waits for data.
         data: what its share is proportional to; 0 until it is declared.
         credit: step size that it has earned and not spent.
+        last: time at which it has contributed, or resumed.
+        timed: whether the time from then to its next contribution is an interval.
+        intervals: its latest intervals between contributions.
     """
 
     reached: int = 0
     count: int = 0
-    pending: list[_Pending] = field(default_factory=list)
+    pending: list[Entry] = field(default_factory=list)
     finished: bool = False
     here: bool = True
     idle: bool = False
     data: float = 0.0
     credit: float = 0.0
+    last: float = 0.0
+    timed: bool = False
+    intervals: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS))
 
     @property
     def working(self) -> bool:
         """Whether a further contribution is to be expected of it before it is given anything."""
         return not self.finished and not self.idle
+
+    @property
+    def interval(self) -> float:
+        """Median of its latest intervals; 0 if there is none."""
+        return statistics.median(self.intervals) if self.intervals else 0.0
 
 
 class Sequencer:
@@ -134,7 +196,7 @@ class Sequencer:
         self.version = 0
         self.due: float | None = None
         self._rules = rules
-        self._arrivals = Arrivals(rules.gather)
+        self._now = 0.0
         self._balanced = balanced
         self._sites = {site: _Site() for site in sorted(sites)}
 
@@ -142,7 +204,7 @@ class Sequencer:
 
     def advance(self, now: float) -> None:
         """Record the present time, in seconds; only differences matter."""
-        self._arrivals.now = now
+        self._now = now
 
     def contribute(self, site: int, number: int, base: int, reached: int, samples: int) -> None:
         """Record a contribution.
@@ -172,8 +234,10 @@ class Sequencer:
             raise SequenceError(f"contribution {number} of version {base} is followed by work at version {reached}")
         self.reach(site, reached)
         state.count += 1
-        self._arrivals.record(site)
-        state.pending.append(_Pending(number, base, samples))
+        if state.timed:
+            state.intervals.append(self._now - state.last)
+        state.last, state.timed = self._now, True
+        state.pending.append(Entry(site, number, base, samples, 1.0))
 
     def reach(self, site: int, version: int) -> None:
         """Record that a site goes on at a version.
@@ -212,7 +276,7 @@ class Sequencer:
         state = self._sites[site]
         state.here, state.finished = True, False
         self.resume(site)
-        self._arrivals.forget(site)
+        state.intervals.clear()  # a process that takes its place may have another speed
         return state.count
 
     def idle(self, site: int) -> None:
@@ -220,11 +284,11 @@ class Sequencer:
         self._sites[site].idle = True
 
     def resume(self, site: int) -> None:
-        """Record that a site goes on at the present version, which it knows before it goes on."""
+        """Record that a site goes on at the present version, which it has received by then."""
         state = self._sites[site]
         if not state.finished:
             state.idle, state.reached = False, self.version
-            self._arrivals.resume(site)
+            state.last, state.timed = self._now, False
 
     def declare(self, site: int, data: float) -> None:
         """Record what a site's share is proportional to."""
@@ -241,8 +305,7 @@ class Sequencer:
         if all(state.finished and not state.pending for state in self._sites.values()) and self.present:
             for site in self.present:
                 self._sites[site].finished = False
-                self._sites[site].reached = self.version
-                self._arrivals.resume(site)
+                self.resume(site)
             return Decision(self.version, (), dropped, True)
         return Decision(self.version, (), dropped) if dropped else None
 
@@ -261,16 +324,23 @@ class Sequencer:
         working = [site for site, state in self._sites.items() if state.pending or state.working]
         enough = len(contributing) >= min(self._rules.quorum, len(working)) > 0
         possible = enough and not self._undeclared() and not self._held_back()
-        self.due = self._gathers_until() if possible else None
+        self.due = self._window_end() if possible else None
         return possible and self.due is None
 
-    def _gathers_until(self) -> float | None:
+    def _window_end(self) -> float | None:
         """Return the time until which a commit waits for contributions that are expected; None if it does not."""
-        if not self._rules.gather or not self._rules.staleness:
+        part, sites = self._rules.gather, self._sites.values()
+        pending = [state for state in sites if state.pending]
+        if not part or not self._rules.staleness or any(len(state.pending) > 1 for state in pending):
             return None
-        pending = {site: len(state.pending) for site, state in self._sites.items() if state.pending}
-        computing = [site for site, state in self._sites.items() if state.working and not state.pending]
-        return self._arrivals.due(pending, computing)
+        latest = min(state.last + part * state.interval for state in pending)
+        given_up = [
+            state.last + (1 + _OVERDUE) * state.interval
+            for state in sites
+            if state.working and not state.pending and state.intervals and state.last + state.interval <= latest
+        ]
+        due = min(latest, max(given_up, default=self._now))
+        return due if due > self._now else None
 
     def _undeclared(self) -> list[int]:
         """Return the sites without which shares are not known yet."""
@@ -290,11 +360,9 @@ class Sequencer:
         return behind
 
     def _commit(self) -> tuple[Entry, ...]:
-        entries = []
-        for site, state in self._sites.items():
-            for each in state.pending:
-                scale = self._rules.scale(self.version - each.base)
-                entries.append(Entry(site, each.number, each.base, each.samples, scale))
+        entries: list[Entry] = []
+        for state in self._sites.values():
+            entries += [each._replace(scale=self._rules.scale(self.version - each.base)) for each in state.pending]
             state.pending = []
         self.version += 1
         return tuple(self._shared(entries) if self._balanced else entries)
@@ -307,7 +375,7 @@ class Sequencer:
             for site, state in self._sites.items()
             if state.data and (site in contributing or not state.finished)
         }
-        if not contributing <= earning.keys():  # nobody has declared anything
+        if not contributing <= earning.keys():  # no site has declared anything
             return entries
         data, samples = sum(state.data for state in earning.values()), sum(entry.samples for entry in entries)
         size = sum(entry.samples * entry.scale for entry in entries) / samples

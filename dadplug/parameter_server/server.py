@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from ..exchange import Transport
+from ..errors import MismatchError, SiteError
+from ..exchange import Traffic, Transport, codec
+from ..exchange.codec import decode_objects, encode_object
 from ..exchange.failure_reports import add_announcer, remove_announcer
+from ..exchange.transport import Gather, PendingSum
 from ..logs import get_logger
 from ..methods import Quality, make_method
 from ..model_sync.buffers import average_packed, pack_buffers
-from ..model_sync.replicated_model import Stateful
+from ..model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from ..signature import takes_keywords_of
-from .collector import GradientCollector
-from .connect import check_role, gather_workers, largest_message, open_log, raise_problem
-from .contribution import ContributionCodec
-from .dealing import LogLink, SiteLoader, make_loader
-from .frames import Kind
-from .gradients import UnsentGradients
+from .connect import (
+    ReturnedSites,
+    ReturnedTransport,
+    check_role,
+    gather_workers,
+    largest_message,
+    open_log,
+    return_to_log,
+)
+from .dealing import LogLink, OwnLoader, SharedLoader, SiteLoader
+from .gradients import ContributionCodec, ModelGradients, UnsentGradients
 from .log import Commit
-from .optimizer import LoggedOptimizer
 from .options import ServerOptions
-from .replica import ANY_STATE, Replica, check_site_model
-from .returning import ReturnedTransport
-from .server_state import ServerState
+from .replica import ANY_STATE, LoggedOptimizer, Replica, check_site_model
 from .service import SequencerService
-from .statistics import CommittedBatchNorms
-from .trainer_calls import TrainerCalls
+from .streams import Kind
 
 _log = get_logger(__name__)
 _DETACHED = "it has called detach()"
@@ -39,10 +45,11 @@ _UNFINISHED = "it has called detach() without finish(), so that its replica diff
 _MOST_HELD = 64  # batches: their rows take memory
 _LIFETIME = 2  # times `staleness` + 1: a site that takes part has committed another batch by then
 _SLACK = 4  # part of `staleness` by which a site may be further than the sequencer knows
+_GATHERED = b"G"  # first byte of what a site sends for a gather; that of buffers is another one
 
 
-class ParameterServer(TrainerCalls, ServerState):
-    """Asynchronous training: each site sends its gradients, and nobody waits for the parameters of others.
+class ParameterServer(ReplicatedModel):
+    """Asynchronous training: each site sends its gradients, and no site waits for the parameters of others.
 
     No parameters travel. Each site sends its gradient, compressed as in `dadplug.GradientReduction`. A sequencer, which
     the hub has, or site 0 where there is none, orders these contributions in a log. Every site applies the log with its
@@ -105,7 +112,7 @@ class ParameterServer(TrainerCalls, ServerState):
             self.server_options = ServerOptions.create(mode=mode, **options)
             check_site_model(model)
             self._optimizer = LoggedOptimizer(optimizer, model)
-        except ValueError as error:  # raised once the other sites know
+        except ValueError as error:  # raised once the other sites have got it
             self._problem = str(error)
             self.server_options = ServerOptions()
         self._rules = self.server_options.rules
@@ -115,23 +122,21 @@ class ParameterServer(TrainerCalls, ServerState):
         self.phases = 0
         self._earlier = 0  # versions before the start, of a training that this one resumes
         self._method = make_method(self.options)
-        self._collector = GradientCollector(model, self._method, self.options)
-        self._gradients = self._collector.gradients
-        norms = self._collector.norms = self._make_norms()
-        self._codec = ContributionCodec(self._gradients, self._method, self.options, norms)
-        sites = self._transport.sites
-        self._replica = Replica(self._gradients, self._codec, self._method, self._optimizer, sites, norms)
+        sites, lifetime = self._transport.sites, _LIFETIME * (self._rules.staleness + 1)
+        self._gradients = ModelGradients(model, self._method, self.options, sites.rank, len(sites), lifetime)
+        self._codec = ContributionCodec(self._gradients, self._method, self.options.wire)
+        self._replica = Replica(self._gradients, self._codec, self._method, self._optimizer, sites)
         self._held = UnsentGradients()
         self._detached = False
         self._unfinished = False  # whether it has made a step in the phase
+        self._started = False  # whether it has made a step in a trainer
         self._loader: SiteLoader | None = None  # the last one
         add_announcer(self._announce)
         if self._joined is None:
             # Synchronous steps have the bits of a GradientReduction's, which forms the gradients.
             self._optimizer.agree_on_fused(self._transport, self._rules.staleness > 0)
             arguments = self.server_options, self._workers, self._limit, self.traffic, in_trainer
-            opened = open_log(self._transport, *arguments)
-            self._log, self._service, self._address = opened
+            self._log, self._service, self._address = open_log(self._transport, *arguments)
         else:
             self._take_over(self._joined)
         self._optimizer.guard()
@@ -139,21 +144,15 @@ class ParameterServer(TrainerCalls, ServerState):
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         if self._rejoin is not None:
-            raise_problem(self._problem)
-            returned = ReturnedTransport.open(self._rejoin, self.model, self._limit, self.server_options, self.traffic)
-            self._log, self._address = returned.log, self._rejoin.rpartition("/")[0]
+            if self._problem:
+                raise ValueError(self._problem)
+            arguments = self._rejoin, self.model, self._limit, self.server_options, self.traffic
+            self._log, returned = return_to_log(*arguments)
+            self._address = self._rejoin.rpartition("/")[0]
             return returned
         transport = super()._open_transport(process_group)
         self._workers = gather_workers(transport, self._role, self._rules.quorum, self._problem)
         return transport
-
-    def _make_norms(self) -> CommittedBatchNorms | None:
-        """Let layers of batch normalisation use the statistics of all sites, if the options say so."""
-        if not self.options.sync_batchnorm:
-            return None
-        by_samples, lifetime = self.options.weighting == "samples", _LIFETIME * (self._rules.staleness + 1)
-        sites = self.site_rank, self.world_size
-        return CommittedBatchNorms(self.model, *sites, self._collector.counter, by_samples, lifetime)
 
     def _announce(self, reason: str, _: bool) -> None:
         self._warn_unfinished()
@@ -203,9 +202,11 @@ class ParameterServer(TrainerCalls, ServerState):
         if self._role == "server":
             raise RuntimeError("a process with role='server' takes no steps: call finish() where the others do")
         self._gradients.check_unchanged()
-        self._unfinished = True
+        begins, self._unfinished = not self._unfinished, True
         self._collect()
-        self._begin_training()
+        if self._in_trainer and begins:  # sites may return from now on until the end of the phase
+            self._started = True
+            self._log.send(Kind.TRAINS)
         known = self._replica.version  # by the sequencer, as the one that this site goes on at
         self._send_unless_blocked()  # first, so that it is on its way while commits are applied
         self._apply_arrived()
@@ -217,14 +218,14 @@ class ParameterServer(TrainerCalls, ServerState):
         self._apply_arrived()  # what has arrived meanwhile
         slack = 0 if waits else self._rules.staleness // _SLACK
         if self._rules.staleness and self._replica.version > known + slack and not self._held.samples:
-            self._log.reach(self._replica.version)
+            self._log.send(Kind.REACHED, reached=self._replica.version)
         self._warn_of_left()
         self.traffic.end_step()
 
     def _collect(self) -> None:
         """Move the gradients of the model to those that are held."""
-        taken, samples = self._collector.collect(self._transport)
-        self._epoch_samples += self._collector.counted
+        taken, samples = self._gradients.collect(self._transport)
+        self._epoch_samples += self._gradients.counted
         if taken and samples:
             self._held.add(taken, samples, self._replica.version)
 
@@ -251,14 +252,16 @@ class ParameterServer(TrainerCalls, ServerState):
         """Apply the commits that have arrived; return the one that ends the phase, if it has."""
         last = None
         for last in self._log.take():
-            self._apply(last)
+            self._replica.apply(last)
+            if last.asks is not None:
+                self._send_state(last.asks)
         return last if last is not None and last.decision.over else None
 
-    def _apply(self, commit: Commit) -> None:
-        """Make the optimizer's step of one commit."""
-        self._replica.apply(commit)
-        if commit.asks is not None:
-            self._answer(commit.asks)
+    def _take_end(self) -> Commit:
+        """Wait for the end of the phase, and apply what has been committed up to it."""
+        while (end := self._apply_arrived()) is None:
+            self._log.wait()
+        return end
 
     def finish(self) -> None:
         """End a phase of training: send what is held, and wait until all sites have done so and all is applied.
@@ -275,9 +278,7 @@ class ParameterServer(TrainerCalls, ServerState):
             self._apply_arrived()
             averages = self.options.average_buffers
             self._log.finish(pack_buffers(self.model, self._epoch_samples) if averages else b"")
-        while (end := self._apply_arrived()) is None:
-            self._log.wait()
-        self._end_phase(end)
+        self._end_phase(self._take_end())
         self._warn_of_left(besides=_DETACHED)  # as a site may after the last phase
         self.traffic.end_step()
 
@@ -286,7 +287,7 @@ class ParameterServer(TrainerCalls, ServerState):
         if self.options.average_buffers and end.ended:
             average_packed(self.model, end.ended, self._transport.sites)
         self._epoch_samples = 0
-        self._trains = self._unfinished = False
+        self._unfinished = False
         self.phases += 1
 
     def loader(self, loader: Any, *, samples: int | None = None, seed: int = 0) -> SiteLoader:
@@ -315,12 +316,15 @@ class ParameterServer(TrainerCalls, ServerState):
             raise RuntimeError("a process with role='server' trains on no data")
         self._flush(False)  # batches of another loader
         link = LogLink(self._log, self._flush, self._wait)
-        self._loader = make_loader(self.server_options, loader, samples, seed, link)
+        if self.server_options.deal == "shared":
+            self._loader = SharedLoader(loader, seed, link)
+        else:
+            self._loader = OwnLoader(loader, samples, self.options.weighting == "samples", link)
         return self._loader
 
     def _flush(self, completes: bool) -> None:
         """Send what is held, and report batches without gradients; `completes` joins in reports on the first step."""
-        if self._collector.pending or completes:
+        if self._gradients.pending or completes:
             self._collect()
         if self._held.samples:
             self._send()
@@ -329,7 +333,7 @@ class ParameterServer(TrainerCalls, ServerState):
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Apply commits until a condition holds, and those that have arrived by then, unless gradients accumulate."""
-        if self._collector.pending:
+        if self._gradients.pending:
             self._log.wait(until, entries=False)
             return
         while not until():
@@ -346,7 +350,7 @@ class ParameterServer(TrainerCalls, ServerState):
         Returns:
             A context manager.
         """
-        return self._collector.counter.fixed(count)
+        return self._gradients.counter.fixed(count)
 
     # Sites
 
@@ -375,6 +379,127 @@ class ParameterServer(TrainerCalls, ServerState):
         """Effective rank and relative residual of this site's compressed gradients, by name of the weight."""
         return self._method.quality()
 
+    def require_all(self) -> None:
+        """Check that no site has left: trainers exchange metrics at the end of an epoch, for which they need all.
+
+        Raises:
+            SiteError: if one has left, with its name and the reason.
+        """
+        for site, reason in list(self._log.left.items()):
+            raise SiteError(f"{self._transport.sites[site]} is gone, and epochs of a trainer need all sites: {reason}")
+
+    # Gathers over the log, between phases
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `gather_present` can be called: in a trainer, from the first step on."""
+        return self._started and not self._detached
+
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        """Gather an object from each site that has not left; all of them must call it at one place between phases.
+
+        Args:
+            item: what `dadplug.exchange.codec.encode` takes.
+
+        Returns:
+            The objects by rank, in ascending order; the same at all sites.
+
+        Raises:
+            TypeError: at all sites, if the object of one cannot be sent.
+            MismatchError: if another site is at another place.
+            SiteError: if the sequencer's site is gone, or another one does not call it within the timeout.
+        """
+        own, refusal = encode_object(item)
+        self._log.finish(_GATHERED + own)
+        end = self._take_end()
+        for rank, body in end.ended.items():
+            if not bytes(body[:1]) == _GATHERED:
+                raise MismatchError(f"{self._transport.sites[rank]} is at another place: it has ended a phase of steps")
+        bodies = [memoryview(body)[1:] for body in end.ended.values()]
+        return dict(zip(end.ended, decode_objects(bodies, refusal), strict=True))
+
+    # Sites that return
+
+    def _send_state(self, site: int) -> None:
+        """Send the state of this site to one that returns."""
+        objects = {name: each.state_dict() for name, each in self._further.items()}
+        further = {"earlier": self._earlier, "phases": self.phases, "epochs": self._log.epochs, "objects": objects}
+        state = self._replica.snapshot(self.model, self._described, further)
+        self._log.send(Kind.SNAPSHOT, site, body=codec.encode(state))
+
+    def _take_over(self, state: JoinState) -> None:
+        """Go on from the state of another site: apply what has been committed since, and take part."""
+        objects = state.further["objects"]
+        if objects.keys() != self._further.keys():
+            raise MismatchError(f"state= names {sorted(self._further)}, and at the other sites {sorted(objects)}")
+        self._replica.take_over(state)
+        for name, value in objects.items():
+            self._further[name].load_state_dict(value)
+        self._earlier, self.phases = state.further["earlier"], state.further["phases"]
+        self._log.send(Kind.READY)
+        while self._log.first is None:
+            self._log.wait(lambda: self._log.first is not None)
+            while (end := self._apply_arrived()) is not None:  # of a phase that this site has not taken part in
+                self._end_phase(end)
+        self._joined = None
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this site's state beside its model and its optimizer, which are the same on all sites.
+
+        It involves no other site. Each site saves its own, after `finish`.
+
+        Raises:
+            RuntimeError: in the middle of a phase, in which replicas differ.
+        """
+        if self._unfinished and not self._in_trainer:
+            raise RuntimeError("this replica differs from those of the other sites: call finish() on all sites before")
+        if self._held.samples or self._log.outstanding or self._gradients.pending:
+            raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
+        return {"version": self.version, "epochs": self._log.epochs} | self._replica.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; all sites must do so, before their first step.
+
+        Args:
+            state: the state.
+        """
+        self._earlier = state["version"] - self._replica.version
+        if epochs := state.get("epochs", 0):  # 0 in earlier versions at other sites than 0
+            self._log.epochs = epochs
+            self._log.send(Kind.EPOCHS, epochs)
+        self._replica.load_state_dict(state)
+
+    def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Restore this site's state from those of all sites, as a checkpoint contains them.
+
+        A site that has none in it begins with an empty compressor state, at the version of the others.
+
+        Args:
+            states: the states, by rank.
+        """
+        own = states[self.site_rank] if self.site_rank < len(states) else None
+        if own is not None:
+            self.load_state_dict(own)
+        elif (other := next((each for each in states if each is not None), None)) is not None:
+            empty = self._replica.state_dict() | {"reference": other["reference"]}
+            self.load_state_dict(dict(other) | empty)
+
+    # Calls of trainers that need nothing
+
+    @property
+    def syncing(self) -> bool:
+        """Always False: `synchronize` is not due after a backward pass."""
+        return False
+
+    def synchronize(self) -> None:
+        """Do nothing: `step` sends the gradients. For trainers that call it after each backward pass."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return an empty context: gradients accumulate until `step` in any case."""
+        return nullcontext()
+
     # End
 
     def abort(self, reason: str) -> None:
@@ -391,9 +516,110 @@ class ParameterServer(TrainerCalls, ServerState):
             return
         self._detached = True
         remove_announcer(self._announce)
-        self._collector.release()
+        self._gradients.release()
         self._optimizer.release()
         self._log.leave(_UNFINISHED if self._unfinished else _DETACHED)
         self._warn_unfinished()
         if self._service is not None:
             self._service.close()
+
+
+_places = itertools.count()
+
+
+class ServerTransport(Transport):
+    """Messages of a trainer besides those of its parameter server.
+
+    Before the first step they go over another transport, which needs all sites. From then on they go over the log,
+    between its phases, so that sites that have left are not waited for. A site that returns runs the program from its
+    beginning, and comes to exchanges that the others had long ago. Up to its first step it therefore exchanges nothing:
+    it is alone in every exchange, and `joins` is true. The trainer calls `end_step` after each step.
+
+    Args:
+        first: the transport for the beginning; at a site that returns a `ReturnedTransport`.
+        device: device of the model.
+        timeout: seconds that a wait may take.
+
+    Attributes:
+        server: the parameter server, once there is one.
+    """
+
+    elastic = True
+    is_direct = False
+
+    def __init__(self, first: Transport, device: torch.device, timeout: float) -> None:
+        super().__init__(first.sites, Traffic(), first.sites.rank, device, timeout)
+        self.server: ParameterServer | None = None
+        self.joins = isinstance(first, ReturnedTransport)
+        self._place = next(_places)
+        self._first = first
+        self._lowest = 0  # of those that took part in the last exchange
+
+    @classmethod
+    def of_returning(cls, rank: int, names: Sequence[str], device: torch.device, timeout: float) -> ServerTransport:
+        """Return the transport of a site that returns.
+
+        Args:
+            rank: this site.
+            names: names of the sites, by rank.
+            device: device of the model.
+            timeout: seconds that a wait may take.
+        """
+        sites = ReturnedSites(rank, names)
+        return cls(ReturnedTransport(sites, Traffic(), device, timeout), device, timeout)
+
+    @property
+    def place(self) -> int:
+        return self._place
+
+    @property
+    def present(self) -> list[int]:
+        return list(range(self.world_size)) if self.server is None else self.server.present_sites
+
+    @property
+    def lowest(self) -> int:
+        return self._lowest
+
+    def end_step(self) -> None:
+        self.joins = False
+
+    def close(self) -> None:
+        self._first.close()
+
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        if self.joins:
+            return {self.rank: item}
+        if self.server is not None and self.server.gathers:
+            every = self.server.gather_present(item)
+            self._lowest = min(every)
+            return every
+        return dict(enumerate(self._first.gather_objects(item)))
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        every = self.gather_present(item)
+        return [every.get(rank) for rank in range(self.world_size)]
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        while not self.joins:
+            source = self._lowest
+            every = self.gather_present(content if self.rank == source else b"")
+            if source in every:
+                return bytes(every[source])
+        return content
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if not self.joins:
+            self._first.broadcast(tensor)
+
+    @property
+    def group(self) -> Any:
+        return self._first.group
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return self._first.gather(sizes, dtype)
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        return self._first.all_reduce(tensor)
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        return True

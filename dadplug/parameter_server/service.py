@@ -1,27 +1,258 @@
-"""Service of the sequencer: receives contributions, passes them on to the other sites, and sends them the log."""
+"""Service of the sequencer: receives contributions, passes them on to the other sites, and sends them the log.
+
+It runs at site 0, or at the hub: there one sequencer runs for each parameter server, to which each site opens a stream.
+"""
 
 from __future__ import annotations
 
+import hmac
 import math
+import secrets
 import socket
+import struct
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from ..errors import SequenceError
+from ..errors import DamagedError, MessageError, SequenceError
 from ..exchange import Traffic, codec
-from .dealer import Answer, Dealer
-from .donors import Donors
-from .frames import Frame, Kind
-from .holder import HUB
-from .sequencer import Decision, Sequencer
-from .streams import StreamThread
+from ..exchange.handshake import listen
+from ..hub.blocking import read_exactly, write_all
+from .dealing import Answer, OwnDealer, SharedDealer, check_deal
+from .log import HUB
+from .sequencer import Decision, Sequencer, make_rules
+from .streams import Frame, FrameLoop, Kind
 
-if TYPE_CHECKING:
-    from .returning import Listener
+VERSION = 1  # of the messages between a site and the hub, and of the frames that follow them
+KEY_CHARACTERS = 32
+HELLO = struct.Struct("<32sH")  # token and rank of a site that returns
+MEMORY = 1 << 30  # bytes of a sequencer's messages at the hub
+MOST_NAMES = 1 << 24  # bytes
+_HEAD = struct.Struct("<4sI")
+_MAGIC = b"DSEQ"
+_MOST = 1 << 16  # bytes of a message
+_LARGEST = 1 << 40  # bytes of a contribution
+_LONGEST = 86400.0  # seconds
+_MOST_SEQUENCERS = 8
+_RETURN_SECONDS, _HELLO_SECONDS = 5.0, 10.0  # for the first message of a site
+_START_SECONDS = 60.0  # for the other sites, if the settings of the first one are not valid
 
 
-class SequencerService:
+class Settings(NamedTuple):
+    """Settings of a sequencer, the same at all sites.
+
+    Attributes:
+        workers: ranks of the sites that contribute; the others receive the log.
+        rules: fields of `dadplug.parameter_server.sequencer.Rules`, by name.
+        deal: option of that name.
+        in_trainer: whether a site that returns waits until others have begun the steps of a phase; this phase does not
+            end without it.
+        limit: bytes of the largest message.
+        site_timeout: seconds of silence after which a site counts as lost.
+        timeout: seconds that the start may take.
+    """
+
+    workers: tuple[int, ...]
+    rules: dict[str, Any]
+    deal: str
+    in_trainer: bool
+    limit: int
+    site_timeout: float
+    timeout: float
+
+
+def check_settings(found: Any, world_size: int) -> Settings:
+    """Return settings that were received, with types and ranges of all fields checked.
+
+    Args:
+        found: the fields in their order.
+        world_size: number of sites.
+
+    Raises:
+        MessageError: if one of them is not valid.
+    """
+    try:
+        settings = Settings(*found)
+        rules = make_rules(**settings.rules)
+        check_deal(settings.deal)
+        workers = list(settings.workers)
+        fine = (
+            bool(workers)
+            and all(type(rank) is int and 0 <= rank < world_size for rank in workers)
+            and workers == sorted(set(workers))
+            and rules.quorum <= len(workers)
+            and type(settings.in_trainer) is bool
+            and type(settings.limit) is int
+            and 0 < settings.limit <= _LARGEST
+            and all(_is_time(each) for each in (settings.site_timeout, settings.timeout))
+        )
+    except (TypeError, ValueError) as error:
+        raise MessageError(f"the settings of a sequencer are not valid: {error}") from error
+    if not fine:
+        raise MessageError(f"the settings of a sequencer are out of range: {settings}")
+    return settings._replace(workers=tuple(workers))
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 < value <= _LONGEST
+
+
+def write_message(connected: socket.socket, message: Any) -> None:
+    """Send a message.
+
+    Args:
+        connected: a socket with a timeout.
+        message: what the codec takes.
+    """
+    body = codec.encode(message)
+    write_all(connected, _HEAD.pack(_MAGIC, len(body)) + body)
+
+
+def read_message(connected: socket.socket, most: int = _MOST) -> Any:
+    """Receive a message, which is not trusted: the codec runs no code that the sender chooses.
+
+    Args:
+        connected: a socket with a timeout.
+        most: largest size in bytes.
+
+    Raises:
+        MessageError: if it is none.
+        OSError: if none arrives in time.
+    """
+    magic, size = _HEAD.unpack(read_exactly(connected, _HEAD.size))
+    if magic != _MAGIC or size > most:
+        raise MessageError("what arrives is no message of a sequencer's service")
+    try:
+        return codec.decode(read_exactly(connected, size))
+    except DamagedError as error:
+        raise MessageError(str(error)) from error
+
+
+class ReturnAcceptor:
+    """Acceptor of sites that return: it answers those that have the training's secret, each in a thread.
+
+    Args:
+        names: names of the sites, by rank.
+        admit: called with the rank and the socket of such a site.
+
+    Attributes:
+        token: the secret.
+    """
+
+    def __init__(self, names: Sequence[str], admit: Callable[[int, socket.socket], None]) -> None:
+        self.token = secrets.token_hex(16)
+        self._names = list(names)
+        self._admit = admit
+        self._socket: socket.socket | None = None
+
+    def listen(self) -> str:
+        """Listen from now on; return ``HOST:PORT``, or nothing where no socket can listen."""
+        self._socket = listen()
+        if self._socket is None:
+            return ""
+        threading.Thread(target=self._accept, args=(self._socket,), name="dadplug-returning", daemon=True).start()
+        host, port = self._socket.getsockname()[:2]
+        return f"{host}:{port}"
+
+    def close(self) -> None:
+        """Stop to listen."""
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+            self._socket.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                self.take(None, listener.accept()[0])
+
+    def take(self, rank: int | None, connected: socket.socket) -> None:
+        """Answer a process that has connected; return at once.
+
+        Args:
+            rank: its rank, where its certificate has shown that; else None.
+            connected: the socket.
+        """
+        threading.Thread(target=self._greet, args=(rank, connected), name="dadplug-greeting", daemon=True).start()
+
+    def _greet(self, known: int | None, connected: socket.socket) -> None:
+        try:
+            connected.settimeout(_RETURN_SECONDS)
+            token, rank = HELLO.unpack(read_exactly(connected, HELLO.size))
+            is_site = rank < len(self._names) and known in (None, rank)
+            if not hmac.compare_digest(token, self.token.encode()) or not is_site:
+                raise ConnectionError("it is no site")
+            write_message(connected, self._names)
+        except OSError:
+            connected.close()
+            return
+        self._admit(rank, connected)
+
+
+class Donors:
+    """Requests for the state of present sites.
+
+    A site that is asked answers its requests in order, at different places of its log. An answer is of use only if it
+    belongs to the last request for its receiver: the log that the receiver gets begins there.
+
+    Args:
+        choose: returns the site that is to be asked among some, in ascending order.
+    """
+
+    def __init__(self, choose: Callable[[list[int]], int]) -> None:
+        self._choose = choose
+        self._returning: set[int] = set()  # sites that have no state yet
+        self._asked: dict[int, list[int | None]] = {}  # receivers of unanswered requests; None if of no use any more
+
+    def ask(self, receiver: int, present: Iterable[int]) -> int | None:
+        """Choose the site that is asked for its state.
+
+        Args:
+            receiver: the site that returns.
+            present: the connected sites.
+
+        Returns:
+            The site, which is to be sent the request; None if there is none.
+        """
+        self._returning.add(receiver)
+        self._withdraw(receiver)
+        able = sorted(set(present) - self._returning)
+        if not able:
+            return None
+        donor = self._choose(able)
+        self._asked.setdefault(donor, []).append(receiver)
+        return donor
+
+    def _withdraw(self, receiver: int) -> None:
+        for requests in self._asked.values():
+            requests[:] = [None if each == receiver else each for each in requests]
+
+    def answer(self, donor: int, receiver: int) -> bool:
+        """Record an answer; return whether it is to be passed on to its receiver.
+
+        Raises:
+            ValueError: if the site was not asked.
+        """
+        if not self._asked.get(donor):
+            raise ValueError("it has sent its state, and was not asked for it")
+        return self._asked[donor].pop(0) == receiver
+
+    def ready(self, site: int) -> None:
+        """Record that a site that has returned has loaded the state."""
+        self._returning.discard(site)
+
+    def leave(self, site: int) -> list[int]:
+        """Record that a site has left; return the sites that wait for its state."""
+        self._returning.discard(site)
+        self._withdraw(site)
+        return [receiver for receiver in self._asked.pop(site, []) if receiver is not None]
+
+
+class SequencerService(FrameLoop):
     """Sequencer with a connection to each site, in a thread of its own.
 
     A contribution is passed on as soon as all of it is here, before it is committed; then only the decision is missing
@@ -29,87 +260,57 @@ class SequencerService:
 
     Args:
         sockets: connected sockets, by rank of the site at the other end.
-        contributors: ranks of the sites that contribute; the others receive the log.
-        sequencer: the sequencer of these.
-        dealer: the dealer of their data.
-        limit: bytes of the largest contribution.
-        timeout: seconds of silence after which a site counts as lost.
+        settings: the settings.
         traffic: meter of sent bytes.
         own: rank of the site that has the sequencer, which sends its state to sites that return; `HUB` where the hub
             has it: the first site that contributes does then.
-        in_trainer: whether a site that returns waits until others have begun the steps of a phase; this phase does not
-            end without it.
         memory: bytes that messages may take here; beyond it the sites with the most of them are dropped.
         on_end: called once all sites have left.
 
     Attributes:
-        listener: the socket for sites that return, which is closed with the service.
+        acceptor: acceptor of sites that return, which is closed with the service.
     """
 
     def __init__(
         self,
         sockets: Mapping[int, socket.socket],
-        contributors: Collection[int],
-        sequencer: Sequencer,
-        dealer: Dealer,
-        limit: int,
-        timeout: float,
+        settings: Settings,
         traffic: Traffic,
         own: int,
-        in_trainer: bool = False,
         memory: float = math.inf,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._sequencer = sequencer
-        self._dealer = dealer
-        self._contributors = set(contributors)
+        limit, silence = settings.limit, settings.site_timeout
+        super().__init__("dadplug-sequencer", sockets, limit, silence, traffic, own, memory)
+        workers, shared = settings.workers, settings.deal == "shared"
+        self._sequencer = Sequencer(workers, make_rules(**settings.rules), balanced=not shared)
+        self._dealer = SharedDealer(workers, settings.in_trainer) if shared else OwnDealer(workers)
+        self._contributors = set(workers)
         self._connected = set(sockets)
         self._donors = Donors(self._choose_donor)
-        self._own = own
-        self._on_end, self._ended = on_end, False
+        self._on_end = on_end
         self._resumed_at: int | None = None  # epochs of the checkpoint that the sites have loaded
-        self._in_trainer = in_trainer
+        self._in_trainer = settings.in_trainer
         self._trains = False  # whether a site has begun the steps of the phase; of interest in trainers
         self._waiting: list[int] = []  # sites that are to return in the next phase of steps
-        self.listener: Listener | None = None
+        self.acceptor: ReturnAcceptor | None = None
         self._open: dict[tuple[int, int], Frame] = {}  # contributions that are not decided on
         self._ends: dict[int, Frame] = {}  # of sites that have ended the phase
         self._left: dict[int, Frame] = {}
-        self._thread = StreamThread(
-            "dadplug-sequencer",
-            sockets,
-            limit,
-            timeout,
-            traffic,
-            own,
-            self._on_frames,
-            self._on_lost,
-            self._awaited,
-            self._on_adopted,
-            self._on_due,
-            memory,
-            self._held_bytes,
-        )
-        self._thread.start()
-
-    def admit(self, site: int, connected: socket.socket) -> None:
-        """Take over the connection of a site that returns; called in any thread."""
-        self._thread.adopt(site, connected)
-
-    def is_blocked(self) -> bool:
-        """Return whether a frame for each of the other sites still waits to be sent. May be called from any thread."""
-        return self._thread.all_blocked(besides=self._own)
+        self.start()
 
     def close(self) -> None:
         """Close the connections after sending the last frames."""
-        if self.listener is not None:
-            self.listener.close()
-        self._thread.close()
+        if self.acceptor is not None:
+            self.acceptor.close()
+        super().close()
 
-    def _awaited(self) -> bytes:
+    # Calls of the thread
+
+    def heartbeat(self) -> bytes:
         return codec.encode(self._sequencer.awaited)
 
-    def _on_frames(self, frames: list[tuple[int, Frame]]) -> None:
+    def on_frames(self, frames: list[tuple[int, Frame]]) -> None:
         self._sequencer.advance(time.monotonic())
         for site, frame in frames:
             if site not in self._connected:
@@ -120,44 +321,65 @@ class SequencerService:
                 self._leave(site, f"the sequencer has refused it: {error}")
         self._decide()
 
+    def on_lost(self, site: int, error: Exception) -> None:
+        self._leave(site, str(error))
+        self._decide()
+
+    def on_due(self) -> float | None:
+        """Make a commit that has waited for others long enough; return the time until which the next one waits."""
+        due = self._sequencer.due
+        if due is not None and (now := time.monotonic()) >= due:
+            self._sequencer.advance(now)
+            self._decide()
+        return self._sequencer.due
+
+    def on_adopted(self, site: int) -> None:
+        """Let a site return now, or in the next phase of steps."""
+        if site not in self._contributors:
+            self.drop(site)
+            return
+        self._waiting.append(site)
+        if self._trains or not self._in_trainer:
+            self._admit_waiting()
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the messages that are kept for sites that return."""
+        return sum(len(frame.body) for frame in [*self._open.values(), *self._ends.values()])
+
+    # Messages
+
     def _handle(self, site: int, frame: Frame) -> None:
-        if frame.kind is Kind.ALIVE:
+        kind, number = frame.kind, frame.number
+        if kind is Kind.ALIVE:
             return
-        if frame.kind is Kind.BYE:
+        if kind is Kind.BYE:
             self._leave(site, frame.body.decode(errors="replace"))
-            return
-        if frame.kind is Kind.SNAPSHOT:
-            if self._donors.answer(site, frame.number) and frame.number in self._connected:
-                self._thread.send(frame.number, frame)
-            return
-        if frame.kind is Kind.EPOCHS:
-            self._resume(frame.number)
-            return
-        if site not in self._contributors or frame.site != site:
-            raise SequenceError(f"site {site} has sent a {frame.kind.name} of site {frame.site}")
-        if frame.kind in (Kind.CONTRIBUTION, Kind.FINISH):
-            if frame.kind is Kind.CONTRIBUTION:
-                self._sequencer.contribute(site, frame.number, frame.base, frame.reached, frame.samples)
-            else:
-                self._sequencer.finish(site)
+        elif kind is Kind.SNAPSHOT:
+            if self._donors.answer(site, number) and number in self._connected:
+                self.post(number, frame)
+        elif kind is Kind.EPOCHS:
+            self._resume(number)
+        elif site not in self._contributors or frame.site != site:
+            raise SequenceError(f"site {site} has sent a {kind.name} of site {frame.site}")
+        elif kind is Kind.CONTRIBUTION:
+            self._sequencer.contribute(site, number, frame.base, frame.reached, frame.samples)
+            self._open[site, number] = frame
             self._send_all(frame, besides=site)
-            contributes = frame.kind is Kind.CONTRIBUTION
-            if contributes:
-                self._open[site, frame.number] = frame
-            else:
-                self._ends[site] = frame
-            self._answer(self._dealer.use(site, frame.used) if contributes else self._dealer.finish(site))
-        elif frame.kind is Kind.REACHED:
+            self._answer(site, self._dealer.use(site, frame.used))
+        elif kind is Kind.FINISH:
+            self._sequencer.finish(site)
+            self._ends[site] = frame
+            self._send_all(frame, besides=site)
+            self._answer(site, self._dealer.finish(site))
+        elif kind is Kind.REACHED:
             self._sequencer.reach(site, frame.reached)
-        elif frame.kind is Kind.READY:
+        elif kind is Kind.READY:
             self._donors.ready(site)
-            self._thread.send(site, Frame(Kind.READY, site, self._join(site)))
-        elif frame.kind is Kind.TRAINS:
+            self.post(site, Frame(Kind.READY, site, self._join(site)))
+        elif kind is Kind.TRAINS:
             self._admit_waiting()
         else:
-            self._answer(self._deal(site, frame))
-            if frame.kind is Kind.BEGIN and self._in_trainer:
-                self._admit_waiting()
+            self._deal(site, frame)
 
     def _resume(self, epochs: int) -> None:
         """Go on with the number of epochs in the checkpoint that a site has loaded."""
@@ -166,103 +388,89 @@ class SequencerService:
         elif epochs != self._resumed_at:
             raise SequenceError(f"it has loaded a checkpoint of epoch {epochs}, and other sites go on with another one")
 
-    def _deal(self, site: int, frame: Frame) -> list[Answer]:
-        """Pass a message to the dealer; return its answers."""
-        if frame.kind in (Kind.BEGIN, Kind.DRAW):
-            if frame.kind is Kind.DRAW:
-                answers = self._dealer.draw(site, bool(frame.used))
-            else:
-                if frame.samples:
-                    self._sequencer.declare(site, frame.samples)
-                answers = self._dealer.begin(site, frame.number, frame.used)
-            if self._dealer.makes_wait(site):
-                self._sequencer.idle(site)
-            return answers
-        if frame.kind is Kind.USED:
-            return self._dealer.use(site, frame.used)
-        if frame.kind is Kind.PASSED:
-            return self._dealer.passed(site, frame.number)
-        if frame.kind is Kind.ORDER:
+    def _deal(self, site: int, frame: Frame) -> None:
+        """Pass a message to the dealer."""
+        if frame.kind is Kind.BEGIN:
+            if frame.samples:
+                self._sequencer.declare(site, frame.samples)
+            self._answer(site, self._dealer.begin(site, frame.number, frame.used))
+            if self._in_trainer:
+                self._admit_waiting()
+        elif frame.kind is Kind.DRAW:
+            self._answer(site, self._dealer.draw(site, bool(frame.used)))
+        elif frame.kind is Kind.USED:
+            self._answer(site, self._dealer.use(site, frame.used))
+        elif frame.kind is Kind.PASSED:
+            self._answer(site, self._dealer.passed(site, frame.number))
+        elif frame.kind is Kind.ORDER:
             self._dealer.order(frame.number, bytes(frame.body))
-            return []
-        raise SequenceError(f"a site sends no {frame.kind.name}")
+        else:
+            raise SequenceError(f"a site sends no {frame.kind.name}")
 
-    def _answer(self, answers: list[Answer]) -> None:
+    def _answer(self, asking: int, answers: list[Answer]) -> None:
+        """Send the dealer's answers to a message of one site, which is idle if its own depends on other sites."""
+        if self._dealer.makes_wait(asking):
+            self._sequencer.idle(asking)
         for site, deal, number, resumes in answers:
             if resumes:
                 self._sequencer.resume(site)
-            self._thread.send(site, Frame(Kind.DEAL, site, number, used=deal))
+            self.post(site, Frame(Kind.DEAL, site, number, used=deal))
 
     def _decide(self) -> None:
         while (decision := self._sequencer.decide()) is not None:
             self._send_all(Frame(Kind.DECISION, number=self._dealer.epochs, body=pack(decision)))
-            for key in [*decision.dropped, *((entry.site, entry.number) for entry in decision.entries)]:
+            for key in decision.keys:
                 del self._open[key]
             if decision.over:
                 self._ends.clear()
                 self._trains = False
                 self._dealer.end_phase(self._sequencer.present)
 
-    def _on_due(self) -> float | None:
-        """Make a commit that has waited for others long enough; return the time until which the next one waits."""
-        due = self._sequencer.due
-        if due is not None and (now := time.monotonic()) >= due:
-            self._sequencer.advance(now)
-            self._decide()
-        return self._sequencer.due
+    def _send_all(self, frame: Frame, besides: int | None = None) -> None:
+        for peer in list(self._connected):
+            if peer != besides:
+                self.post(peer, frame)
 
-    def _on_lost(self, site: int, error: Exception) -> None:
-        self._leave(site, str(error))
-        self._decide()
+    # Sites that leave and return
 
     def _leave(self, site: int, reason: str) -> None:
         if site in self._waiting:
             self._waiting.remove(site)
-        if site in self._connected:
-            self._left[site] = Frame(Kind.LEFT, site, body=reason.encode())
-            self._send_all(self._left[site])  # to that site, too, if it can be reached
-            self._connected.discard(site)
-            self._thread.drop(site)
-            if site in self._contributors:
-                self._sequencer.leave(site)
-                self._answer(self._dealer.leave(site))
-            for receiver in self._donors.leave(site):
-                self._send_state(receiver)
-            if not self._connected and not self._ended:
-                self._ended = True
-                for each in self._waiting:
-                    self._thread.drop(each)
-                self._waiting.clear()
-                self._on_end()
-
-    def _on_adopted(self, site: int) -> None:
-        """Send a site that returns what is open; the state that the log up to here makes follows."""
-        if site not in self._contributors:
-            self._thread.drop(site)
+        if site not in self._connected:
             return
-        self._waiting.append(site)
-        if self._trains or not self._in_trainer:
-            self._admit_waiting()
+        self._left[site] = Frame(Kind.LEFT, site, body=reason.encode())
+        self._send_all(self._left[site])  # to that site, too, if it can be reached
+        self._connected.discard(site)
+        self.drop(site)
+        if site in self._contributors:
+            self._sequencer.leave(site)
+            self._answer(site, self._dealer.finish(site))
+        for receiver in self._donors.leave(site):
+            self._send_state(receiver)
+        if not self._connected:
+            for each in self._waiting:
+                self.drop(each)
+            self._waiting.clear()
+            on_end, self._on_end = self._on_end, lambda: None
+            on_end()
 
     def _admit_waiting(self) -> None:
         """Begin the return of the sites that wait for it, if they can take part in the present phase."""
         self._trains = True
         while self._waiting and (self._dealer.has_for_another or not self._in_trainer):
-            self._begin_return(self._waiting.pop(0))
+            site = self._waiting.pop(0)
+            if self._in_trainer:  # the phase has to wait for it
+                self._join(site)
+                self._sequencer.idle(site)
+            self._left.pop(site, None)
+            self._send_all(Frame(Kind.RETURNED, site))
+            self._connected.add(site)
+            self._send_state(site)
 
     def _join(self, site: int) -> int:
         """Make a site one that contributes; return the number of its next contribution."""
         self._dealer.join(site)
         return self._sequencer.join(site)
-
-    def _begin_return(self, site: int) -> None:
-        if self._in_trainer:  # the phase has to wait for it
-            self._join(site)
-            self._sequencer.idle(site)
-        self._left.pop(site, None)
-        self._send_all(Frame(Kind.RETURNED, site))
-        self._connected.add(site)
-        self._send_state(site)
 
     def _send_state(self, site: int) -> None:
         """Let a site that returns begin with the present place of the log, and with the state of another one there."""
@@ -270,10 +478,10 @@ class SequencerService:
         if donor is None:
             self._leave(site, "it has returned, and no other site is left whose state it could take over")
             return
-        self._thread.send(site, Frame(Kind.RETURNED, site))
+        self.post(site, Frame(Kind.RETURNED, site))
         for frame in [*self._open.values(), *self._ends.values(), *self._left.values()]:
-            self._thread.send(site, frame)
-        self._thread.send(donor, Frame(Kind.SNAPSHOT, donor, site))
+            self.post(site, frame)
+        self.post(donor, Frame(Kind.SNAPSHOT, donor, site))
 
     def _choose_donor(self, able: list[int]) -> int:
         if self._own != HUB:
@@ -281,16 +489,175 @@ class SequencerService:
         awaited = self._sequencer.awaited  # others wait for them, so that they may be slow to answer
         return min(able, key=lambda site: (site not in self._contributors, site in awaited, site))
 
-    def _held_bytes(self) -> int:
-        """Return the bytes of the messages that are kept for sites that return."""
-        return sum(len(frame.body) for frame in [*self._open.values(), *self._ends.values()])
-
-    def _send_all(self, frame: Frame, besides: int | None = None) -> None:
-        for peer in list(self._connected):
-            if peer != besides:
-                self._thread.send(peer, frame)
-
 
 def pack(decision: Decision) -> bytes:
-    """Return a decision as bytes, for `unpack`."""
+    """Return a decision as bytes, for `Log`."""
     return codec.encode((decision.version, [tuple(each) for each in decision.entries], decision.dropped, decision.over))
+
+
+class _Start:
+    """Start of one sequencer, for which sites come in one by one.
+
+    Args:
+        first: the first site.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.settings: dict[int, Settings] = {}  # by rank; sites without valid ones have none
+        self.sockets: dict[int, socket.socket] = {}
+        self.problem = ""
+
+
+class SequencerHost:
+    """Service of a hub that runs sequencers; see `dadplug.hub.hub_streams.StreamService`.
+
+    The first message on a stream names the parameter server by a key that only its sites have. If it is a start, the
+    sequencer starts once each site has sent one with the same settings; otherwise all sites get the same error. If it
+    is a return, the stream replaces that of a lost process of the same site. A site's rank is what its certificate
+    says. A sequencer ends with the last site that leaves. Types and ranges of all that a site sends are checked.
+
+    Args:
+        names: names of the sites, by rank.
+        memory: bytes that the messages of one sequencer may take.
+    """
+
+    def __init__(self, names: Sequence[str], memory: int = MEMORY) -> None:
+        self._names = list(names)
+        self._memory = memory
+        self._changed = threading.Condition()
+        self._starts: dict[str, _Start] = {}
+        self._running: dict[str, SequencerService] = {}
+        self._events: deque[str] = deque()
+        self._closed = False
+
+    def accept(self, slot: int, connected: socket.socket) -> None:
+        """Take a stream that a site has opened; return at once."""
+        threading.Thread(target=self._greet, args=(slot, connected), name="dadplug-start", daemon=True).start()
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, by rank."""
+        with self._changed:
+            self._names = list(names)
+
+    def events(self) -> Iterator[str]:
+        """Yield what has happened since the last call."""
+        while self._events:
+            yield self._events.popleft()
+
+    def close(self) -> None:
+        """End all sequencers: the hub ends, and the streams are closed."""
+        with self._changed:
+            self._closed = True
+            services = [*self._running.values()]
+            self._changed.notify_all()
+        for service in services:
+            service.close()
+
+    def _greet(self, slot: int, connected: socket.socket) -> None:
+        try:
+            connected.settimeout(_HELLO_SECONDS)
+            key, settings = self._check(read_message(connected))
+            if settings is None:
+                self._take_back(slot, key, connected)
+            else:
+                self._take(slot, key, settings, connected)
+        except MessageError as error:
+            self._refuse({slot: connected}, str(error), f"{self._names[slot]}: no sequencer: {error}")
+        except OSError:
+            connected.close()
+        except Exception as error:  # a fault while one site is served ends its stream
+            for line in traceback.format_exception(error):
+                self._events.append(f"fault of the hub: {self._names[slot]}: {line.rstrip()}")
+            connected.close()
+
+    def _check(self, message: Any) -> tuple[str, Any]:
+        """Return the key of a site's first message; and settings, which are not checked, if it is a start."""
+        if type(message) is not tuple or len(message) != 3 or type(message[0]) is not int:
+            raise MessageError("the first message of a site is damaged")
+        version, key, settings = message
+        if version != VERSION:
+            raise MessageError(
+                f"this site speaks version {version} of the protocol of parameter servers, the hub version {VERSION}: "
+                "upgrade one"
+            )
+        if type(key) is not str or len(key) != KEY_CHARACTERS:
+            raise MessageError("the key of a parameter server is damaged")
+        return key, settings
+
+    def _take_back(self, slot: int, key: str, connected: socket.socket) -> None:
+        """Take a site that returns."""
+        with self._changed:
+            service = self._running.get(key)
+        if service is None:
+            raise MessageError("there is no such training at the hub, it may have ended")
+        write_message(connected, ("", self._names))
+        self._events.append(f"{self._names[slot]} returns to its parameter server")
+        service.adopt(slot, connected)
+
+    def _take(self, slot: int, key: str, settings: Any, connected: socket.socket) -> None:
+        """Take a site that starts; the first one waits for the others, and starts the sequencer."""
+        with self._changed:
+            start = self._starts.get(key)
+            if start is None:
+                if key in self._running:
+                    raise MessageError("this parameter server has been started before")
+                if len(self._running) + len(self._starts) >= _MOST_SEQUENCERS:
+                    raise MessageError(f"the hub serves {_MOST_SEQUENCERS} parameter servers already: it takes no more")
+                start = self._starts[key] = _Start(slot)
+            if slot in start.sockets:
+                raise MessageError("this site takes part already")
+            start.sockets[slot] = connected
+            try:
+                start.settings[slot] = check_settings(settings, len(self._names))
+            except MessageError as error:
+                start.problem = start.problem or f"{self._names[slot]}: {error}"
+            self._changed.notify_all()
+            if start.first != slot:
+                return
+            seconds = start.settings[slot].timeout if slot in start.settings else _START_SECONDS
+            self._changed.wait_for(lambda: self._closed or len(start.sockets) == len(self._names), seconds)
+            del self._starts[key]
+            missing = [name for rank, name in enumerate(self._names) if rank not in start.sockets]
+            if missing:
+                start.problem = f"{', '.join(missing)} has not started the parameter server within {seconds:g} s"
+            start.problem = start.problem or self._difference(start.settings)
+            if not start.problem:
+                self._running[key] = self._begin(key, start)
+        if start.problem:
+            self._refuse(start.sockets, start.problem, f"no sequencer: {start.problem}")
+
+    def _begin(self, key: str, start: _Start) -> SequencerService:
+        for connected in start.sockets.values():
+            with suppress(OSError):  # the service finds out that the site is lost
+                write_message(connected, ("", self._names))
+        settings = start.settings[start.first]
+        names = ", ".join(self._names[rank] for rank in settings.workers)
+        self._events.append(f"a sequencer orders the contributions of {names}")
+        settings = settings._replace(limit=min(settings.limit, self._memory))
+        return SequencerService(start.sockets, settings, Traffic(), HUB, self._memory, lambda: self._end(key))
+
+    def _difference(self, settings: dict[int, Settings]) -> str:
+        """Return the first setting in which two sites differ; empty if none does."""
+        (first, one), *others = sorted(settings.items())
+        for rank, other in others:
+            for field, here, there in zip(Settings._fields, one, other, strict=True):
+                if here != there:
+                    found = f"{field} is {here} at {self._names[first]}, and {there} at {self._names[rank]}"
+                    return f"the sites start a parameter server with different settings: {found}"
+        return ""
+
+    def _end(self, key: str) -> None:
+        """Remove a sequencer, all of whose sites have left; called in its thread."""
+        with self._changed:
+            service = self._running.pop(key)
+        self._events.append("a sequencer has ended: all of its sites have left")
+        service.close()
+
+    def _refuse(self, sockets: Mapping[int, socket.socket], problem: str, event: str) -> None:
+        """Send sites the reason why there is no sequencer, and close their streams."""
+        self._events.append(event)
+        for connected in sockets.values():
+            with suppress(OSError):
+                write_message(connected, (problem, self._names))
+            connected.close()

@@ -9,14 +9,94 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from enum import IntEnum
+from typing import NamedTuple
 
 from ..errors import StreamError
 from ..exchange import Traffic
 from ..exchange.handshake import close_in_children
 from ..logs import get_logger
-from .frames import Frame, Kind
+
+
+class Kind(IntEnum):
+    """Kinds of frames."""
+
+    CONTRIBUTION = 1
+    """A contribution: from its site to the sequencer, and on to the other sites."""
+    REACHED = 2
+    """The version that a site goes on at."""
+    FINISH = 3
+    """A site has no further contribution in this phase; with its buffers, which are passed on."""
+    DECISION = 4
+    """An entry of the log; `number` is that of the epochs that have begun since the start of the training."""
+    LEFT = 5
+    """A site has left; the body is the reason."""
+    ALIVE = 6
+    """Heartbeat; that of the sequencer names the sites that it waits for."""
+    BYE = 7
+    """A site closes its connection; the body is the reason."""
+    BEGIN = 8
+    """A site begins an epoch: its number in the phase; its samples; the batches in `used`."""
+    ORDER = 9
+    """A digest of the order of the batches of an epoch at a site; `number` is the epoch since the start."""
+    DRAW = 10
+    """A site asks for a batch; `used` is 1 if it waits until there is one."""
+    USED = 11
+    """A site has used batches without a contribution."""
+    PASSED = 12
+    """A site has passed over all of its data."""
+    DEAL = 13
+    """Answer of the dealer; its kind is in `used`."""
+    RETURNED = 14
+    """A site is back; to that site: the place of the log that its state will belong to."""
+    SNAPSHOT = 15
+    """The state of a site, for one that returns, whose rank is `number`; without a body the request for it."""
+    READY = 16
+    """A site that returns has loaded the state; in the answer, `number` is that of its next contribution."""
+    TRAINS = 17
+    """A site has begun the steps of a phase, within which sites of a trainer may return."""
+    EPOCHS = 18
+    """A site has loaded a checkpoint; `number` is that of the epochs before it."""
+
+
+class Deal(IntEnum):
+    """Kinds of the dealer's answers."""
+
+    EPOCH = 1
+    """An epoch begins; its number since the start of the training."""
+    BATCH = 2
+    """Number of a batch in the epoch's order."""
+    NONE = 3
+    """There is no batch at present."""
+    OVER = 4
+    """The epoch is over; its number in the phase."""
+
+
+class Frame(NamedTuple):
+    """Message between a site and the sequencer.
+
+    Attributes:
+        kind: its kind.
+        site: the site that it is from, or about.
+        number: number of the contribution among those of its site.
+        base: version that it was computed at.
+        reached: version that the site goes on at.
+        samples: samples that it stands for.
+        used: number of dealt batches that it stands for.
+        body: further content.
+    """
+
+    kind: Kind
+    site: int = 0
+    number: int = 0
+    base: int = 0
+    reached: int = 0
+    samples: int = 0
+    used: int = 0
+    body: bytes | bytearray = b""
+
 
 _log = get_logger(__name__)
 _HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
@@ -154,25 +234,20 @@ def _limit_unsent(connected: socket.socket) -> None:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT)
 
 
-class StreamThread:
-    """Thread that sends and receives the frames of some connections, and sends heartbeats.
+class FrameLoop:
+    """Loop in a thread of its own that sends and receives the frames of some connections, and sends heartbeats.
 
-    The functions are called in the thread, one at a time. `send` may be called from any thread.
+    The methods ``on_...``, `heartbeat` and `held_bytes` are called in the thread, one at a time. `post` and `adopt` may
+    be called from any thread. A subclass calls `start` once it is complete.
 
     Args:
         name: name of the thread.
         sockets: connected sockets by rank of the site at the other end.
         limit: bytes of the largest body.
-        timeout: seconds of silence after which a connection counts as lost.
+        silence: seconds of silence after which a connection counts as lost.
         traffic: meter of sent bytes.
         own: rank of this site: what is sent to it stays in the process, and is not counted.
-        on_frames: called with the frames that have arrived, as pairs of rank and frame.
-        on_lost: called with the rank and the error of a connection that is lost.
-        heartbeat: returns the body of a heartbeat.
-        on_adopted: called with the rank of a site whose new connection replaces a lost one.
-        on_due: called before each wait; returns the `time.monotonic` at which to call it again, or None.
         memory: bytes that messages may take; beyond it the connections with the most of them are given up.
-        further: returns the bytes of messages that are kept elsewhere.
     """
 
     def __init__(
@@ -180,45 +255,63 @@ class StreamThread:
         name: str,
         sockets: Mapping[int, socket.socket],
         limit: int,
-        timeout: float,
+        silence: float,
         traffic: Traffic,
         own: int,
-        on_frames: Callable[[list[tuple[int, Frame]]], None],
-        on_lost: Callable[[int, Exception], None],
-        heartbeat: Callable[[], bytes] = bytes,
-        on_adopted: Callable[[int], None] = lambda _: None,
-        on_due: Callable[[], float | None] = lambda: None,
         memory: float = math.inf,
-        further: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._timeout = timeout
+        self._silence = silence
         self._traffic = traffic
         self._own = own
-        self._on_frames = on_frames
-        self._on_lost = on_lost
-        self._heartbeat = heartbeat
-        self._on_adopted = on_adopted
-        self._on_due = on_due
-        self._memory, self._further = memory, further
+        self._memory = memory
         self._limit = limit
         self._adopted: deque[tuple[int, socket.socket]] = deque()
-        self._streams = {peer: _Stream(each, limit) for peer, each in sockets.items()}
+        self._streams: dict[int, _Stream] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_writer, self._wake_reader = socket.socketpair()
         for end in (self._wake_writer, self._wake_reader):
             end.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
-        for peer, stream in self._streams.items():
-            self._selector.register(stream.socket, selectors.EVENT_READ, peer)
-        self._ending = self._ended = False
+        for peer, connected in sockets.items():
+            self._add(peer, connected)
+        self._stopping = self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         close_in_children(self)
+
+    # What a subclass does
+
+    def on_frames(self, frames: list[tuple[int, Frame]]) -> None:
+        """Take the frames that have arrived, as pairs of rank and frame."""
+
+    def on_lost(self, peer: int, error: Exception) -> None:
+        """Take the rank and the error of a connection that is lost."""
+
+    def on_adopted(self, peer: int) -> None:
+        """Take the rank of a site whose new connection replaces a lost one."""
+
+    def on_due(self) -> float | None:
+        """Do what is due; return the `time.monotonic` at which to call it again, or None. Called before each wait."""
+        return None
+
+    def heartbeat(self) -> bytes:
+        """Return the body of a heartbeat."""
+        return b""
+
+    def held_bytes(self) -> int:
+        """Return the bytes of messages that the subclass keeps."""
+        return 0
+
+    # Connections
+
+    def _add(self, peer: int, connected: socket.socket) -> None:
+        self._streams[peer] = _Stream(connected, self._limit)
+        self._selector.register(connected, selectors.EVENT_READ, peer)
 
     def start(self) -> None:
         """Begin to send and receive."""
         self._thread.start()
 
-    def send(self, peer: int, frame: Frame) -> None:
+    def post(self, peer: int, frame: Frame) -> None:
         """Send a frame to a site without blocking; nothing happens if the connection is lost."""
         stream = self._streams.get(peer)
         if stream is not None:
@@ -232,7 +325,7 @@ class StreamThread:
         """Take over a new connection to a site; may be called from any thread."""
         self._adopted.append((peer, connected))
         self._wake()
-        if self._ended:
+        if self._stopped:
             self._close_adopted()
 
     def _close_adopted(self) -> None:
@@ -245,19 +338,18 @@ class StreamThread:
             peer, connected = self._adopted.popleft()
             if peer in self._streams:
                 self.drop(peer)
-                self._on_lost(peer, ConnectionError("it has connected anew"))
-            self._streams[peer] = _Stream(connected, self._limit)
-            self._selector.register(connected, selectors.EVENT_READ, peer)
-            self._on_adopted(peer)
+                self.on_lost(peer, ConnectionError("it has connected anew"))
+            self._add(peer, connected)
+            self.on_adopted(peer)
 
-    def blocked(self, peer: int) -> bool:
+    def is_blocked(self, peer: int) -> bool:
         """Return whether a frame to a site has not left yet."""
         stream = self._streams.get(peer)
         return stream is not None and stream.blocked
 
-    def all_blocked(self, besides: int) -> bool:
-        """Return whether a frame for each site but one still waits to be sent; False if there are no others."""
-        others = [stream.blocked for peer, stream in list(self._streams.items()) if peer != besides]
+    def blocks_others(self) -> bool:
+        """Return whether a frame for each of the other sites still waits to be sent; False if there are none."""
+        others = [stream.blocked for peer, stream in list(self._streams.items()) if peer != self._own]
         return bool(others) and all(others)
 
     def drop(self, peer: int) -> None:
@@ -269,13 +361,13 @@ class StreamThread:
 
     def close(self) -> None:
         """Close all connections after sending the last frames. May be called twice."""
-        self._ending = True
+        self._stopping = True
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _CLOSE_SECONDS)
 
     def close_descriptors(self) -> None:
-        """Close the sockets in a forked child, which would keep them open after an exit."""
+        """Close the sockets alone, in a forked child."""
         for stream in self._streams.values():
             stream.socket.close()
 
@@ -293,7 +385,7 @@ class StreamThread:
                     self.drop(peer)
         with suppress(Exception):
             self._shut_down(time.monotonic() + _CLOSE_SECONDS)
-        self._ended = True
+        self._stopped = True
         self._close_adopted()
         for peer in list(self._streams):
             self.drop(peer)
@@ -303,12 +395,12 @@ class StreamThread:
 
     def _serve(self) -> None:
         last = time.monotonic()
-        while not self._ending:
-            due, wait = self._on_due(), self._timeout / _BEATS
+        while not self._stopping:
+            due, wait = self.on_due(), self._silence / _BEATS
             self._poll(wait if due is None else min(wait, max(0.0, due - time.monotonic())))
             self._take_adopted()
             now = time.monotonic()
-            if now - last > self._timeout / 2:  # this process was suspended
+            if now - last > self._silence / 2:  # this process was suspended
                 for stream in self._streams.values():
                     stream.heard = now
             last = now
@@ -354,18 +446,18 @@ class StreamThread:
                     lost[key.data] = error
                     self.drop(key.data)
         if arrived and deliver:
-            self._on_frames(arrived)
+            self.on_frames(arrived)
         if self._memory < math.inf:
             lost |= self._free_memory()
         for peer, reason in lost.items():
             if deliver:
-                self._on_lost(peer, reason)
+                self.on_lost(peer, reason)
 
     def _free_memory(self) -> dict[int, Exception]:
         """Close the connections with the most bytes until the rest are within the limit; return their errors."""
         lost: dict[int, Exception] = {}
         held = {peer: stream.nbytes for peer, stream in self._streams.items()}
-        while held and sum(held.values()) + self._further() > self._memory:
+        while held and sum(held.values()) + self.held_bytes() > self._memory:
             peer = max(held, key=lambda each: held[each])
             reason = f"{held.pop(peer)} bytes wait for it or came from it, and messages take more than {self._memory:g}"
             lost[peer] = MemoryError(reason)
@@ -374,8 +466,8 @@ class StreamThread:
 
     def _beat(self, now: float) -> None:
         for peer, stream in list(self._streams.items()):
-            if now - stream.sent > self._timeout / (2 * _BEATS) and not stream.blocked:
-                stream.send(Frame(Kind.ALIVE, body=self._heartbeat()))
-            if now - stream.heard > self._timeout:
+            if now - stream.sent > self._silence / (2 * _BEATS) and not stream.blocked:
+                stream.send(Frame(Kind.ALIVE, body=self.heartbeat()))
+            if now - stream.heard > self._silence:
                 self.drop(peer)
-                self._on_lost(peer, TimeoutError(f"nothing was heard of it for {self._timeout:g} s"))
+                self.on_lost(peer, TimeoutError(f"nothing was heard of it for {self._silence:g} s"))

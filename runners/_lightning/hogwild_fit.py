@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...hogwild.dealing import check_loader
-from ...hogwild.layout import check_model
-from ...hogwild.optimizer_state import check_optimizer
+from ...hogwild.layout import check_model, check_optimizer
 
 
 def check_trainer(trainer: Any, layer_sync: Any) -> None:

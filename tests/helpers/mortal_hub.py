@@ -18,7 +18,7 @@ from dadplug.hub.journal import Journal
 from dadplug.hub.kits import Kit
 from dadplug.hub.relay import Relay
 from dadplug.hub.server import Hub
-from dadplug.parameter_server.hub_host import SequencerHost
+from dadplug.parameter_server.service import SequencerHost
 
 
 def die_at(point: str, count: int) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dadplug
+from dadplug.parameter_server.replica import Replica
 
 SAMPLES, BATCH, EPOCHS = 96, 4, 3
 LOST = 2  # rank of the site that is killed, by default
@@ -102,7 +103,7 @@ def net() -> nn.Module:
 def digest(model: nn.Module, server: Any) -> str:
     """Return a digest of model and optimizer."""
     values = [*model.state_dict().values()]
-    values += [each for state in server._optimizer.state_dict()["state"].values() for each in state.values()]
+    values += [each for state in server._optimizer.optimizer.state_dict()["state"].values() for each in state.values()]
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()[:16]
 
 
@@ -117,14 +118,14 @@ class Steps:
     def __init__(self, case: Case, epoch: Callable[[], int]) -> None:
         self._case, self._epoch = case, epoch
         self._numbers: dict[int, int] = {}
-        original = dadplug.ParameterServer._apply
+        original = Replica.apply
 
-        def apply(server: Any, commit: Any) -> None:
+        def apply(replica: Any, commit: Any) -> None:
             for entry in commit.decision.entries:
                 case.write(commit=commit.decision.version, site=entry.site, number=entry.number)
-            original(server, commit)
+            original(replica, commit)
 
-        dadplug.ParameterServer._apply = apply  # type: ignore[method-assign]
+        Replica.apply = apply  # type: ignore[method-assign]
 
     def begin(self, inputs: torch.Tensor, **line: Any) -> None:
         """Begin a step with a batch."""

@@ -34,7 +34,7 @@ from dadplug.hub.journal import Journal
 from dadplug.hub.kits import Kit
 from dadplug.hub.server import Hub
 from dadplug.hub.stream import SendQueue, Stream
-from dadplug.parameter_server.hub_host import SequencerHost
+from dadplug.parameter_server.service import SequencerHost
 
 TIMEOUT = 60.0  # seconds, for a busy machine
 _INSTANCES = itertools.count(1)

@@ -17,7 +17,7 @@ from torch import nn
 
 import dadplug
 from dadplug import Hogwild, ProcessFailedError
-from dadplug.hogwild.workers import choose_start
+from dadplug.hogwild.training import choose_start
 
 
 def run_here(name: str, *args: object) -> str:

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from dadplug import Hogwild, MismatchError
-from dadplug.hogwild import join
+from dadplug.hogwild import memory
 
 
 def trains(named: bool) -> tuple:
     if named:  # no other process's descriptors can be opened
-        join.os = Without(join.os)
+        memory.os = Without(memory.os)
     model = training.network()
-    if join.connected() and torch.distributed.get_rank():
+    if memory.connected() and torch.distributed.get_rank():
         with torch.no_grad():
             model[0].weight.zero_()  # process 0's values count
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -26,7 +26,7 @@ def trains(named: bool) -> tuple:
     training.update(model, optimizer, next(iter(training.loader())))
     assert optimizer.state[model[0].weight]["step"].item() == step + 1  # no process changes it any more
     if named:
-        join.os = join.os.module
+        memory.os = memory.os.module
     return recorded, start, step, model[1].num_batches_tracked.item()
 
 
@@ -61,7 +61,7 @@ def test_connected_processes_share_one_model(sites, named):
 
 def refuses() -> list[tuple[str, str]]:
     rank = torch.distributed.get_rank()
-    machine, join._machine = join._machine, lambda: f"machine {rank}"
+    machine, memory._machine = memory._machine, lambda: f"machine {rank}"
     found = []
 
     def attempt(optimizer=torch.optim.SGD, model=None, **options) -> None:
@@ -74,7 +74,7 @@ def refuses() -> list[tuple[str, str]]:
         assert model[0].weight.data_ptr() == weight
 
     attempt()
-    join._machine = machine
+    memory._machine = machine
     attempt(processes=3)
     attempt(state="mine" if rank else "own")
     attempt(torch.optim.Adam if rank else torch.optim.SGD)

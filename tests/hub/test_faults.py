@@ -19,7 +19,6 @@ from dadplug.hub.relay import Relay
 from dadplug.hub.session import Session
 from dadplug.hub.tunnel import Tunnel
 from dadplug.parameter_server import streams
-from dadplug.parameter_server.streams import StreamThread
 
 SECONDS = 60.0
 
@@ -122,24 +121,12 @@ def test_a_fault_of_one_stream_of_a_parameter_server_loses_one_site(monkeypatch)
 
     monkeypatch.setattr(streams._Stream, "read", reading)
 
-    def on_lost(rank, error):
-        found.append((rank, type(error)))
-        lost.set()
+    class Loop(streams.FrameLoop):
+        def on_lost(self, peer, error):
+            found.append((peer, type(error)))
+            lost.set()
 
-    sockets = {rank: pair[0] for rank, pair in enumerate(pairs)}
-    thread = StreamThread(
-        "test",
-        sockets,
-        1000,
-        SECONDS,
-        Traffic(),
-        2,
-        lambda frames: None,
-        on_lost,
-        lambda: b"",
-        lambda rank: None,
-        lambda: None,
-    )
+    thread = Loop("test", {rank: pair[0] for rank, pair in enumerate(pairs)}, 1000, SECONDS, Traffic(), 2)
     thread.start()
     pairs[0][1].send(b"x")
     assert lost.wait(SECONDS)

@@ -28,7 +28,7 @@ def made(**options) -> tuple[nn.Module, dadplug.ParameterServer]:
 
 
 def recorded(server: dadplug.ParameterServer) -> list:
-    log, apply = [], server._apply
+    log, apply = [], server._replica.apply
 
     def record(commit):
         log.extend(commit.decision.entries)
@@ -36,7 +36,7 @@ def recorded(server: dadplug.ParameterServer) -> list:
             server.commits.append(commit.decision.entries)
         apply(commit)
 
-    server._apply, server.commits = record, []
+    server._replica.apply, server.commits = record, []
     return log
 
 

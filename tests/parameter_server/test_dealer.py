@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from dadplug.errors import SequenceError
-from dadplug.parameter_server.dealer import Answer, Deal, OwnDealer, SharedDealer
-from dadplug.parameter_server.dealing import draw_order
-from dadplug.parameter_server.rules import Rules, check_deal
-from dadplug.parameter_server.sequencer import Sequencer
+from dadplug.parameter_server.dealing import Answer, OwnDealer, SharedDealer, check_deal, draw_order
+from dadplug.parameter_server.sequencer import Rules, Sequencer
+from dadplug.parameter_server.streams import Deal
 
 
 class World:
@@ -70,7 +69,7 @@ class World:
         elif action == 12 and len(self.here) > 1:
             self.here.discard(site)
             self.has[site] = []
-            self.take(self.dealer.leave(site))
+            self.take(self.dealer.finish(site))
             self.end_phase()
         elif action == 13 and state == "drawing":
             self.finish(site)
@@ -139,7 +138,7 @@ def test_a_number_of_batches_from_a_site_takes_no_memory():
         for site in (0, 1):
             assert dealer.begin(site, 0, 1 << 20) == [Answer(site, Deal.EPOCH, 0, True)]
         assert [dealer.draw(site, True)[0].number for site in (0, 1, 0)] == [0, 1, 2]
-        dealer.leave(0)
+        dealer.finish(0)
         assert [dealer.draw(1, True)[0].number for _ in range(3)] == [0, 2, 3]
         assert tracemalloc.get_traced_memory()[1] < 1 << 16
     finally:
@@ -158,7 +157,7 @@ def test_a_batch_is_kept_for_each_site_that_has_had_none():
     dealer.begin(1, 0, 4)
     assert dealer.draw(1, False) == [Answer(1, Deal.BATCH, 2)]
     assert dealer.draw(1, False) == [Answer(1, Deal.NONE)]
-    assert dealer.leave(2) == [Answer(0, Deal.BATCH, 3, True)]  # it needs none
+    assert dealer.finish(2) == [Answer(0, Deal.BATCH, 3, True)]  # it needs none
 
 
 def test_an_epoch_waits_for_batches_that_a_site_has_and_deals_them_again():
@@ -171,7 +170,7 @@ def test_an_epoch_waits_for_batches_that_a_site_has_and_deals_them_again():
     assert dealer.use(0, 1) == []
     assert dealer.draw(0, True) == []
     assert dealer.makes_wait(0)
-    assert dealer.leave(1) == [Answer(0, Deal.BATCH, 1, True)]
+    assert dealer.finish(1) == [Answer(0, Deal.BATCH, 1, True)]
     assert dealer.use(0, 1) == []
     assert dealer.draw(0, True) == [Answer(0, Deal.OVER, 0, True)]
     assert dealer.begin(2, 0, 2) == [Answer(2, Deal.EPOCH, 0, True)]  # late: there is nothing left for it
@@ -188,7 +187,7 @@ def test_epochs_of_own_data_end_when_every_site_has_passed_over_its_own():
     for site in range(3):
         assert dealer.begin(site, 0, 0) == []
     assert dealer.passed(0, 0) == dealer.passed(1, 0) == dealer.passed(0, 0) == []
-    assert dealer.leave(2) == [Answer(0, Deal.OVER, 0), Answer(1, Deal.OVER, 0)]
+    assert dealer.finish(2) == [Answer(0, Deal.OVER, 0), Answer(1, Deal.OVER, 0)]
     dealer.join(2)
     assert dealer.begin(2, 0, 0) == [Answer(2, Deal.OVER, 0)]
     dealer.begin(0, 1, 0)

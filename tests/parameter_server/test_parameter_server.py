@@ -124,13 +124,13 @@ def test_every_kind_of_layer_trains(sites):
 
 def recorded(server: dadplug.ParameterServer) -> list:
     """Return a list to which the entries of the log are appended as the server applies them."""
-    log, apply = [], server._apply
+    log, apply = [], server._replica.apply
 
     def record(commit):
         log.append(commit.decision)
         apply(commit)
 
-    server._apply = record
+    server._replica.apply = record
     return log
 
 

@@ -39,13 +39,13 @@ def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, proce
     """Train in the phases that are left; return the log, with what each of this process's contributions was of."""
     data = TensorDataset(torch.eye(SAMPLES), torch.arange(SAMPLES))
     loader = server.loader(DataLoader(data, batch_size=4, shuffle=True))
-    log, apply = [], server._apply
+    log, apply = [], server._replica.apply
 
     def record(commit):
         log.extend((entry.site, entry.number) for entry in commit.decision.entries)
         apply(commit)
 
-    server._apply = record
+    server._replica.apply = record
     with (folder / process).open("a", buffering=1) as file:
         for phase in range(server.phases, PHASES):
             for number, (inputs, indices) in enumerate(loader):
@@ -77,7 +77,9 @@ def wait_for(path: Path) -> None:
 def summary(model: nn.Module, server: dadplug.ParameterServer) -> tuple:
     state = [value.numpy().tobytes() for value in model.state_dict().values()]
     state += [
-        value.numpy().tobytes() for each in server._optimizer.state_dict()["state"].values() for value in each.values()
+        value.numpy().tobytes()
+        for each in server._optimizer.optimizer.state_dict()["state"].values()
+        for value in each.values()
     ]
     if (norms := server._replica._norms) is not None:
         committed = norms.state_dict()

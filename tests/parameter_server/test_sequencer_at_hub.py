@@ -16,7 +16,7 @@ from running_hub import RunningHub, running_hub
 from torch import nn
 
 import dadplug
-from dadplug.parameter_server import connect, hub_client, hub_messages
+from dadplug.parameter_server import connect
 
 RETURNING = support.load(str(Path(__file__).with_name("test_returning.py")))
 NAMES = ("a", "b", "c")
@@ -80,14 +80,13 @@ def test_two_parameter_servers_of_one_run_have_a_sequencer_each(tmp_path):
 def counts_bytes() -> tuple[int, int]:
     model, server = made(400, mode="dsgd")
     sent = []
-    thread = server._log._thread
-    send = thread.send
+    post = server._log.post
 
     def counted(peer, frame):
         sent.append(len(frame.body))
-        send(peer, frame)
+        post(peer, frame)
 
-    thread.send = counted
+    server._log.post = counted
     for step in range(6):
         backward(model, step)
         server.step()
@@ -112,13 +111,14 @@ def test_each_site_sends_its_contribution_once_and_the_hub_sends_it_to_the_other
 
 def starts_differently(change: str) -> str:
     """Start with settings that differ at the last site; return the error."""
-    original, version = hub_client.start_at_hub, hub_messages.VERSION
+    original, version = connect.start_at_hub, connect.VERSION
     if change == "version":
-        hub_messages.VERSION = 99
+        connect.VERSION = 99
 
-    def start(transport, stream, options, workers, limit, in_trainer):
-        more = int(change == "limit" and transport.rank == 2)
-        return original(transport, stream, options, [0, 1, 7] if change == "workers" else workers, limit + more, False)
+    def start(transport, stream, settings):
+        workers = (0, 1, 7) if change == "workers" else settings.workers
+        limit = settings.limit + int(change == "limit" and transport.rank == 2)
+        return original(transport, stream, settings._replace(workers=workers, limit=limit))
 
     connect.start_at_hub = start
     try:
@@ -126,7 +126,7 @@ def starts_differently(change: str) -> str:
     except ValueError as error:
         return str(error)
     finally:
-        connect.start_at_hub, hub_messages.VERSION = original, version
+        connect.start_at_hub, connect.VERSION = original, version
     return ""
 
 

@@ -11,16 +11,10 @@ import pytest
 
 from dadplug import MismatchError, SiteError
 from dadplug.exchange import Traffic, codec
-from dadplug.parameter_server.dealer import OwnDealer
-from dadplug.parameter_server.donors import Donors
-from dadplug.parameter_server.frames import Frame, Kind
-from dadplug.parameter_server.holder import HUB, Holder
-from dadplug.parameter_server.log import Log
-from dadplug.parameter_server.returning import Returned
-from dadplug.parameter_server.rules import Rules
-from dadplug.parameter_server.sequencer import Sequencer
-from dadplug.parameter_server.service import SequencerService
-from dadplug.parameter_server.streams import _Stream
+from dadplug.parameter_server.connect import ReturnedSites
+from dadplug.parameter_server.log import HUB, Holder, Log
+from dadplug.parameter_server.service import Donors, SequencerService, Settings
+from dadplug.parameter_server.streams import Frame, Kind, _Stream
 
 SECONDS = 60.0
 
@@ -57,11 +51,19 @@ class Peer:
         return codec.decode(self.wait_for(Kind.DECISION).body)[3]
 
 
+def service_of(
+    peers: list[Peer], own: int = HUB, staleness: int = 100, gather: float = 0.0, in_trainer: bool = False, **options
+) -> SequencerService:
+    """Start a service, by default as at the hub, without a site of its own."""
+    ranks = tuple(each.rank for each in peers)
+    rules = {"staleness": staleness, "quorum": 1, "late": "keep", "gather": gather}
+    settings = Settings(ranks, rules, "own", in_trainer, 1 << 16, SECONDS, SECONDS)
+    return SequencerService({each.rank: each.theirs for each in peers}, settings, Traffic(), own, **options)
+
+
 def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it():
     first, second, back = Peer(0), Peer(1), Peer(1)
-    sequencer, dealer = Sequencer([0, 1], Rules(4, 1, "keep")), OwnDealer([0, 1])
-    sockets = {0: first.theirs, 1: second.theirs}
-    service = SequencerService(sockets, [0, 1], sequencer, dealer, 1 << 16, SECONDS, Traffic(), 0, in_trainer=True)
+    service = service_of([first, second], own=0, staleness=4, in_trainer=True)
     try:
         second.send(Kind.TRAINS)
         second.send(Kind.CONTRIBUTION, samples=2, body=b"gradient")
@@ -70,7 +72,7 @@ def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it():
         assert first.wait_for(Kind.LEFT).body == b"it was killed"
         first.send(Kind.FINISH, body=b"first")
         assert first.over()
-        service.admit(1, back.theirs)
+        service.adopt(1, back.theirs)
         first.send(Kind.FINISH, body=b"metrics")  # an exchange between phases, which does not wait for the site
         assert first.over()
         assert Kind.SNAPSHOT not in first.kinds()
@@ -84,7 +86,7 @@ def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it():
         assert back.wait_for(Kind.CONTRIBUTION).body == b"gradient"
         back.send(Kind.READY)
         assert back.wait_for(Kind.READY).number == 1  # the one of before counts
-        assert sequencer.awaited == [1]
+        assert service._sequencer.awaited == [1]
         back.send(Kind.CONTRIBUTION, number=1, base=2, reached=2, samples=2, body=b"its own")
         assert not first.over()
         back.send(Kind.FINISH, body=b"third")
@@ -96,14 +98,6 @@ def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it():
         service.close()
 
 
-def service_of(peers: list[Peer], own: int = HUB, **options) -> SequencerService:
-    """Start a service, by default as at the hub, without a site of its own."""
-    ranks = [each.rank for each in peers]
-    sequencer, dealer = Sequencer(ranks, Rules(100, 1, "keep")), OwnDealer(ranks)
-    sockets = {each.rank: each.theirs for each in peers}
-    return SequencerService(sockets, ranks, sequencer, dealer, 1 << 16, SECONDS, Traffic(), own, **options)
-
-
 def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost():
     peers, back, ended = [Peer(rank) for rank in range(3)], Peer(2), threading.Event()
     first, second, third = peers
@@ -112,7 +106,7 @@ def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost():
         third.send(Kind.CONTRIBUTION, samples=1, body=b"gradient")
         third.send(Kind.BYE, body=b"it was killed")
         assert first.wait_for(Kind.LEFT).site == 2
-        service.admit(2, back.theirs)
+        service.adopt(2, back.theirs)
         assert first.wait_for(Kind.SNAPSHOT).number == 2
         assert back.wait_for(Kind.RETURNED).site == 2
         first.send(Kind.BYE, body=b"it was killed, too")
@@ -169,14 +163,14 @@ def test_beyond_the_memory_the_site_that_does_not_read_is_dropped():
 
 def test_a_site_that_there_is_not_is_refused():
     ours, theirs = socket.socketpair()
-    sites = Returned(1, ["a", "b"])
+    sites = ReturnedSites(1, ["a", "b"])
     log = Log(ours, Holder(0, "site 0", SiteError), sites, 1 << 16, SECONDS, SECONDS, Traffic())
     with theirs:
         _Stream(theirs, 1 << 16).send(Frame(Kind.LEFT, 2))
         with pytest.raises(MismatchError, match="has sent a LEFT that does not fit: there is no site 2"):
             log.wait()
         assert not log.left
-        log.leave("")
+    log.leave("")
 
 
 def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_others():
@@ -184,7 +178,7 @@ def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_othe
     service = service_of(peers, own=0)
     ours, theirs = socket.socketpair()
     holder, own = Holder(0, "site 0", SiteError), SimpleNamespace(rank=0)
-    log = Log(ours, holder, own, 1 << 16, SECONDS, SECONDS, Traffic(), delayed=service.is_blocked)
+    log = Log(ours, holder, own, 1 << 16, SECONDS, SECONDS, Traffic(), delayed=service.blocks_others)
 
     def wait_for(blocked: bool, *readers: Peer) -> None:
         deadline = time.monotonic() + SECONDS
@@ -202,8 +196,26 @@ def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_othe
         wait_for(True, first)
         wait_for(False, first, third)  # it is of use to one of them
     finally:
+        for each in (*(each.stream.socket for each in peers), theirs):
+            each.close()
         log.leave("")
+        service.close()
+
+
+def test_the_service_makes_a_commit_that_has_waited_long_enough():
+    peers = [Peer(0), Peer(1)]
+    service = service_of(peers, own=0, staleness=8, gather=1.0)
+    try:
+        for number in range(3):
+            for each in peers:
+                each.send(Kind.CONTRIBUTION, number=number, samples=4, body=b"gradient")
+            time.sleep(0.3)
+        peers[0].send(Kind.CONTRIBUTION, number=3, samples=4, body=b"gradient")  # site 1 sends nothing more
+        committed: set[int] = set()
+        while committed != {0, 1, 2, 3}:
+            entries = codec.decode(peers[0].wait_for(Kind.DECISION).body)[1]
+            committed |= {number for site, number, *_ in entries if site == 0}
+    finally:
         for each in peers:
             each.stream.socket.close()
-        theirs.close()
         service.close()

@@ -13,6 +13,7 @@ from torch import nn
 
 import dadplug
 from dadplug.parameter_server import server as server_module
+from dadplug.parameter_server.streams import Kind
 
 
 def sends_before_it_applies(staleness: int) -> tuple[list[int], list[int], int]:
@@ -21,21 +22,22 @@ def sends_before_it_applies(staleness: int) -> tuple[list[int], list[int], int]:
     model = nn.Linear(6, 4)
     server = dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1), staleness=staleness, gather=0)
     sent, reported = [], []
-    apply, reach = server._replica.apply, server._log.reach
+    apply, send = server._replica.apply, server._log.send
 
     def apply_later(commit) -> None:
         sent.append(server._log._count)
         apply(commit)
 
-    def report(version: int) -> None:
-        reported.append(version)
-        reach(version)
+    def report(kind, *fields, **named) -> None:
+        if kind is Kind.REACHED:
+            reported.append(named["reached"])
+        send(kind, *fields, **named)
 
     model(torch.randn(3, 6)).sum().backward()
     server.step()
     while not server._log._commits and not server.version:
         server._log.wait()
-    server._replica.apply, server._log.reach = apply_later, report
+    server._replica.apply, server._log.send = apply_later, report
     model(torch.randn(3, 6)).sum().backward()
     server.step()
     found = list(sent), list(reported), server.version

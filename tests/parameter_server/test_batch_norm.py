@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dadplug
 from dadplug.errors import NonFiniteError
 from dadplug.model_sync.samples import SampleCounter
-from dadplug.parameter_server.statistics import CommittedBatchNorms
+from dadplug.parameter_server.batch_norm import CommittedBatchNorms
 
 SETTLED = 6  # steps with the same batches and parameters until all statistics are those of these
 
