@@ -15,28 +15,31 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from .adaptive.adaptive_loader import REDUCTIONS
 from .adaptive.noise import GradientNoise
 from .errors import DroppedError
+from .exchange import Transport
 from .fused import Deferral, FusedSteps
 from .logs import get_logger
-from .methods import feedback
+from .methods import Quality, feedback, make_method
+from .methods.feedback import ErrorFeedback
 from .model_sync import sameness
 from .model_sync.batchnorm import SyncedBatchNorms
-from .model_sync.replicated_model import JoinState, Stateful
+from .model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from .model_sync.sameness import FirstBatch, OptimizerSettings, Weights
 from .model_sync.samples import SampleCounter
 from .model_sync.structure import refuse_unsynchronised
 from .options import Options
-from .planning.planned_model import PlannedModel
+from .planning.merging import check_merge
+from .planning.plan import Plan
 from .planning.planner import Planner
-from .reducer.request import StepRequest
+from .reducer.reducer import AttachedGradients, StepRequest
 from .reducer.step_header import StepHeader
-from .signature import takes_keywords_of
+from .signature import takes_keywords_of, whole_number
 from .units.base import Unit
 from .units.factor import FactorUnit
 
 _log = get_logger(__name__)
 
 
-class GradientReduction(FusedSteps, PlannedModel):
+class GradientReduction(FusedSteps, ReplicatedModel):
     """Reduction of gradients between the sites of a process group, for any PyTorch training loop.
 
     At the start all sites get rank 0's parameters and buffers. Payloads of gradients are sent during backward, as soon
@@ -88,6 +91,10 @@ class GradientReduction(FusedSteps, PlannedModel):
         **options: Any,
     ) -> None:
         super().__init__(model, process_group, Options.create(mode=mode, **options))
+        self._step = 0
+        self._pending = False
+        self._method = make_method(self.options)
+        self._attached: AttachedGradients | None = None
         self.stopped = False
         self._counter = SampleCounter(model, lambda: self._planner.before_forward(), self._drop_cleared)
         self._norms: SyncedBatchNorms | None = None
@@ -152,6 +159,51 @@ class GradientReduction(FusedSteps, PlannedModel):
         """Return the samples that this site's gradients stand for so far in the step."""
         by_samples = self.options.weighting == "samples"
         return self._counter.of_step(self._pending, by_samples=by_samples, alone=self.world_size == 1)
+
+    def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
+        transport = super()._open_transport(process_group)
+        try:
+            check_merge(self.options, transport)
+        except ValueError:
+            transport.close()
+            raise
+        return transport
+
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """The path of every parameter and the bytes that it costs; final after the first step. Prints as a table."""
+        return self._planner.plan.with_remarks(self.remarks)
+
+    @property
+    def quality(self) -> dict[str, Quality]:
+        """Effective rank and relative residual of this site's compressed gradients, by name of the weight."""
+        return self._method.quality()
+
+    @property
+    def step(self) -> int:
+        """Number of steps that have been agreed on, those before a resumption included."""
+        return self._step
+
+    @property
+    def max_rank(self) -> int | None:
+        """The largest rank of a layer's compressed gradient; None for methods without.
+
+        May be set at any time, at each site to another value: the next step's gradients have it.
+        """
+        return self._method.max_rank
+
+    @max_rank.setter
+    def max_rank(self, rank: int) -> None:
+        if self._method.max_rank is None:
+            raise ValueError(f"mode {self.options.mode!r} has no rank to set")
+        whole_number(1)("rank", rank)
+        if self.options.merge != "all" and rank > self.options.rank:
+            raise ValueError(
+                f"with merge={self.options.merge!r} the rank may be lowered: it is {self.options.rank} at most"
+            )
+        self._method.max_rank = rank
 
     def synchronize(self, *, stop: bool = False) -> None:
         """Exchange what is left of the gradients, and write the agreed ones to ``.grad``.
@@ -412,28 +464,105 @@ class GradientReduction(FusedSteps, PlannedModel):
         self._drop_cleared()
         return self._pending or self._held is not None
 
+    @property
+    def _has_attached(self) -> bool:
+        return self._attached is not None and self._attached.arrived and not self._attached.cleared
+
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        own = super().state_dict()
-        return own if self._noise is None else own | {"noise": self._noise.state_dict()}
+        """Return this site's state beside the model's: what the compressor carries from step to step.
+
+        It involves no other site. Each site may save its own. A site that loads the state of another one approximates
+        its gradients less well at first.
+        """
+        own = {"step": self._step, "mode": self.options.mode, "method": self._method.state_dict()}
+        noise = {} if self._noise is None else {"noise": self._noise.state_dict()}
+        return own | self._planner.state_dict() | noise
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+        """Restore what `state_dict` returned.
+
+        In mode powersgd, where sites share state, all sites must call it once training has begun.
+
+        Args:
+            state: the state.
+
+        Raises:
+            ValueError: if the state is of another mode.
+        """
+        if state["mode"] != self.options.mode:
+            raise ValueError(f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}")
+        self._step = state["step"]
+        self._method.load_state_dict(state["method"])
+        self._planner.load_state_dict(state)
         if state.get("noise") is not None:
             self._make_noise().load_state_dict(state["noise"])
+
+    def load_states(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """Restore this site's state from those of all sites, as a checkpoint contains them.
+
+        A site that has none in it, since the checkpoint was written by fewer sites, or without this one, takes over the
+        number of the step, and its compressor begins anew.
+
+        Args:
+            states: the states, by rank; None for sites that were absent.
+
+        Raises:
+            ValueError: if the states are of another mode.
+        """
+        own = states[self.site_rank] if self.site_rank < len(states) else None
+        other = next((each for each in states if each is not None), None)
+        if own is not None:
+            self.load_state_dict(own)
+        elif other is not None:
+            self.load_state_dict(
+                other | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
+            )
+        self._method.load_from_all([each["method"] for each in states if each is not None])
+
+    def attach(self, gradients: AttachedGradients) -> None:
+        """Weight, check and drop gradients that this reduction does not send with those that it sends.
+
+        Args:
+            gradients: gradients of parameters that are managed elsewhere.
+        """
+        self._attached = gradients
 
     def _join_state(self, step: int, plan: Any) -> JoinState:
         state = super()._join_state(step, plan)
         return state if self._noise is None else replace(state, noise=self._noise.state_dict())
 
     def _adopt(self, joined: JoinState) -> None:
+        """Go on from the state of another site."""
         if joined.noise is not None:
             self._make_noise().load_state_dict(joined.noise)
-        super()._adopt(joined)
+        self._step = joined.step
+        self._planner.adopt(joined.plan)
+        self._join(joined)
+
+    def _rejoin(self) -> None:
+        """Join again after this site was dropped: its gradients of this step are lost, and its compressor begins anew.
+
+        Raises:
+            SiteError: if the others do not let it join.
+        """
+        self._transport.rejoin()
+        self._planner.release(discard=True)
+        joined = self._receive_state()
+        assert joined is not None
+        method, max_rank = make_method(self.options), self.max_rank
+        if max_rank is not None:
+            method.max_rank = max_rank
+        self._method = method
+        self._planner = self._make_planner()
+        self.model.zero_grad()
+        self._counter.reset()
+        self._pending, self._epoch_samples = False, 0
+        self._adopt(joined)
 
     def _make_planner(self) -> Planner:
-        planner = super()._make_planner()
+        planner = Planner(self.model, self._method, self.options, self._transport, self._samples, self._arrived)
         planner.on_release = self._end_probe
         return planner
 

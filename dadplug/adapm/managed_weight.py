@@ -449,7 +449,7 @@ class ManagedEmbeddingBag(_ManagedLayer):
 class RowSteps:
     """Gradients of managed weights from backward to the end of the optimizer's step.
 
-    It is the `dadplug.reducer.attached.AttachedGradients` of the reduction.
+    It is the `dadplug.reducer.reducer.AttachedGradients` of the reduction.
 
     Args:
         managed: the managed weights by name.

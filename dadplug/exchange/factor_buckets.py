@@ -133,16 +133,17 @@ class Slot:
         return [*self.capacity, *(number for pair in self._fewer for number in pair)]
 
     def restore(self, layout: Sequence[int]) -> None:
-        """Restore what `layout` returned at another site.
+        """Restore what `layout` returned at another site, which may know the first sites only: nothing comes from others.
 
         Raises:
-            MismatchError: if it is of another number of sites.
+            MismatchError: if it is of more sites.
         """
-        sites = len(self.capacity)
-        if len(layout) != 3 * sites or min(layout) < 0:
+        known, rest = divmod(len(layout), 3)
+        new = len(self.capacity) - known
+        if rest or new < 0 or min(layout) < 0:
             raise MismatchError("the other sites have laid out their payloads for another number of sites")
-        self.capacity = list(layout[:sites])
-        self._fewer = list(zip(layout[sites::2], layout[sites + 1 :: 2], strict=True))
+        self.capacity = [*layout[:known], *[0] * new]
+        self._fewer = [*zip(layout[known::2], layout[known + 1 :: 2], strict=True), *[(0, 0)] * new]
 
     def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
         """Return views of this slot's parts in a payload.

@@ -12,7 +12,7 @@ from ..methods import Method
 from ..schedules import Decoding, current
 from ..units.base import Unit
 from ..units.factor import FactorUnit
-from .link_model import LinkCosts
+from .merging import LinkCosts
 
 register_family(Form)
 register(Geometry)  # which forms of convolutions hold

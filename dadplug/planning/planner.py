@@ -5,30 +5,61 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..exchange import Transport
+from ..exchange.codec import register
+from ..hooks import Form
 from ..methods import Method, check_allowed
 from ..methods.base import GradientPath
 from ..methods.feedback import ErrorFeedback
 from ..model_sync import sameness
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..options import Options
-from ..reducer.reducer import Reducer
-from ..reducer.request import StepRequest
+from ..reducer.reducer import Reducer, StepRequest
 from ..reducer.step_header import StepHeader
 from ..units.base import DenseUnit, Unit
 from ..units.factor import ChainedUnit, FactorUnit
 from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
-from .costs import PayloadCosts, dense_bytes
 from .first_step import FirstStepReport, MergedReport, merge_reports
-from .link_model import LinkCosts, measure_link
-from .merging import Merging
+from .merging import LinkCosts, Merging, measure_link
 from .partition import partition_parameters
-from .plan import Plan
-from .plan_state import PlanState
+from .plan import PayloadCosts, Plan, dense_bytes
+
+Layout = list[list[list[int]]]
+"""By handler and slot: what `dadplug.exchange.factor_buckets.Slot.layout` returns."""
+
+
+@register
+@dataclass(frozen=True)
+class PlanState:
+    """State of a complete plan.
+
+    Attributes:
+        sites: number of sites of the plan.
+        version: number of the plan.
+        earlier: by name of a unit that is all-reduced since earlier plans: why.
+        merged: conclusions from the first step's reports.
+        forms: by name of a factor unit, the form of its factors.
+        reference: samples of all sites in a step, about.
+        planned_for: samples of the site that had most in the first step.
+        off_plan: steps in succession with batches of another size.
+        layout: room in the buckets, by handler and slot.
+    """
+
+    sites: int
+    version: int
+    earlier: dict[str, str]
+    merged: MergedReport
+    forms: dict[str, Form]
+    reference: int
+    planned_for: int
+    off_plan: int
+    layout: Layout
+
 
 _OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
 _SOME_STEPS = 8
@@ -275,7 +306,7 @@ class Planner:
         self._follow(state)
 
     def grow(self) -> None:
-        """Make the same plan for more sites; its buckets learn their sizes anew, at all sites alike."""
+        """Make the same plan for more sites, which have sent nothing so far."""
         if self._reducer is not None and self._complete:
             self._rounding, state = self._reducer.rounding(), self.plan_state()
             self.release()
@@ -293,8 +324,7 @@ class Planner:
         self._off_plan = state.off_plan
         assert self._reducer is not None
         self.outgrown = state.sites != self._transport.world_size
-        if not self.outgrown:
-            self._reducer.restore(state.layout)
+        self._reducer.restore(state.layout)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the plan carries from step to step: the reference samples and kept rounding errors."""

@@ -18,11 +18,9 @@ from ..hooks import Factor
 from ..methods.base import GradientPath
 from ..units.base import Unit
 from ..units.factor import FactorUnit
-from .context import HandlerContext
-from .faults import Fault
-from .handler import register_handler
-from .kept_payloads import KeptPayloadsHandler
-from .step_header import StepHeader
+from .factors import KeptPayloadsHandler
+from .handler import HandlerContext, register_handler
+from .step_header import Fault, StepHeader
 
 
 @register_handler(GradientPath.LOWRANK, variant="nodes")

@@ -21,8 +21,7 @@ from ..methods.powersgd import (
     subtract_sent,
 )
 from ..units.base import Unit
-from .context import HandlerContext
-from .handler import gradient_room, register_handler
+from .handler import HandlerContext, gradient_room, register_handler
 from .summed import SummedHandler, gradient_matrix
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,20 +12,73 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..exchange import Transport
 from ..exchange.summed_buckets import AllReducedBucket
-from ..fused import compare_digests
+from ..fused import Deferral, compare_digests
 from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..options import Options
 from ..schedules import Decoding
 from ..units.base import Unit
 from ..units.factor import FactorUnit
-from .attached import AttachedGradients
-from .context import HandlerContext
-from .faults import Fault
-from .handler import BucketHandler, handler_type, write_gradient
+from .handler import BucketHandler, HandlerContext, handler_type, write_gradient
 from .owners import Owners
-from .request import StepRequest
-from .step_header import HeaderExchange, StepHeader, raise_fault
+from .step_header import Fault, HeaderExchange, StepHeader, raise_fault
+
+
+class AttachedGradients(Protocol):
+    """Gradients of parameters that are managed elsewhere, such as those of rows in tables.
+
+    Attributes:
+        names: names of the parameters, in the same order on all sites.
+        arrived: whether backward has added gradients since the last synchronization, cleared or not.
+        cleared: whether the program has cleared all of them.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def arrived(self) -> bool: ...
+
+    @property
+    def cleared(self) -> bool: ...
+
+    def first_not_finite(self) -> int | None:
+        """Return the index of the first parameter whose gradient holds NaN or Inf; None if there is none."""
+
+    def apply_share(self, share: float) -> None:
+        """Weight the gradients that have arrived; called at the end of a synchronization.
+
+        Args:
+            share: this site's weight in the mean of the step.
+        """
+
+    def fill_with_inf(self) -> None:
+        """Replace the gradients by Inf, since some site's are not finite; called instead of `apply_share`."""
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Request of one site for the end of a step.
+
+    Attributes:
+        step: number of the step.
+        stop: whether to ask all sites to stop after it.
+        attached: gradients that the reducer does not send, and that are checked with those that it sends.
+        admits: whether sites that come may join in this step.
+        noise_every: as in `StepHeader`.
+        settings: as in `StepHeader`.
+        digest: as in `StepHeader`.
+        deferral: which weights' gradients may stay products, if all sites say so; takes these products.
+    """
+
+    step: int
+    stop: bool = False
+    attached: AttachedGradients | None = None
+    admits: bool = True
+    noise_every: int = 0
+    settings: int = 0
+    digest: int = 0
+    deferral: Deferral | None = None
 
 
 class Reducer:

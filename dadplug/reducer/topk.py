@@ -15,8 +15,7 @@ from ..methods import Method
 from ..methods.base import GradientPath
 from ..methods.topk import TopK, accumulate, decode, encode, subtract_sent
 from ..units.base import Unit
-from .context import HandlerContext
-from .handler import gradient_room, register_handler
+from .handler import HandlerContext, gradient_room, register_handler
 from .summed import SummedHandler, gradient_matrix
 
 

@@ -10,9 +10,8 @@ from torch import nn
 
 import dadplug
 from dadplug.lowrank.packing import merge_coefficients
-from dadplug.reducer import divided
-from dadplug.reducer.divided import DividedHandler
-from dadplug.reducer.merged import MergedHandler
+from dadplug.reducer import merged
+from dadplug.reducer.merged import DividedHandler, MergedHandler
 
 
 def network(dtype=torch.float64):
@@ -65,12 +64,12 @@ def fail_to_merge(reduction):
 
     handlers = reduction._planner._reducer._handlers
     mergers = [handler._merger for handler in handlers if isinstance(handler, MergedHandler)]
-    divided.merge_coefficients = lambda *given: [part * math.nan for part in merge_coefficients(*given)]
+    merged.merge_coefficients = lambda *given: [part * math.nan for part in merge_coefficients(*given)]
     for merger in mergers:
         merger.encode = raise_error
     try:
         yield
     finally:
-        divided.merge_coefficients = merge_coefficients
+        merged.merge_coefficients = merge_coefficients
         for merger in mergers:
             vars(merger).pop("encode", None)

@@ -24,7 +24,7 @@ from torch import nn
 import dadplug
 from dadplug.hub.elastic import ElasticTransport
 from dadplug.planning import planner
-from dadplug.planning.link_model import LinkCosts
+from dadplug.planning.merging import LinkCosts
 
 
 @dataclass(frozen=True)

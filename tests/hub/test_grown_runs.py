@@ -34,27 +34,36 @@ def same_bits(lines: dict[int, dict], others: dict[int, dict]) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "settings"),
-    [("dsgd", {"late": "skip"}), ("dad", {}), ("rankdad", {}), ("rankdad", {"wire": "int8"}), ("auto", {"link": LINK})],
+    [
+        ("dsgd", {"late": "skip"}),
+        ("dad", {}),
+        ("rankdad", {}),
+        ("rankdad", {"wire": "int8"}),
+        ("auto", {"link": LINK}),
+        ("dad", {"pause": 2.0}),
+    ],
 )
 def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings):
+    """With long steps the site joins in the round in which the run grows; else the others have room for it before."""
+    settings = {"pause": 0.02} | settings
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, mode=mode, stop=str(tmp_path / "stop"), pause=0.02, meets=True, **settings)
+        run = Run(tmp_path, hub, mode=mode, stop=str(tmp_path / "stop"), meets=True, **settings)
         run.start("a")
         run.start("b")
-        run.await_step("a", 4)
+        run.await_step("a", 3)
         add_site(hub, "abc")
         run.start("c")
         hub.await_line("c joins", ENDED)
-        stops(tmp_path, max(run.lines("a")) + 20)
+        stops(tmp_path, max(run.lines("a")) + (20 if settings["pause"] < 1 else 5))
         for name in "abc":
             run.end(name)
         lines = run.lines("a")
         same_bits(lines, run.lines("b"))
         same_bits(lines, run.lines("c"))
     present = {step: line["present"] for step, line in lines.items()}
-    assert present[4] == [0, 1]
+    assert present[3] == [0, 1]
     assert present[max(present)] == [0, 1, 2]
-    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode, **settings | {"late": "wait"}))
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode, **settings | {"late": "wait", "pause": 0.0}))
 
 
 def test_a_site_with_an_old_kit_returns_to_a_run_that_has_grown_twice(tmp_path):

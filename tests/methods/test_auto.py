@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dadplug
-from dadplug.planning.link_model import LinkCosts, measure_link
+from dadplug.planning.merging import LinkCosts, measure_link
 
 
 def wide_and_long():

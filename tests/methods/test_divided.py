@@ -14,9 +14,8 @@ from torch import nn
 
 from dadplug.errors import NonFiniteError
 from dadplug.lowrank.packing import merge_coefficients
-from dadplug.planning.link_model import LinkCosts
-from dadplug.planning.merging import predict_seconds
-from dadplug.reducer import divided
+from dadplug.planning.merging import LinkCosts, predict_seconds
+from dadplug.reducer import merged as merging
 from dadplug.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
 
 MNISTNET = [(2048, 784), (1024, 2048), (512, 1024), (256, 512), (10, 256)]
@@ -74,7 +73,7 @@ def test_with_rank_enough_it_is_the_exact_mean(sites):
 def is_noticed() -> None:
     """Coefficients of zero, or of twice the sum, must not pass."""
     for factor in (0.0, 2.0):
-        divided.merge_coefficients = lambda *given: (
+        merging.merge_coefficients = lambda *given: (
             factor * merge_coefficients(*given)[0],  # noqa: B023
             merge_coefficients(*given)[1],
         )
@@ -82,7 +81,7 @@ def is_noticed() -> None:
             with pytest.raises(AssertionError):
                 is_exact({}, 1e-7)
         finally:
-            divided.merge_coefficients = merge_coefficients
+            merging.merge_coefficients = merge_coefficients
 
 
 def test_zeros_or_twice_the_gradient_would_fail(sites):

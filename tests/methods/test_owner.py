@@ -14,8 +14,7 @@ from torch import nn
 import dadplug
 from dadplug.errors import NonFiniteError, SiteError
 from dadplug.methods.rankdad import Merger
-from dadplug.planning.link_model import LinkCosts
-from dadplug.planning.merging import predict_seconds
+from dadplug.planning.merging import LinkCosts, predict_seconds
 from dadplug.reducer.owners import OwnedLayer, assign_owners, numbers_sent
 
 

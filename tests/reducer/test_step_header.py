@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from dadplug import NonFiniteError
-from dadplug.reducer.faults import Fault, FaultLog
-from dadplug.reducer.step_header import StepHeader, raise_fault
+from dadplug.reducer.step_header import Fault, FaultLog, StepHeader, raise_fault
 from dadplug.units.base import DenseUnit
 
 SITES = ["site 0 (here)", "site 1 (there)"]
