@@ -133,7 +133,7 @@ class Slot:
         return [*self.capacity, *(number for pair in self._fewer for number in pair)]
 
     def restore(self, layout: Sequence[int]) -> None:
-        """Restore what `layout` returned at another site, which may know the first sites only: nothing comes from others.
+        """Restore what `layout` returned at another site, which may have been for the first sites alone.
 
         Raises:
             MismatchError: if it is of more sites.
