@@ -128,7 +128,7 @@ class Child:
             result, error = self.pipe.recv()
         except (EOFError, ConnectionError):
             self.process.join()
-            return None, f"a process has exited with status {self.process.exitcode}"
+            return None, f"it has ended with status {self.process.exitcode}"
         return result, error
 
     def end(self, seconds: float = 0.5) -> None:
@@ -230,15 +230,15 @@ def _results(children: Sequence[Child]) -> list[Any]:
     results: dict[int, Any] = {}
     errors: list[str] = []
     while len(results) < len(children):
-        waiting = {child.pipe: rank for rank, child in enumerate(children) if rank not in results}
+        waiting: dict[Any, int] = {child.pipe: rank for rank, child in enumerate(children) if rank not in results}
         ready = wait(list(waiting), _GRACE if errors else None)
         if not ready:
             break
         for pipe in ready:
-            rank = waiting[pipe]  # type: ignore[index]
+            rank = waiting[pipe]
             results[rank], error = children[rank].receive()
             if error:
-                errors.append(error)
+                errors.append(f"process {rank}: {error}")
     if errors:
         raise RunFailedError(errors[0])
     return [results[rank] for rank in range(len(children))]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -21,12 +20,12 @@ from ..exchange import connect
 from ..exchange.handshake import free_port
 from ..hogwild.training import choose_start
 from ..models import build_model
+from ..processes import Child
 from ..signature import whole_number
 from .options import ServerOptions
 from .server import ParameterServer
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-_POLL = 0.5  # seconds between two looks at processes that report nothing
 
 
 class Outcome(NamedTuple):
@@ -149,46 +148,33 @@ def _check(world_size: int, epochs: int, num_gpus: int, options: dict[str, Any])
 def _run(task: _Task) -> _Report:
     """Start the processes, and return what the server reports."""
     start = "spawn" if task.num_gpus or dist.is_initialized() else choose_start(task.threads)
-    context: Any = multiprocessing.get_context(start)
-    processes, pipes = [], []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*")
-        for rank in range(task.world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_serve if rank == 0 else _work, args=(rank, task, theirs))
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
+        children = [Child(_work if rank else _serve, rank, task, method=start) for rank in range(task.world_size)]
     try:
-        return _collect(processes, pipes)
+        return _collect(children)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for child in children:
+            child.end(seconds=0)
 
 
-def _collect(processes: list[Any], pipes: list[Connection]) -> _Report:
+def _collect(children: Sequence[Child]) -> _Report:
     """Wait for the server's report; warn of workers that fail."""
     failed: dict[int, str] = {}
-    open_pipes = dict(enumerate(pipes))
+    waiting: dict[Any, int] = {child.pipe: rank for rank, child in enumerate(children)}
     while True:
-        ready = wait(list(open_pipes.values()), _POLL)
-        for rank in [rank for rank, pipe in open_pipes.items() if pipe in ready]:
-            name = "the server" if rank == 0 else f"worker {rank}"
-            try:
-                kind, value = pickle.loads(open_pipes.pop(rank).recv_bytes())
-            except EOFError:
-                processes[rank].join()
-                kind, value = "failed", f"it has ended with status {processes[rank].exitcode}"
-            if kind == "ok" and rank == 0:
-                report: _Report = value
-                return report
-            if kind == "failed":
-                failed[rank] = f"{name} (pid {processes[rank].pid}) has failed: {value}"
-                if rank == 0 or len(failed) == len(processes) - 1:
+        for pipe in wait(list(waiting)):
+            rank = waiting.pop(pipe)
+            report, error = children[rank].receive()
+            if error:
+                name = f"worker {rank}" if rank else "the server"
+                failed[rank] = f"{name} (pid {children[rank].process.pid}) has failed: {error}"
+                if rank == 0 or len(failed) == len(children) - 1:
                     raise ProcessFailedError("\n".join(failed.values()))
                 warnings.warn(f"{failed[rank]}; the others go on", stacklevel=4)
+            elif rank == 0:
+                found: _Report = report
+                return found
 
 
 def _begin(rank: int, task: _Task) -> tuple[nn.Module, ParameterServer]:
@@ -202,7 +188,7 @@ def _begin(rank: int, task: _Task) -> tuple[nn.Module, ParameterServer]:
     return model, ParameterServer(model, optimizer, role="worker" if rank else "server", **task.options)
 
 
-def _serve(rank: int, task: _Task, pipe: Connection) -> None:
+def _serve(pipe: Connection, rank: int, task: _Task) -> None:
     """Order the log, and evaluate after each epoch."""
 
     def serve() -> _Report:
@@ -223,7 +209,7 @@ def _serve(rank: int, task: _Task, pipe: Connection) -> None:
     _report(pipe, serve)
 
 
-def _work(rank: int, task: _Task, pipe: Connection) -> None:
+def _work(pipe: Connection, rank: int, task: _Task) -> None:
     """Train as one worker."""
 
     def work() -> None:
@@ -246,9 +232,9 @@ def _work(rank: int, task: _Task, pipe: Connection) -> None:
 def _report(pipe: Connection, function: Callable[[], Any]) -> None:
     """Call a function, and send its result or its traceback."""
     try:
-        report = pickle.dumps(("ok", function()))
+        report = pickle.dumps((function(), ""))  # by value: tensors that are sent as such live as long as this process
     except BaseException:
-        report = pickle.dumps(("failed", traceback.format_exc()))
+        report = pickle.dumps((None, traceback.format_exc()))
     pipe.send_bytes(report)
 
 

@@ -211,7 +211,7 @@ def test_a_pool_goes_on_after_a_failed_run():
     with Pool("shared") as pool:
         assert pool.run(answers, 2, 1, "") == [("shared", 0, 3.0, 1), ("shared", 1, 3.0, 1)]
         assert pool.run(answers, 1, 2, "") == [("shared", 0, 1.0, 2)]
-        with pytest.raises(RunFailedError, match="exited with status 3"):
+        with pytest.raises(RunFailedError, match="process 0: it has ended with status 3"):
             pool.run(answers, 1, 1, "die")
         assert pool.run(answers, 1, 1, "") == [("shared", 0, 1.0, 1)]
     with pytest.raises(ValueError, match="top level of a module"):
