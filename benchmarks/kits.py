@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dadplug.hub import Project
-from dadplug.hub.provision import provision
+from dadplug.hub.pki.provision import provision
 
 
 def make_kits(folder: Path, host: str, port: int, sites: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .comparison import compare
     from .errors import DadplugError, MismatchError, NonFiniteError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
-    from .hub.join import connect
+    from .hub.site.runtime import connect
     from .local_steps import LocalSGD
     from .parameter_server import ParameterServer
     from .reduction import GradientReduction
@@ -77,7 +77,7 @@ _LAZY = {
     "ProcessFailedError": "errors",
     "SiteError": "errors",
     "compare": "comparison",
-    "connect": "hub.join",
+    "connect": "hub.site.runtime",
     "remaining_epochs_until": "adaptive",
     "serve": "runners.serving",
     "tune": "tuning",

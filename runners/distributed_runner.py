@@ -9,7 +9,7 @@ from catalyst.core.callback import CallbackOrder, ICheckpointCallback
 from catalyst.core.misc import get_original_callback
 
 from ..exchange.transport import Requirements
-from ..hub.trainer_transport import TrainerTransport
+from ..hub.site.transport import TrainerTransport
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT, Traffic, Transport, open_transport
-from ..hub.link import current_link
+from ..hub.site.link import current_link
 from ..model_sync.replicated_model import Stateful
 
 

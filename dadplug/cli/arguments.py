@@ -122,7 +122,7 @@ class Place(NamedTuple):
 
     def connect(self, timeout: float, backend: str | None = None) -> None:
         """Join the other sites; arguments and errors are those of `dadplug.connect`."""
-        from ..hub.join import connect
+        from ..hub.site.runtime import connect
 
         if self.url is None:
             connect(kit=self.kit, backend=backend, timeout=timeout)
@@ -142,8 +142,8 @@ def place_of(arguments: argparse.Namespace) -> Place:
         KitError: if the kit is incomplete or damaged.
     """
     if (folder := getattr(arguments, "kit", None)) is not None:
-        from ..hub.join import load_site_kit
-        from ..hub.local_site import LocalPlace
+        from ..hub.site.processes import LocalPlace
+        from ..hub.site.runtime import load_site_kit
 
         given = {name.replace("_", "-"): getattr(arguments, name) for name in ("rank", "num_nodes", "dist_url")}
         kit = load_site_kit(folder, **given)

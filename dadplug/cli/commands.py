@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import KitError, SiteError
-from ..hub.project import AUTHORITY, HUB, Project
+from ..hub.pki.project import AUTHORITY, HUB, Project
 from .arguments import KIT, Argument, Group, argument, place_of, plain_errors
 
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback
@@ -169,7 +169,7 @@ NAME = argument("name", help="name of the site, or hub")
 )
 def provision(arguments: argparse.Namespace) -> int:
     """Make the kits of a project, and print what is to be done with them."""
-    from ..hub.provision import provision
+    from ..hub.pki.provision import provision
 
     project = Project.load(arguments.project)
     made = provision(project, arguments.out)
@@ -190,7 +190,7 @@ def provision(arguments: argparse.Namespace) -> int:
 )
 def request(arguments: argparse.Namespace) -> int:
     """Make a key at a site and a request for its certificate, and print what to do with the request."""
-    from ..hub.provision import request
+    from ..hub.pki.provision import request
 
     path, fingerprint = request(arguments.kit or Path(arguments.name), arguments.name, arguments.project)
     print(f"{path}: send this file to the operator of the project, and nothing else of the folder")
@@ -208,8 +208,8 @@ def request(arguments: argparse.Namespace) -> int:
 )
 def sign(arguments: argparse.Namespace) -> int:
     """Make a kit for a site that has made its key itself, and print what to send back."""
-    from ..hub.files import CERTIFICATE, read_file
-    from ..hub.provision import sign
+    from ..hub.pki.files import CERTIFICATE, read_file
+    from ..hub.pki.provision import sign
 
     pem = read_file(arguments.request)
     folder, fingerprint = sign(arguments.out, arguments.name, pem, arguments.days, again=arguments.again)
@@ -232,8 +232,8 @@ def sign(arguments: argparse.Namespace) -> int:
 )
 def renew(arguments: argparse.Namespace) -> int:
     """Renew the certificate of one kit, and print what to send."""
-    from ..hub.files import CERTIFICATE
-    from ..hub.provision import renew
+    from ..hub.pki.files import CERTIFICATE
+    from ..hub.pki.provision import renew
 
     folder = renew(arguments.out, arguments.name, arguments.days, tuple(arguments.hub_name), with_key=arguments.new_key)
     if arguments.new_key:
@@ -251,8 +251,8 @@ def renew(arguments: argparse.Namespace) -> int:
 )
 def revoke(arguments: argparse.Namespace) -> int:
     """Revoke certificates, and print where the list of revoked ones has to go."""
-    from ..hub.files import REVOKED
-    from ..hub.provision import revoke
+    from ..hub.pki.files import REVOKED
+    from ..hub.pki.provision import revoke
 
     revoked = revoke(arguments.out, arguments.name, arguments.serial)
     for serial in revoked:
@@ -279,7 +279,7 @@ def revoke(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace) -> int:
     """Print the findings as they are made; return 1 if something has failed, `ENDS_SOON` if a certificate ends soon."""
     from ..hub.check import check_kit
-    from ..hub.project import split_address
+    from ..hub.pki.project import split_address
 
     address = None if arguments.address is None else split_address(arguments.address)
     failed = 0
@@ -339,12 +339,12 @@ def check(arguments: argparse.Namespace) -> int:
 )
 def hub(arguments: argparse.Namespace) -> int:
     """Run the hub until SIGTERM or SIGINT."""
-    from ..hub.actions import Rules
-    from ..hub.journal import Journal
-    from ..hub.kits import Kit
-    from ..hub.project import split_address
-    from ..hub.server import Hub
-    from ..hub.status import Meter, StatusFile, Terminal, snapshot
+    from ..hub.pki.kits import Kit
+    from ..hub.pki.project import split_address
+    from ..hub.server.hub import Hub
+    from ..hub.server.journal import Journal
+    from ..hub.server.status import Meter, StatusFile, Terminal, snapshot
+    from ..hub.wire.messages import Rules
     from ..parameter_server.service import SequencerHost
 
     terminal = Terminal()

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .project import HUB, Policy, Project, Roster
+from .pki.project import HUB, Policy, Project, Roster
 
 __all__ = ["HUB", "Policy", "Project", "Roster"]

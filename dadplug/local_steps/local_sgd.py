@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..exchange import Gather, Transport
 from ..fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
 from ..hooks import OwnHook
-from ..hub.project import check_restrictions
+from ..hub.pki.project import check_restrictions
 from ..model_sync import sameness
 from ..model_sync.batchnorm import SyncedBatchNorms
 from ..model_sync.replicated_model import ReplicatedModel

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import wire_format
 from ..hooks import LINEAR, Factor, Form
-from ..hub.project import check_restrictions
+from ..hub.pki.project import check_restrictions
 from ..lowrank import sum_of_products, sum_one_by_one
 from ..registry import Registry
 from ..schedules import Decoding

@@ -16,7 +16,7 @@ from ..exchange import Traffic, Transport, codec
 from ..exchange.failure_reports import PeerNames
 from ..exchange.handshake import connect_sites
 from ..exchange.transport import Gather, PendingSum, StreamToHub
-from ..hub.blocking import write_all
+from ..hub.secure.secure_socket import write_all
 from ..methods import check_allowed
 from ..model_sync.sameness import raise_problems
 from .log import Holder, Log
@@ -34,7 +34,7 @@ from .service import (
 )
 
 if TYPE_CHECKING:
-    from ..hub.tunnel import Tunnel
+    from ..hub.site.tunnel import Tunnel
 
 _LEAST_LIMIT = 1 << 26  # bytes of a message that are possible in any case
 _ANSWER_SECONDS = 30.0
@@ -333,7 +333,7 @@ def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[so
         SiteError: if there is no such training.
         OSError: if the hub does not answer.
     """
-    from ..hub.tunnels import stream_to_hub
+    from ..hub.site.tunnel import stream_to_hub
 
     tunnel = _dial_hub(folder, timeout)
     if tunnel.rank != rank:
@@ -351,9 +351,9 @@ def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[so
 
 def _dial_hub(folder: str, timeout: float) -> Tunnel:
     """Dial the hub, and put the restrictions of this site's kit into force."""
-    from ..hub import tunnels  # only hubs need what they import
-    from ..hub.kits import Kit
-    from ..hub.project import Restrictions, impose_restrictions
+    from ..hub.pki.kits import Kit
+    from ..hub.pki.project import Restrictions, impose_restrictions
+    from ..hub.site import tunnel as tunnels  # only hubs need what they import
 
     kit = Kit.load(folder)
     kit.check_dates()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..errors import DamagedError, MessageError, SequenceError
 from ..exchange import Traffic, codec
 from ..exchange.handshake import listen
-from ..hub.blocking import read_exactly, write_all
+from ..hub.secure.secure_socket import read_exactly, write_all
 from .dealing import Answer, OwnDealer, SharedDealer, check_deal
 from .log import HUB
 from .sequencer import Decision, Sequencer, make_rules
@@ -510,7 +510,7 @@ class _Start:
 
 
 class SequencerHost:
-    """Service of a hub that runs sequencers; see `dadplug.hub.hub_streams.StreamService`.
+    """Service of a hub that runs sequencers; see `dadplug.hub.server.streams.StreamService`.
 
     The first message on a stream names the parameter server by a key that only its sites have. If it is a start, the
     sequencer starts once each site has sent one with the same settings; otherwise all sites get the same error. If it

@@ -7,8 +7,8 @@ import os
 import torch.distributed as dist
 
 from ...exchange.handshake import free_port
-from ...hub.local_site import LOOPBACK, STARTED_PROCESSES
-from ...hub.site_connection import current_connection
+from ...hub.site.processes import LOOPBACK, STARTED_PROCESSES
+from ...hub.site.runtime import current_connection
 
 
 class SiteEnvironment:

@@ -17,7 +17,7 @@ from ...exchange import Traffic, Transport, open_transport
 from ...exchange.failure_reports import describe
 from ...exchange.handshake import choose_interface, gloo_interface
 from ...exchange.transport import Requirements
-from ...hub.site_connection import current_connection
+from ...hub.site.runtime import current_connection
 from ...model_sync.samples import batch_size, takes_part
 from .collectives import SiteCollectives
 from .environment import SiteEnvironment

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dadplug.cli.commands import COMMANDS, main
-from dadplug.hub.kits import Kit
+from dadplug.hub.pki.kits import Kit
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = 'name = "study"\nhub = "hub.example.org:8470"\nsites = ["a", "b"]\nown_keys = ["b"]\n'

@@ -117,7 +117,7 @@ def test_a_history_holds_the_last_report_of_each_of_the_last_sessions():
     [
         ("exchange/buckets.py", "wait", True),
         ("adapm/background.py", "wait", True),
-        ("hub/link.py", "wait", True),
+        ("hub/site/link.py", "wait", True),
         ("parameter_server/replica.py", "step", True),
         ("parameter_server/experiment.py", "run", False),
         ("parameter_server/dealing.py", "__iter__", False),

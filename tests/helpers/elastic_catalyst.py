@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dadplug
-from dadplug.hub.rounds import Rounds
+from dadplug.hub.site.rounds import Rounds
 
 BATCH = 8
 

@@ -24,7 +24,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import dadplug
-from dadplug.hub.rounds import Rounds
+from dadplug.hub.site.rounds import Rounds
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from json_lines import read_lines
 from torch import nn
 
 import dadplug
-from dadplug.hub.elastic import ElasticTransport
+from dadplug.hub.site.transport import ElasticTransport
 from dadplug.planning import planner
 from dadplug.planning.merging import LinkCosts
 

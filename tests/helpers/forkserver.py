@@ -46,8 +46,8 @@ PACKAGE = (
     "pytest",  # which helpers of tests import
     "dadplug.reduction",
     "dadplug.lowrank.kernels",
-    "dadplug.hub.join",
-    "dadplug.hub.server",
+    "dadplug.hub.site.runtime",
+    "dadplug.hub.server.hub",
     "dadplug.adapm.kernels",
     "dadplug.adaptive",
     "dadplug.local_steps",

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from dadplug.errors import RefusedError
-from dadplug.hub import Project, provision, tls
-from dadplug.hub.kits import Kit
-from dadplug.hub.pending import ClosingConnection, PendingConnection
-from dadplug.hub.secure_socket import SecureSocket
+from dadplug.hub import Project
+from dadplug.hub.pki import provision
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.secure import tls
+from dadplug.hub.secure.secure_socket import SecureSocket
+from dadplug.hub.server.acceptor import ClosingConnection, PendingConnection
 
 TIMEOUT = 60.0
 PUBLIC = {"ca.pem", "certificate.pem", "revoked.pem", "roster.json"}

@@ -11,9 +11,9 @@ from typing import Any
 from running_hub import RunningHub, running_hub
 
 from dadplug.exchange import Traffic
-from dadplug.hub.kits import Kit
-from dadplug.hub.link import HubLink
-from dadplug.hub.transport import HubTransport
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.site.link import HubLink
+from dadplug.hub.site.transport import HubTransport
 
 TIMEOUT = 60.0
 NAMES = ("a", "b", "c", "d")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dadplug.hub.actions import FRESH, Close, Rules, SendState
-from dadplug.hub.membership import Membership
+from dadplug.hub.server.membership import Membership
+from dadplug.hub.wire.messages import FRESH, Close, Rules, SendState
 
 LIFE = 7
 

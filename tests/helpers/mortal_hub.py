@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dadplug.hub.actions import Close
-from dadplug.hub.frames import pack_control
-from dadplug.hub.journal import Journal
-from dadplug.hub.kits import Kit
-from dadplug.hub.relay import Relay
-from dadplug.hub.server import Hub
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.server.hub import Hub
+from dadplug.hub.server.journal import Journal
+from dadplug.hub.server.relay import Relay
+from dadplug.hub.wire.frames import pack_control
+from dadplug.hub.wire.messages import Close
 from dadplug.parameter_server.service import SequencerHost
 
 

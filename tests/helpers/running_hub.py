@@ -15,9 +15,11 @@ from typing import Any
 import hub_kits
 from support import free_port
 
-from dadplug.hub import tls
-from dadplug.hub.actions import FRESH, Rules, Start
-from dadplug.hub.frames import (
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.secure import tls
+from dadplug.hub.server.hub import Hub
+from dadplug.hub.server.journal import Journal
+from dadplug.hub.wire.frames import (
     VERSION,
     Frame,
     FrameReader,
@@ -30,10 +32,8 @@ from dadplug.hub.frames import (
     pack_control,
     read_control,
 )
-from dadplug.hub.journal import Journal
-from dadplug.hub.kits import Kit
-from dadplug.hub.server import Hub
-from dadplug.hub.stream import SendQueue, Stream
+from dadplug.hub.wire.messages import FRESH, Rules, Start
+from dadplug.hub.wire.streams import SendQueue, Stream
 from dadplug.parameter_server.service import SequencerHost
 
 TIMEOUT = 60.0  # seconds, for a busy machine

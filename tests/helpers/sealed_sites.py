@@ -10,10 +10,11 @@ from pathlib import Path
 from hub_sites import link_all
 from running_hub import RunningHub, running_hub
 
-from dadplug.hub import Project, provision
-from dadplug.hub.frames import Frame
-from dadplug.hub.link import HubLink
-from dadplug.hub.session import Received
+from dadplug.hub import Project
+from dadplug.hub.pki import provision
+from dadplug.hub.server.session import Received
+from dadplug.hub.site.link import HubLink
+from dadplug.hub.wire.frames import Frame
 
 SENTINEL = b"an activation of a patient, "
 SITES = ("a", "b", "c")

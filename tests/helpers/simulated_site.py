@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from dadplug.hub import actions
-from dadplug.hub.actions import FRESH, Position, Round
+from dadplug.hub.wire import messages as actions
+from dadplug.hub.wire.messages import FRESH, Position, Round
 
 
 def kind_of(step: int) -> Round:

@@ -16,8 +16,8 @@ from json_lines import read_lines
 from running_hub import TestSite, free_port, until
 
 from dadplug.errors import RefusedError
-from dadplug.hub.actions import Drop, Pause, Start
-from dadplug.hub.kits import Kit
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.wire.messages import Drop, Pause, Start
 
 ROOT = Path(__file__).parents[2]
 ENDED = 100.0  # seconds for a process, on a busy machine

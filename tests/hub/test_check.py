@@ -15,12 +15,14 @@ from running_hub import TIMEOUT, TestSite, running_hub, together, until
 
 from dadplug.cli.commands import main
 from dadplug.errors import FrameError
-from dadplug.hub import Project, check, check_channel, provision
-from dadplug.hub.actions import Refuse
-from dadplug.hub.certificates import current_time
-from dadplug.hub.check_channel import MOST_BYTES, NUMBER, CheckHandler, Request
-from dadplug.hub.frames import Frame, Head, Kind
-from dadplug.hub.status import Meter, snapshot, table
+from dadplug.hub import Project, check
+from dadplug.hub import check as check_channel
+from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
+from dadplug.hub.pki import provision
+from dadplug.hub.pki.certificates import current_time
+from dadplug.hub.server.status import Meter, snapshot, table
+from dadplug.hub.wire.frames import Frame, Head, Kind
+from dadplug.hub.wire.messages import Refuse
 
 ITEMS = [
     "kit",

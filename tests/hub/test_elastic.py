@@ -13,7 +13,7 @@ from elastic_runs import ENDED, Run, idles, stops
 from running_hub import running_hub, until
 
 from dadplug import GradientReduction
-from dadplug.hub import elastic_run
+from dadplug.hub.server import elastic_run
 from dadplug.model_sync.structure import mark_managed
 from dadplug.options import Options
 

@@ -11,13 +11,13 @@ from running_hub import TestSite, running_hub, together
 
 from dadplug.errors import SiteError
 from dadplug.exchange import Traffic
-from dadplug.hub.actions import Drop
-from dadplug.hub.frames import Kind
-from dadplug.hub.hub_streams import HubStreams
-from dadplug.hub.peer_stream import HUB_SLOT
-from dadplug.hub.relay import Relay
-from dadplug.hub.session import Session
-from dadplug.hub.tunnel import Tunnel
+from dadplug.hub.server.relay import Relay
+from dadplug.hub.server.session import Session
+from dadplug.hub.server.streams import HubStreams
+from dadplug.hub.site.tunnel import Tunnel
+from dadplug.hub.wire.frames import Kind
+from dadplug.hub.wire.messages import Drop
+from dadplug.hub.wire.streams import HUB_SLOT
 from dadplug.parameter_server import streams
 
 SECONDS = 60.0

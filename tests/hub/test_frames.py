@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from dadplug.errors import FrameError
 from dadplug.exchange import codec
-from dadplug.hub import actions
-from dadplug.hub.actions import FRESH, Position
-from dadplug.hub.continuation import KeptFrames
-from dadplug.hub.frames import (
+from dadplug.hub.wire import messages as actions
+from dadplug.hub.wire.frames import (
     HEAD_BYTES,
     PIECE_BYTES,
     SHORT_PIECE_BYTES,
@@ -32,7 +30,8 @@ from dadplug.hub.frames import (
     pack_control,
     read_control,
 )
-from dadplug.hub.numbered import NumberedFrames
+from dadplug.hub.wire.messages import FRESH, Position
+from dadplug.hub.wire.streams import KeptFrames, NumberedFrames
 
 MESSAGES = [
     actions.Accept(1, None, False, 1),

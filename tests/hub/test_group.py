@@ -12,7 +12,7 @@ from memory_link import MemoryLink, Network
 from torch._C import _distributed_c10d as c10d
 
 from dadplug.errors import SiteError
-from dadplug.hub.process_group import HubGroup
+from dadplug.hub.torch import HubGroup
 
 WORLD = 3
 SUM = dist.ReduceOp.SUM

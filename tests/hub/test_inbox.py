@@ -7,8 +7,8 @@ import random
 import pytest
 
 from dadplug.errors import MismatchError
-from dadplug.hub.frames import PIECE_BYTES, Head, Kind
-from dadplug.hub.inbox import Inbox
+from dadplug.hub.site.rounds import Inbox
+from dadplug.hub.wire.frames import PIECE_BYTES, Head, Kind
 
 KEY = Kind.PAYLOAD, 1, 7
 

@@ -19,10 +19,10 @@ import dadplug
 from dadplug import GradientReduction, SiteError
 from dadplug.errors import KitError
 from dadplug.exchange.transport import Requirements
-from dadplug.hub.actions import FRESH, Accept, Close, Drop, Join, Position, Refuse, Round, Rules, SendState
-from dadplug.hub.frames import PIECE_BYTES, VERSION, Hello, Joined, Kind, Welcome
-from dadplug.hub.journal import Journal
-from dadplug.hub.relay import Relay
+from dadplug.hub.server.journal import Journal
+from dadplug.hub.server.relay import Relay
+from dadplug.hub.wire.frames import PIECE_BYTES, VERSION, Hello, Joined, Kind, Welcome
+from dadplug.hub.wire.messages import FRESH, Accept, Close, Drop, Join, Position, Refuse, Round, Rules, SendState
 
 NAMES = ("bavaria", "saxony")
 

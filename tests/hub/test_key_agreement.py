@@ -9,11 +9,12 @@ import hub_kits
 import pytest
 
 from dadplug.errors import KitError, SealingError
-from dadplug.hub import key_agreement, provision
-from dadplug.hub.certificates import current_time
-from dadplug.hub.frames import Head, Kind
-from dadplug.hub.key_agreement import OFFER_BYTES, Agreement
-from dadplug.hub.kits import Kit
+from dadplug.hub.pki import provision
+from dadplug.hub.pki.certificates import current_time
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.secure import key_agreement
+from dadplug.hub.secure.key_agreement import OFFER_BYTES, Agreement
+from dadplug.hub.wire.frames import Head, Kind
 
 HEAD_BYTES = 32
 SITES = ["a", "b", "c"]

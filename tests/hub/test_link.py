@@ -14,8 +14,8 @@ from hub_sites import NAMES, link_all, links, open_link, together, transports
 from running_hub import running_hub, until
 
 from dadplug.errors import MismatchError, SiteError
-from dadplug.hub import connection as connection_module
-from dadplug.hub.frames import SHORT_PIECE_BYTES
+from dadplug.hub.site import connection as connection_module
+from dadplug.hub.wire.frames import SHORT_PIECE_BYTES
 
 
 def exchange(transport, value: float = 1.0, size: int = 1000):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from membership_hub import LIFE, close_steps, dial, hub, joining, kinds
 
-from dadplug.hub.actions import (
+from dadplug.hub.server.membership import Membership, Phase
+from dadplug.hub.wire.messages import (
     FRESH,
     Accept,
     Close,
@@ -22,8 +23,6 @@ from dadplug.hub.actions import (
     SendState,
     Start,
 )
-from dadplug.hub.membership import Membership
-from dadplug.hub.sites import Phase
 
 
 @pytest.mark.parametrize(

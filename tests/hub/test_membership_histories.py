@@ -4,7 +4,7 @@ Each simulated site keeps a digest of the frames that it has applied, as a stand
 queues in both directions until a rule delivers them, and are lost with their connection. DADPLUG_HISTORIES sets the
 number of histories.
 
-Half of the histories are elastic ones, as `dadplug.hub.relay` runs them: steps are of several kinds, sites that dial in
+Half of the histories are elastic ones, as `dadplug.hub.server.relay` runs them: steps are of several kinds, sites that dial in
 are admitted to a first round that a site has ended, rules are replaced during training, and a run
 ends with its last site.
 """
@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulated_site import SimulatedSite, kind_of
 
-from dadplug.hub import actions
-from dadplug.hub.actions import FRESH, Position, Round, Rules
-from dadplug.hub.elastic_run import orphans
-from dadplug.hub.membership import Membership
-from dadplug.hub.sites import Phase
+from dadplug.hub.server.elastic_run import orphans
+from dadplug.hub.server.membership import Membership, Phase
+from dadplug.hub.wire import messages as actions
+from dadplug.hub.wire.messages import FRESH, Position, Round, Rules
 
 HISTORIES = int(os.environ.get("DADPLUG_HISTORIES", "250"))
 SITE_TIMEOUT, PROGRESS_TIMEOUT = 5.0, 20.0

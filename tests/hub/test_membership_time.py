@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from membership_hub import LIFE, close_steps, dial, hub, joining, kinds, pinging
 
-from dadplug.hub.actions import FRESH, Close, Drop, Position, Redo, Round, SendState, Skip
-from dadplug.hub.sites import Phase
+from dadplug.hub.server.membership import Phase
+from dadplug.hub.wire.messages import FRESH, Close, Drop, Position, Redo, Round, SendState, Skip
 
 
 def test_a_silent_site_is_dropped_after_the_site_timeout():

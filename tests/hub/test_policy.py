@@ -18,8 +18,8 @@ from dadplug import GradientReduction
 from dadplug.errors import KitError, PolicyError
 from dadplug.exchange.factory import SingleSite
 from dadplug.hub import Policy, Roster
-from dadplug.hub.kits import Kit
-from dadplug.hub.project import Restrictions, impose_restrictions, lift_restrictions
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.pki.project import Restrictions, impose_restrictions, lift_restrictions
 from dadplug.options import Options
 
 STRICT = Policy(("rankdad", "dsgd"), share_inputs=False)

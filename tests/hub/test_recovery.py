@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from running_hub import TestSite, running_hub
 
-from dadplug.hub.actions import Close, Drop, Position
-from dadplug.hub.frames import Kind
-from dadplug.hub.restart_messages import Continue, Repeat, Report
+from dadplug.hub.wire.frames import Kind
+from dadplug.hub.wire.messages import Close, Continue, Drop, Position, Repeat, Report
 
 LIFE, STEP = 77, 5  # of the hub before
 BEFORE, LAST = Position(LIFE, STEP - 1), Position(LIFE, STEP)

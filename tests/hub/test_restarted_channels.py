@@ -13,8 +13,8 @@ from hub_sites import TIMEOUT, open_link, together, transports
 from running_hub import free_port, until
 
 from dadplug.errors import SiteError
-from dadplug.hub.site_store import HubStore
-from dadplug.hub.tunnels import check_tunnel, tunnel_of
+from dadplug.hub.site.tunnel import check_tunnel, tunnel_of
+from dadplug.hub.torch import HubStore
 
 RESTARTED = "has been restarted"
 

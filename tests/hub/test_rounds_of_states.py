@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dadplug.errors import SiteError
-from dadplug.hub.rounds import Rounds
+from dadplug.hub.site.rounds import Rounds
 from dadplug.model_sync.sameness import largest_state
 
 

@@ -24,16 +24,16 @@ from dadplug.adapm import ParameterManager
 from dadplug.errors import SealingError, SiteError
 from dadplug.exchange import Traffic
 from dadplug.exchange.transport import Requirements
-from dadplug.hub import provision, sealing
-from dadplug.hub.elastic import ElasticTransport
-from dadplug.hub.frames import SHORT_PIECE_BYTES, Frame, FrameReader, Head, Kind
-from dadplug.hub.kits import Kit
-from dadplug.hub.link_sealing import AGREEMENT
-from dadplug.hub.peer_stream import Tag
-from dadplug.hub.relay import Relay
-from dadplug.hub.sealing import OPEN_BYTES, OVERHEAD, Keys, opened_offset, sealed_size
-from dadplug.hub.tunnel import Tunnel
-from dadplug.hub.tunnels import tunnel_of
+from dadplug.hub.pki import provision
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.secure import sealing
+from dadplug.hub.secure.key_agreement import AGREEMENT
+from dadplug.hub.secure.sealing import OPEN_BYTES, OVERHEAD, Keys, opened_offset, sealed_size
+from dadplug.hub.server.relay import Relay
+from dadplug.hub.site.transport import ElasticTransport
+from dadplug.hub.site.tunnel import Tunnel, tunnel_of
+from dadplug.hub.wire.frames import SHORT_PIECE_BYTES, Frame, FrameReader, Head, Kind
+from dadplug.hub.wire.streams import Tag
 
 CONTENT_BYTES = SHORT_PIECE_BYTES - OVERHEAD  # of a piece
 NAMES = {0: "a", 1: "b", 2: "c"}
@@ -583,7 +583,7 @@ def test_a_hub_that_tampers_is_found_out_and_ends_the_link(tmp_path, reader, kin
 
 def test_a_hub_that_passes_one_site_s_message_off_as_another_s_is_found_out(tmp_path, monkeypatch):
     """The relay checks slots; this hub writes another sender into the frames that it sends."""
-    from dadplug.hub.session import Session
+    from dadplug.hub.server.session import Session
 
     send = Session.send
 

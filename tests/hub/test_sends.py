@@ -13,14 +13,14 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange import factory
-from dadplug.hub import connection, session
-from dadplug.hub.actions import Close
-from dadplug.hub.elastic import ElasticTransport
-from dadplug.hub.frames import Kind
-from dadplug.hub.kits import Kit
-from dadplug.hub.link import HubLink
-from dadplug.hub.numbered import NumberedFrames
-from dadplug.hub.transport import HubTransport
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.server import session
+from dadplug.hub.site import connection
+from dadplug.hub.site.link import HubLink
+from dadplug.hub.site.transport import ElasticTransport, HubTransport
+from dadplug.hub.wire.frames import Kind
+from dadplug.hub.wire.messages import Close
+from dadplug.hub.wire.streams import NumberedFrames
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ from cutting_relay import CuttingRelay
 from running_hub import TestSite, running_hub, together, until
 
 from dadplug.exchange import codec
-from dadplug.hub import early_messages, session
-from dadplug.hub.actions import Close, Drop, Start
-from dadplug.hub.frames import Head, Kind, read_control
-from dadplug.hub.store import Reply, Request
+from dadplug.hub.server import relay as early_messages
+from dadplug.hub.server import session
+from dadplug.hub.server.store import Reply, Request
+from dadplug.hub.wire.frames import Head, Kind, read_control
+from dadplug.hub.wire.messages import Close, Drop, Start
 
 PIECE = 1 << 16
 FULL = 4 * PIECE

@@ -14,11 +14,15 @@ import pytest
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
 
 from dadplug.errors import RefusedError
-from dadplug.hub import Project, pending, provision, reception, tls
-from dadplug.hub.actions import Close, Drop, Refuse, Start
-from dadplug.hub.certificates import current_time
-from dadplug.hub.frames import VERSION, Kind
-from dadplug.hub.kits import Kit
+from dadplug.hub import Project
+from dadplug.hub.pki import provision
+from dadplug.hub.pki.certificates import current_time
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.secure import tls
+from dadplug.hub.server import acceptor as pending
+from dadplug.hub.server import acceptor as reception
+from dadplug.hub.wire.frames import VERSION, Kind
+from dadplug.hub.wire.messages import Close, Drop, Refuse, Start
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from running_hub import TIMEOUT, TestSite, running_hub, together, until
 from support import free_port
 
 from dadplug.cli.commands import main
-from dadplug.hub import journal, status
-from dadplug.hub.actions import Close, Drop, Start
-from dadplug.hub.frames import Kind
-from dadplug.hub.journal import Journal
-from dadplug.hub.kits import Kit
-from dadplug.hub.status import Meter, StatusFile, Terminal, late_sites, snapshot, table
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.server import journal, status
+from dadplug.hub.server.journal import Journal
+from dadplug.hub.server.status import Meter, StatusFile, Terminal, late_sites, snapshot, table
+from dadplug.hub.wire.frames import Kind
+from dadplug.hub.wire.messages import Close, Drop, Start
 
 ROOT = Path(__file__).resolve().parents[2]
 

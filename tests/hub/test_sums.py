@@ -11,10 +11,9 @@ import torch
 from running_hub import running_hub, together
 
 from dadplug.errors import FrameError
-from dadplug.hub.actions import Drop
-from dadplug.hub.dtypes import CODES
-from dadplug.hub.frames import Head, Kind
-from dadplug.hub.sums import Sums, add
+from dadplug.hub.server.sums import Sums, add
+from dadplug.hub.wire.frames import CODES, Head, Kind
+from dadplug.hub.wire.messages import Drop
 
 SLOTS = (0, 1, 2)
 

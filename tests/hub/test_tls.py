@@ -24,10 +24,15 @@ from running_hub import TestSite, running_hub, until
 from support import free_port
 
 from dadplug.errors import RefusedError
-from dadplug.hub import Project, blocking, dialing, loopback, provision, tls
-from dadplug.hub.certificates import current_time
-from dadplug.hub.kits import Kit
-from dadplug.hub.secure_socket import SecureSocket, _Records
+from dadplug.hub import Project
+from dadplug.hub.pki import provision
+from dadplug.hub.pki.certificates import current_time
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.secure import secure_socket as blocking
+from dadplug.hub.secure import secure_socket as loopback
+from dadplug.hub.secure import tls
+from dadplug.hub.secure.secure_socket import SecureSocket, _Records
+from dadplug.hub.site import connection as dialing
 
 
 @pytest.fixture

@@ -55,9 +55,9 @@ def train(mode: str) -> list[torch.Tensor]:
 
 def train_both_ways(mode: str, kits: str) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     from dadplug.exchange import factory
-    from dadplug.hub.kits import Kit
-    from dadplug.hub.link import HubLink
-    from dadplug.hub.transport import HubTransport
+    from dadplug.hub.pki.kits import Kit
+    from dadplug.hub.site.link import HubLink
+    from dadplug.hub.site.transport import HubTransport
 
     plain = train(mode)
     link = HubLink.open(Kit.load(f"{kits}/{NAMES[dist.get_rank()]}"), timeout=200.0)

@@ -14,8 +14,8 @@ from running_hub import TestSite, running_hub, until
 from dadplug import logs
 from dadplug.errors import SiteError
 from dadplug.exchange import rendezvous
-from dadplug.hub.kits import Kit
-from dadplug.hub.link import HubLink
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.site.link import HubLink
 
 
 @pytest.fixture

@@ -23,13 +23,13 @@ from running_hub import TestSite, running_hub, together, until
 
 from dadplug.adapm import ParameterManager, backends, builtin
 from dadplug.errors import SiteError
-from dadplug.hub import peer_stream, tunnels
-from dadplug.hub.actions import Drop
-from dadplug.hub.frames import Head, Kind
-from dadplug.hub.hub_streams import HubStreams
-from dadplug.hub.peer_stream import HUB_SLOT, Tag
-from dadplug.hub.tunnel import Tunnel
-from dadplug.hub.tunnels import stream_to_hub
+from dadplug.hub.server.streams import HubStreams
+from dadplug.hub.site import tunnel as tunnels
+from dadplug.hub.site.tunnel import Tunnel, stream_to_hub
+from dadplug.hub.wire import streams as peer_stream
+from dadplug.hub.wire.frames import Head, Kind
+from dadplug.hub.wire.messages import Drop
+from dadplug.hub.wire.streams import HUB_SLOT, Tag
 
 SECONDS = 60.0
 

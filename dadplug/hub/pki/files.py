@@ -1,0 +1,133 @@
+"""Files and folders that are complete or absent, whatever interrupts the writing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import KitError
+
+# The files of a kit.
+CA, CERTIFICATE, KEY, REVOKED = "ca.pem", "certificate.pem", "key.pem", "revoked.pem"
+ROSTER, POLICY = "roster.json", "policy.toml"
+# A renewed key waits under this name until its certificate has replaced the old one, so that at any time one of the two
+# keys fits the certificate.
+NEXT_KEY = "key.next.pem"
+
+PRIVATE = 0o600
+PUBLIC = 0o644
+_FOLDER = 0o700
+
+
+def write_file(path: Path, content: bytes, mode: int = PUBLIC, durable: bool = True) -> None:
+    """Write a file, or replace it as a whole.
+
+    The content goes to a temporary file in the same folder, which is renamed once it is on the disk. After an error or
+    a crash the file has its old content.
+
+    Args:
+        path: path of the file, in a folder that exists.
+        content: bytes to write.
+        mode: permissions of the file, whatever the umask.
+        durable: wait until the content is on the disk; otherwise a crash of the machine may lose it.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync_folder(path.parent)
+
+
+def write_folder(folder: Path, files: Mapping[str, tuple[bytes, int]]) -> None:
+    """Create a folder with files, of mode 0700. The folder appears once all files are on the disk.
+
+    Args:
+        folder: path of the folder; folders above it are created.
+        files: content and mode of each file by its name.
+
+    Raises:
+        KitError: if the folder exists.
+        OSError: if a file cannot be written.
+    """
+    if folder.exists():
+        raise KitError(f"{folder} exists, and is not overwritten")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        os.chmod(temporary, _FOLDER)
+        for name, (content, mode) in files.items():
+            write_file(temporary / name, content, mode)
+        os.rename(temporary, folder)  # fails if the folder was made meanwhile and is not empty
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder's files are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        KitError: if it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise KitError(f"{path}: {error.strerror}") from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Raises:
+        KitError: if it cannot be read, or is not TOML.
+        ImportError: on Python 3.10, if tomli is not installed.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        try:
+            import tomli as tomllib
+        except ImportError as error:
+            raise ImportError("kits need tomli on Python 3.10: pip install 'dadplug[hub]'") from error
+    content = read_file(path)
+    try:
+        return tomllib.loads(content.decode())
+    except ValueError as error:  # of TOML and of UTF-8
+        raise KitError(f"{path}: {error}") from error
+
+
+def check_keys(table: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
+    """Check that a table has no entry that would be ignored.
+
+    Raises:
+        KitError: if it has; the message lists the valid entries.
+    """
+    if unknown := sorted(set(table) - set(known)):
+        raise KitError(f"{place}: unknown entry {unknown[0]!r}; valid ones are {', '.join(known)}")

@@ -1,0 +1,412 @@
+"""Projects: their hub and sites, as in project.toml and as every kit holds them, and the policies of the sites."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...errors import KitError, PolicyError
+from .files import ROSTER, check_keys, read_file, read_toml
+
+
+class Restricted(Protocol):
+    """The options that a policy restricts: `dadplug.options.Options` or an object with the same attributes."""
+
+    @property
+    def mode(self) -> str:
+        """Method of agreement."""
+
+    @property
+    def share_inputs(self) -> bool:
+        """Whether factors of layers that are fed by raw data leave the site."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The options that a site allows. The site's administrator sets them in its kit; a program cannot change them.
+
+    Attributes:
+        modes: modes that are allowed; None allows all.
+        share_inputs: False requires the option `share_inputs=False`.
+        encrypt_local: whether messages to a hub in the same machine are encrypted, too.
+    """
+
+    modes: tuple[str, ...] | None = None
+    share_inputs: bool = True
+    encrypt_local: bool = False
+
+    def check(self, options: Restricted) -> None:
+        """Check the options of a reduction.
+
+        Args:
+            options: options to check.
+
+        Raises:
+            PolicyError: if one of them is not allowed.
+        """
+        if self.modes is not None and options.mode not in self.modes:
+            allowed = ", ".join(map(repr, self.modes)) or "none"
+            raise PolicyError(f"the policy of this site's kit does not allow mode={options.mode!r}; allowed: {allowed}")
+        if not self.share_inputs and options.share_inputs is not False:
+            raise PolicyError(
+                f"the policy of this site's kit requires share_inputs=False, got share_inputs={options.share_inputs!r}"
+            )
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any], place: str) -> Policy:
+        """Build a policy from the entries of a TOML table.
+
+        Args:
+            table: the entries `modes`, `share_inputs` and `encrypt_local`, all optional.
+            place: file or table, for messages.
+
+        Raises:
+            KitError: if an entry is unknown or has a wrong type.
+        """
+        check_keys(table, ("modes", "share_inputs", "encrypt_local"), place)
+        modes, share_inputs = table.get("modes"), table.get("share_inputs", True)
+        encrypt_local = table.get("encrypt_local", False)
+        if modes is not None and not (isinstance(modes, list) and all(isinstance(mode, str) for mode in modes)):
+            raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {modes!r}')
+        if not isinstance(share_inputs, bool):
+            raise KitError(f"{place}: share_inputs must be true or false, got {share_inputs!r}")
+        if not isinstance(encrypt_local, bool):
+            raise KitError(f"{place}: encrypt_local must be true or false, got {encrypt_local!r}")
+        return cls(None if modes is None else tuple(modes), share_inputs, encrypt_local)
+
+    @classmethod
+    def load(cls, path: Path) -> Policy:
+        """Read a policy file.
+
+        Args:
+            path: path of the file.
+
+        Raises:
+            KitError: if the file is missing or damaged: a kit without a policy does not allow everything.
+        """
+        return cls.parse(read_toml(path), str(path))
+
+    def text(self) -> str:
+        """Return the policy as the content of a kit's policy file."""
+        modes = (
+            "# modes = []"
+            if self.modes is None
+            else f"modes = [{', '.join(json.dumps(mode, ensure_ascii=False) for mode in self.modes)}]"
+        )
+        return (
+            "# Local policy of this site. Options of training that it does not allow are refused.\n"
+            '# modes: the modes that are allowed, such as ["dsgd", "rankdad"]; without this entry all are.\n'
+            f"{modes}\n"
+            "# share_inputs: false requires share_inputs=False, so that layers fed by raw data send no factors.\n"
+            f"share_inputs = {str(self.share_inputs).lower()}\n"
+            "# encrypt_local: true encrypts messages to a hub in the same machine, too; by default they are not.\n"
+            f"encrypt_local = {str(self.encrypt_local).lower()}\n"
+        )
+
+
+HUB = "hub"
+AUTHORITY = "authority"
+_FORMAT = 1
+_ENTRIES = ("name", "hub", "sites", "hub_at", "sealed", "hub_names", "days", "authority_days", "own_keys", "policy")
+_LONGEST = 48  # of a common name in a certificate: 64, with a word after it
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The members of a project. All kits of a project hold the same one, but for sites that were added later.
+
+    Attributes:
+        project: name of the project.
+        hub: address that sites dial, as HOST:PORT.
+        hub_names: host names and addresses in the hub's certificate; the host of `hub` is the first.
+        sites: names of the sites. A site's position is its slot, which is its rank, for good.
+        hub_at: name of the site that runs the hub; None where a third party does. The hub decrypts what it passes on.
+        sealed: whether sites encrypt payloads for each other, so that the hub cannot read them.
+    """
+
+    project: str
+    hub: str
+    hub_names: tuple[str, ...]
+    sites: tuple[str, ...]
+    hub_at: str | None = None
+    sealed: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.project, "project")
+        split_address(self.hub)
+        for name in self.hub_names:
+            _check_host(name)
+        _check_sites(self.sites)
+        if self.hub_at is not None and self.hub_at not in self.sites:
+            raise KitError(f"hub_at must name the site that runs the hub, got {self.hub_at!r}")
+        if not isinstance(self.sealed, bool):
+            raise KitError(f"sealed must be true or false, got {self.sealed!r}")
+
+    def slot(self, site: str) -> int:
+        """Return the slot of a site, from 0.
+
+        Args:
+            site: name of the site.
+
+        Raises:
+            KitError: if the site is not part of the project.
+        """
+        if site not in self.sites:
+            raise KitError(f"{self.project} has no site {site!r}; its sites are {', '.join(self.sites)}")
+        return self.sites.index(site)
+
+    def address(self) -> tuple[str, int]:
+        """Return host and port of the hub."""
+        return split_address(self.hub)
+
+    def to_json(self) -> bytes:
+        """Return the content of a kit's roster file."""
+        members = asdict(self) | {"sites": [{"name": name, "slot": slot} for slot, name in enumerate(self.sites)]}
+        return (json.dumps({"format": _FORMAT} | members, indent=2) + "\n").encode()
+
+    @classmethod
+    def load(cls, folder: Path) -> Roster:
+        """Read the roster of a kit.
+
+        Args:
+            folder: path of the kit.
+
+        Raises:
+            KitError: if the file is missing or damaged.
+        """
+        path = folder / ROSTER
+        try:
+            found = json.loads(read_file(path))
+            if found["format"] != _FORMAT:
+                raise KitError(f"{path} has format {found['format']!r}; this version of dadplug reads {_FORMAT}")
+            sites = sorted(found["sites"], key=lambda site: int(site["slot"]))
+            if [site["slot"] for site in sites] != list(range(len(sites))):
+                raise KitError(f"{path}: slots must be 0 to {len(sites) - 1}, each once")
+            names = tuple(str(site["name"]) for site in sites)
+            hub_names = tuple(map(str, found["hub_names"]))
+            sealed = found.get("sealed", False)
+            return cls(str(found["project"]), str(found["hub"]), hub_names, names, found.get("hub_at"), sealed)
+        except KitError as error:
+            raise error if str(path) in str(error) else KitError(f"{path}: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise KitError(f"{path} is not a roster: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Project:
+    """Contents of a project file.
+
+    Attributes:
+        roster: project, hub and sites.
+        days: validity of the certificates of hub and sites.
+        authority_days: validity of the certificate authority.
+        own_keys: sites that make their key themselves (`request` and `sign`), and `hub` if the hub does.
+        policies: local policies by site; other sites allow everything.
+    """
+
+    roster: Roster
+    days: int = 365
+    authority_days: int = 3650
+    own_keys: tuple[str, ...] = ()
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Project:
+        """Read a project file.
+
+        Args:
+            path: path of the file.
+
+        Raises:
+            KitError: if the file is missing or an entry is missing, unknown or invalid.
+        """
+        table = read_toml(path)
+        try:
+            return cls.parse(table)
+        except KitError as error:
+            raise KitError(f"{path}: {error}") from error
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any]) -> Project:
+        """Build a project from the entries of a project file.
+
+        Args:
+            table: the entries.
+
+        Raises:
+            KitError: if an entry is missing, unknown or invalid.
+        """
+        check_keys(table, _ENTRIES, "the project")
+        name, hub = _entry(table, "name", str), _entry(table, "hub", str)
+        names = dict.fromkeys([split_address(hub)[0], *map(canonical, _texts(table, "hub_names", ()))])
+        hub_at = _entry(table, "hub_at", str) if "hub_at" in table else None
+        roster = Roster(name, hub, tuple(names), _texts(table, "sites", None), hub_at, table.get("sealed", False))
+        own_keys = _texts(table, "own_keys", ())
+        policies = _entry(table, "policy", dict, {})
+        for each in own_keys:
+            if each != HUB:
+                roster.slot(each)
+        for site in policies:
+            roster.slot(site)
+        parsed = {site: Policy.parse(entries, f"policy.{site}") for site, entries in policies.items()}
+        days, authority_days = table.get("days", cls.days), table.get("authority_days", cls.authority_days)
+        check_days("days", days)
+        check_days("authority_days", authority_days)
+        return cls(roster, days, authority_days, own_keys, parsed)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT; an IPv6 address is in brackets.
+
+    Raises:
+        KitError: if it is not of this form.
+    """
+    found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):(\d{1,5})", address)
+    if not found or not 0 < int(found[2]) < 65536:
+        raise KitError(f"hub must be HOST:PORT, such as hub.example.org:8470 or [2001:db8::1]:8470, got {address!r}")
+    host = canonical(found[1].strip("[]"))
+    _check_host(host)
+    return host, int(found[2])
+
+
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a text denotes, or None for a host name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def check_name(name: str, kind: str) -> None:
+    """Check the name of a project or a site, which becomes part of certificates and the name of a folder.
+
+    Raises:
+        KitError: if it is empty, too long, or has other characters than letters, digits, ``.``, ``_`` and ``-``.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or len(name) > _LONGEST:
+        raise KitError(
+            f"the name of a {kind} must begin with a letter or digit and have up to {_LONGEST} letters (a-z), digits, "
+            f"'.', '_' or '-', got {name!r}"
+        )
+
+
+def _check_sites(sites: Sequence[str]) -> None:
+    if not sites:
+        raise KitError("sites must name at least one site")
+    seen: dict[str, str] = {}  # folders with names that differ by case are one folder on some systems
+    for site in sites:
+        check_name(site, "site")
+        if site.lower() in (HUB, AUTHORITY):
+            raise KitError(f"a site cannot be called {site!r}: that is the name of another folder of kits")
+        if site.lower() in seen:
+            raise KitError(f"sites {seen[site.lower()]!r} and {site!r} must differ by more than upper and lower case")
+        seen[site.lower()] = site
+
+
+def _check_host(host: str) -> None:
+    if ip_address(host):
+        return
+    labels = host.split(".")
+    valid = all(re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", label) for label in labels)
+    if not valid or len(host) > 253 or labels[-1].isdigit():
+        raise KitError(f"{host!r} is neither a host name nor an IP address")
+
+
+def canonical(host: str) -> str:
+    """Return a host name or address in the form in which certificates hold it."""
+    found = ip_address(host)
+    return str(found) if found else host.lower()
+
+
+def _entry(table: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    value = table.get(name, default)
+    if value is None:
+        raise KitError(f"{name} is missing")
+    if not isinstance(value, kind):
+        raise KitError(f"{name} must be a {'table' if kind is dict else 'text'}, got {value!r}")
+    return value
+
+
+def _texts(table: Mapping[str, Any], name: str, default: tuple[str, ...] | None) -> tuple[str, ...]:
+    value = table.get(name, default)
+    if value is None:
+        raise KitError(f"{name} is missing")
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise KitError(f'{name} must be a list of texts, such as ["a", "b"], got {value!r}')
+    return tuple(value)
+
+
+def check_days(name: str, value: object) -> None:
+    """Check a number of days.
+
+    Raises:
+        KitError: if it is not a whole number from 1 to 36500.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 36500:
+        raise KitError(f"{name} must be a whole number of days from 1 to 36500, got {value!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Restrictions:
+    """Restrictions of one connection to a hub.
+
+    Attributes:
+        policy: policy of the site's kit.
+        roster: members of the project.
+    """
+
+    policy: Policy
+    roster: Roster
+
+    def check(self, options: Restricted, *, sends_factors: bool) -> None:
+        """Check the options of a reduction.
+
+        Args:
+            options: the options.
+            sends_factors: whether the mode sends layers' inputs and gradients of outputs, compressed or not.
+
+        Raises:
+            PolicyError: if one of the options is not allowed.
+        """
+        self.policy.check(options)
+        if sends_factors and self.roster.hub_at is None and not self.roster.sealed:
+            raise PolicyError(
+                f"mode={options.mode!r} sends factors of gradients, which the hub of {self.roster.project} could read: "
+                "it decrypts what it passes on, and a third party runs it. Choose a mode without factors, such as "
+                "dsgd or topk, or add sealed = true to the project file, so that sites encrypt for each other; if a "
+                'site runs the hub, add hub_at = "NAME OF THE SITE". Then repeat `provision`, and copy roster.json to '
+                "all kits"
+            )
+
+
+_in_force: list[Restrictions] = []
+
+
+def impose_restrictions(restrictions: Restrictions) -> None:
+    """Put restrictions into force; several hold together."""
+    _in_force.append(restrictions)
+
+
+def lift_restrictions(restrictions: Restrictions) -> None:
+    """End restrictions, when their connection is closed; may be called twice."""
+    if restrictions in _in_force:
+        _in_force.remove(restrictions)
+
+
+def check_restrictions(options: Restricted, *, sends_factors: bool) -> None:
+    """Check options against all restrictions in force; without a connection to a hub there are none.
+
+    Args:
+        options: the options.
+        sends_factors: as for `Restrictions.check`.
+
+    Raises:
+        PolicyError: if one of the options is not allowed.
+    """
+    for restrictions in _in_force:
+        restrictions.check(options, sends_factors=sends_factors)

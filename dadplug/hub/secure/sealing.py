@@ -1,0 +1,258 @@
+"""Sealing: payloads encrypted between sites, so that the hub passes on what it cannot read (AES-256-GCM).
+
+A message is cut into pieces, each of which fills a frame and is sealed by itself: the hub passes them on as they come,
+and a receiver opens them as they arrive. A sealed piece is the number of the piece (8 bytes), the encrypted content and
+a tag (16 bytes): 0.04% of a full frame.
+
+**Keys.** Each sender encrypts by keys of its own, which are derived from the secrets that `dadplug.hub.secure.key_agreement`
+has agreed on. The number of a piece, counted over all messages of the sender, is the nonce, and every 2**20 pieces
+(64 GB) the key changes. A process agrees on new secrets when it starts, so that no nonce is used twice with a key.
+
+**Order.** A receiver opens a sender's pieces in the order of their numbers, without gaps, and a tag covers the head of
+the frame: sender, kind, step, exchange, place in the message, size. So a piece that the hub alters, repeats, leaves out
+or moves to another place, message, exchange, sender or run is found out before anything of it is used.
+
+Sealing does not hide who sends, when and how much, nor what sites write to the key-value store of torch.distributed
+(addresses, counters), to which dadplug writes no data of training. A hub can still end a run.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
+
+from ...errors import SealingError
+from ..wire.frames import PIECE_BYTES, SHORT_PIECE_BYTES, Head
+
+SECRET_BYTES = 32
+_NUMBER = struct.Struct(">Q")
+_TAG_BYTES = 16
+OVERHEAD = _NUMBER.size + _TAG_BYTES  # bytes that a piece grows by
+OPEN_BYTES = PIECE_BYTES - OVERHEAD  # content of a piece, at most
+_CONTENT_BYTES = SHORT_PIECE_BYTES - OVERHEAD  # the same for a message that is cut here
+_PIECES_BITS = 20  # a key seals 2**20 pieces
+_LAST = 1 << 63
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Secrets of a site that `Agreement` has agreed on.
+
+    Attributes:
+        slot: this site's slot.
+        names: names of the sites by slot.
+        group: secret of all sites.
+        pairs: secrets of this site and one other, by the slot of the other.
+    """
+
+    slot: int
+    names: Mapping[int, str]
+    group: bytes = field(repr=False)
+    pairs: Mapping[int, bytes] = field(repr=False)
+    _taken: set[tuple[int, bytes] | None] = field(default_factory=set, repr=False, compare=False)
+
+    def sealer(self) -> Sealer:
+        """Return what seals this site's messages to all others.
+
+        Raises:
+            RuntimeError: if it has been returned before: a second one would begin with the same nonces.
+        """
+        return self._sealer(None, self.group)
+
+    def opener(self, slot: int) -> Opener:
+        """Return what opens the messages of another site to all.
+
+        Args:
+            slot: slot of the sender.
+        """
+        return Opener(derive(self.group, "sender", slot), slot, self.names[slot])
+
+    def pair(self, other: int, context: bytes) -> tuple[Sealer, Opener]:
+        """Return what seals and opens the messages of a stream between this site and one other.
+
+        Args:
+            other: slot of the other site.
+            context: name of the stream, the same at both ends and different from that of all others.
+
+        Raises:
+            RuntimeError: if they have been returned before.
+        """
+        secret = derive(self.pairs[other], "stream", context.hex())
+        sealer = self._sealer((other, context), secret)
+        return sealer, Opener(derive(secret, "sender", other), other, self.names[other])
+
+    def _sealer(self, use: tuple[int, bytes] | None, secret: bytes) -> Sealer:
+        if use in self._taken:
+            raise RuntimeError("these keys have a sealer already, and a second one would repeat its nonces")
+        self._taken.add(use)
+        return Sealer(derive(secret, "sender", self.slot), self.slot)
+
+
+class Sealer:
+    """Encryption of the messages of one sender. Not to be used by two threads at once.
+
+    Args:
+        secret: the sender's secret.
+        slot: its slot.
+    """
+
+    def __init__(self, secret: bytes, slot: int) -> None:
+        self._ciphers = _Ciphers(secret)
+        self._slot = slot
+        self._number = 0  # of the next piece
+        self._process = os.getpid()
+
+    def frames(self, head: Head, content: memoryview) -> Iterator[bytes]:
+        """Seal a message, and cut it into frames. They have to be sent in this order, before those of other messages.
+
+        Args:
+            head: head of the frames; offset and length are filled in.
+            content: the message, of bytes.
+
+        Yields:
+            The frames; none for an empty message.
+        """
+        for index, begin in enumerate(range(0, len(content), _CONTENT_BYTES)):
+            yield self.frame(head._replace(offset=index * SHORT_PIECE_BYTES), content[begin : begin + _CONTENT_BYTES])
+
+    def frame(self, head: Head, content: bytes | memoryview) -> bytes:
+        """Seal a piece, and return its frame.
+
+        Args:
+            head: head of the frame; the length is filled in.
+            content: content of the piece, `OPEN_BYTES` at most.
+
+        Raises:
+            RuntimeError: in a process that was forked after the agreement, or when all numbers have been used.
+        """
+        number = self._next_number()
+        head = head._replace(length=len(content) + OVERHEAD)
+        place = head._replace(slot=self._slot).pack()
+        sealed = self._ciphers[number].encrypt(_nonce(number), content, place)
+        return b"".join((head.pack(), _NUMBER.pack(number), sealed))
+
+    def _next_number(self) -> int:
+        if os.getpid() != self._process:
+            raise RuntimeError("a forked process cannot seal messages: it would repeat the nonces of its parent")
+        number = self._number
+        if number >= _LAST:
+            raise RuntimeError("all numbers of pieces have been used")
+        self._number += 1
+        return number
+
+
+class Opener:
+    """Decryption of the messages of one sender, in the order in which they were sent.
+
+    Args:
+        secret: the sender's secret.
+        slot: its slot.
+        name: its name, for messages.
+    """
+
+    def __init__(self, secret: bytes, slot: int, name: str) -> None:
+        self._ciphers = _Ciphers(secret)
+        self._slot = slot
+        self._site = f"site {slot} ({name})"
+        self._number = 0  # of the next piece
+
+    def open(self, head: Head, body: bytes | memoryview) -> bytes:
+        """Decrypt a frame, and check that it is the next one of its sender.
+
+        Args:
+            head: head of the frame; its slot is not used.
+            body: body of the frame.
+
+        Returns:
+            The content of the piece.
+
+        Raises:
+            SealingError: if it is anything else.
+        """
+        if len(body) <= OVERHEAD:
+            raise self._error(head, f"is not sealed: it has {len(body)} bytes")
+        (number,) = _NUMBER.unpack_from(body)
+        if number != self._number:
+            raise self._error(head, f"has the number {number}, and {self._number} comes next")
+        place = head._replace(slot=self._slot).pack()
+        try:
+            content = self._ciphers[number].decrypt(_nonce(number), memoryview(body)[_NUMBER.size :], place)
+        except InvalidTag:
+            raise self._error(head, "is not what it has sent at this place") from None
+        self._number += 1
+        return content
+
+    def _error(self, head: Head, what: str) -> SealingError:
+        return SealingError(
+            f"a sealed message of {self._site}: the piece at byte {head.offset} of exchange {head.exchange} {what}. "
+            "The hub, or who controls it, has altered, repeated, exchanged or left out what passes through it"
+        )
+
+
+def opened_offset(offset: int) -> int:
+    """Return the place of a piece in its message, from its place in the sealed one.
+
+    Args:
+        offset: the place in the sealed message.
+    """
+    return offset // SHORT_PIECE_BYTES * _CONTENT_BYTES
+
+
+def sealed_size(nbytes: int) -> int:
+    """Return the size of a sealed message.
+
+    Args:
+        nbytes: size of the message.
+    """
+    return nbytes + OVERHEAD * -(-nbytes // _CONTENT_BYTES)
+
+
+def derive(secret: bytes, *labels: str | int) -> bytes:
+    """Return a key derived from a uniform secret, for one purpose (HKDF-Expand, RFC 5869).
+
+    Args:
+        secret: the secret.
+        labels: the purpose.
+    """
+    return HKDFExpand(hashes.SHA256(), SECRET_BYTES, _info(labels)).derive(secret)
+
+
+def extract(material: bytes, salt: bytes, *labels: str | int) -> bytes:
+    """Return a uniform secret from other material (HKDF, RFC 5869).
+
+    Args:
+        material: a secret of any form.
+        salt: what the secret is bound to.
+        labels: the purpose.
+    """
+    return HKDF(hashes.SHA256(), SECRET_BYTES, salt, _info(labels)).derive(material)
+
+
+class _Ciphers:
+    """Ciphers of a sender by the number of the piece. Only the last one used is kept."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._index = -1
+        self._cipher: AESGCM | None = None
+
+    def __getitem__(self, number: int) -> AESGCM:
+        index = number >> _PIECES_BITS
+        if self._cipher is None or index != self._index:
+            self._index, self._cipher = index, AESGCM(derive(self._secret, "pieces", index))
+        return self._cipher
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "big")
+
+
+def _info(labels: tuple[str | int, ...]) -> bytes:
+    return "/".join(("dadplug sealing 1", *map(str, labels))).encode()

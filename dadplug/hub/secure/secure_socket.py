@@ -1,0 +1,576 @@
+"""TLS connection that encrypts in memory, so that one system call moves many records.
+
+`ssl.SSLSocket` sends each record of 16 kB by a system call of its own, which wakes up the other end, and receives each
+by two. Here OpenSSL works on memory, and the socket below it is read and written in large parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import ssl
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from ..wire.frames import Hello
+
+_READ_BYTES = 144 << 10  # received by one system call, at most: more than a full frame
+_RECORD_CONTENT = 1 << 14  # bytes of a full record's content
+_DIRECT_BYTES = 1 << 15  # for which a system call of their own is cheaper than a copy
+_MOST_BUFFERS = 64  # of a system call
+_LOCAL_BUFFER = 1 << 19  # bytes that the kernel holds of a Unix socket, if it allows so many
+_HEAD_BYTES = 5  # of a record's head, which ends with the length of the rest
+_ENCRYPTION_BYTES = 17  # of the rest beside the content: its type, and the tag
+
+
+class _Records:
+    """Boundaries of the records in a stream of TLS, which are not encrypted.
+
+    Attributes:
+        missing: bytes of the last record that have not arrived.
+        content: bytes of that record's content.
+        head: beginning of a record of which less than its head has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.missing = self.content = 0
+        self.head = b""
+
+    def count(self, arrived: memoryview) -> None:
+        """Count bytes that have arrived."""
+        if self.head:
+            arrived, self.head = memoryview(self.head + arrived), b""
+        start, end = self.missing, len(arrived)
+        while start < end:
+            if end - start < _HEAD_BYTES:
+                self.head = bytes(arrived[start:])
+                start = end
+                break
+            length = arrived[start + 3] << 8 | arrived[start + 4]
+            self.content = length - _ENCRYPTION_BYTES
+            start += _HEAD_BYTES + length
+        self.missing = start - end
+
+    def bytes_for(self, nbytes: int) -> int:
+        """Return how many bytes have to arrive, at least, until a number of bytes can be received, 1 for any."""
+        left = nbytes - self.content if self.missing else nbytes
+        if left <= 0 or nbytes == 1:
+            return max(1, self.missing)
+        return self.missing - len(self.head) + left + -(-left // _RECORD_CONTENT) * (_HEAD_BYTES + _ENCRYPTION_BYTES)
+
+
+class SecureSocket:
+    """TLS connection over a connected socket. Not to be used by two threads at once.
+
+    The methods are those of `ssl.SSLSocket`, but for `write`, `flush` and `expect`, and what `recv_into` returns.
+
+    Two ends in one machine may go on over a Unix socket once they have proved who they are, see `dadplug.hub.secure.secure_socket`.
+
+    Args:
+        connection: the connected socket; it may block or not.
+        context: the TLS context.
+        server_side: whether this end is the server.
+        server_hostname: name that the server's certificate has to have, at the client.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        context: ssl.SSLContext,
+        server_side: bool = False,
+        server_hostname: str | None = None,
+    ) -> None:
+        self._socket = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side, server_hostname)
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._unsent = memoryview(b"")
+        self._blocks = connection.gettimeout() != 0
+        self._drained = False  # whether the last read has taken all that had arrived
+        self._ended = False  # whether the other end has closed the connection
+        self._records = _Records()
+        self._divided = False  # whether the last read may have left a part of a decrypted record
+        self._replaced: socket.socket | None = None  # the TCP connection that a Unix socket has replaced
+        self._content: deque[memoryview] = deque()  # to be sent as it is
+        self._arrived = self._buffer[:0]  # bytes that were not encrypted, not taken yet
+        self._mark = 1  # low-water mark of the socket
+
+    def __enter__(self) -> SecureSocket:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def do_handshake(self) -> None:
+        """Perform the TLS handshake, as far as possible.
+
+        Raises:
+            ssl.SSLWantReadError: if more has to arrive first, where the socket does not block.
+            ssl.SSLWantWriteError: if the socket has to take bytes first, where it does not block.
+            ssl.SSLError: if the ends do not agree; the other end has been sent an alert.
+            OSError: if the connection is lost.
+        """
+        while True:
+            if not self.flush():
+                raise ssl.SSLWantWriteError
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                if not self.flush() or self._receive():
+                    continue
+                raise
+            except ssl.SSLError:
+                with suppress(OSError):
+                    self.flush()  # the alert
+                raise
+            if not self.flush():
+                raise ssl.SSLWantWriteError
+            return
+
+    # What is sent
+
+    def write(self, content: bytes | bytearray | memoryview) -> None:
+        """Encrypt bytes, which `flush` sends; they must not be changed before."""
+        if self._replaced is not None:
+            self._content.append(memoryview(content))
+        else:
+            self._tls.write(content)
+
+    def continue_over(self, local: socket.socket) -> None:
+        """Send and receive over a Unix socket from now on, without encryption; the other end does the same.
+
+        To be called when no bytes wait to be sent or read. The TCP connection stays open, without messages.
+
+        Args:
+            local: the connected Unix socket.
+        """
+        local.settimeout(self._socket.gettimeout())
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            local.setsockopt(socket.SOL_SOCKET, option, _LOCAL_BUFFER)
+        self._replaced, self._socket = self._socket, local
+        self._records, self._drained, self._mark = _Records(), False, 1
+
+    def flush(self) -> bool:
+        """Send what has been encrypted; return whether the socket has taken all of it.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        while True:
+            unsent = self._unsent
+            if not unsent:
+                if self._outgoing.pending:
+                    unsent = memoryview(self._outgoing.read())
+                elif self._content:
+                    if not self._send_content():
+                        return False
+                    continue
+                else:
+                    return True
+            try:
+                count = self._socket.send(unsent)
+            except BlockingIOError:
+                count = 0
+            self._unsent = unsent[count:]
+            if count < len(unsent) and not self._blocks:
+                return False
+
+    def _send_content(self) -> bool:
+        """Send bytes that are not encrypted, by one system call; return whether the socket has taken them."""
+        content = self._content
+        most = min(len(content), _MOST_BUFFERS)
+        try:
+            count = self._socket.sendmsg(list(islice(content, most)))
+        except BlockingIOError:
+            return False
+        while most and count >= len(content[0]):
+            count -= len(content.popleft())
+            most -= 1
+        if most:
+            content[0] = content[0][count:]
+        return not most or self._blocks
+
+    def send(self, content: bytes) -> int:
+        """Send bytes and return their number; where the socket does not block, `flush` sends the rest."""
+        self.write(content)
+        self.flush()
+        return len(content)
+
+    def sendall(self, content: bytes) -> None:
+        """Send bytes; see `send`."""
+        self.send(content)
+
+    # What arrives
+
+    def recv_into(self, buffer: memoryview) -> int | None:
+        """Receive bytes.
+
+        Args:
+            buffer: room for them.
+
+        Returns:
+            Their number; 0 if the other end has closed the connection, and None where more has to arrive first.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        if self._replaced is not None:
+            return self._take(buffer)
+        while True:
+            if count := self._decrypt(buffer):
+                return count
+            if self._ended:
+                return 0
+            if not self._receive():
+                return None
+
+    def _take(self, buffer: memoryview) -> int | None:
+        """Receive bytes that are not encrypted; see `recv_into`."""
+        size = len(buffer)
+        if not self._arrived:
+            if self._ended:
+                return 0
+            if self._drained:
+                self._drained = False
+                return None
+            direct = size >= _DIRECT_BYTES
+            room = buffer if direct else self._buffer
+            try:
+                count = self._socket.recv_into(room)
+            except BlockingIOError:
+                return None
+            self._ended = not count
+            self._drained = not self._blocks and 0 < count < len(room)
+            if direct or not count:
+                return count
+            self._arrived = room[:count]
+        taken = self._arrived[:size]
+        self._arrived = self._arrived[size:]
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+    def _decrypt(self, buffer: memoryview) -> int:
+        """Decrypt what has arrived, as far as there is room; return the number of bytes."""
+        encrypted, incoming, size = self._tls, self._incoming, len(buffer)
+        filled, pending = 0, self._divided and encrypted.pending()
+        while filled < size and (pending or incoming.pending):
+            try:
+                count: int = encrypted.read(size - filled, buffer[filled:])  # type: ignore[assignment]
+            except ssl.SSLWantReadError:  # a record is incomplete
+                break
+            if not count:  # a closing alert
+                self._ended = True
+                break
+            filled, pending = filled + count, 0  # a read ends with its record, if it has room for it
+            self._divided = filled == size
+        return filled
+
+    def recv(self, size: int) -> bytes:
+        """Receive bytes, up to a number; none if the other end has closed the connection.
+
+        Raises:
+            ssl.SSLWantReadError: if more has to arrive first, where the socket does not block.
+            OSError: if the connection is lost.
+        """
+        buffer = bytearray(size)
+        count = self.recv_into(memoryview(buffer))
+        if count is None:
+            raise ssl.SSLWantReadError
+        return bytes(buffer[:count])
+
+    def _receive(self) -> bool:
+        """Receive encrypted bytes; return whether any have arrived or the connection has ended."""
+        if self._drained:
+            self._drained = False
+            return False
+        try:
+            count = self._socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return False
+        if count:
+            arrived = self._buffer[:count]
+            self._records.count(arrived)
+            self._incoming.write(arrived)
+        else:
+            self._ended = True
+            self._incoming.write_eof()
+        self._drained = not self._blocks and 0 < count < _READ_BYTES
+        return True
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether bytes are encrypted."""
+        return self._replaced is None
+
+    @property
+    def partial(self) -> bool:
+        """Whether the beginning of a record has arrived, which cannot be decrypted before its end."""
+        return bool(self._records.missing or self._records.head)
+
+    def expect(self, nbytes: int) -> None:
+        """Let the socket become readable when so many bytes can be received, or the connection ends.
+
+        The socket may become readable sooner, and does not if the other end sends fewer bytes. To be
+        called after `recv_into` has returned None. Only Linux takes it.
+
+        Args:
+            nbytes: the number; 1 for any.
+        """
+        if sys.platform != "linux":
+            return
+        mark = nbytes if self._replaced is not None else self._records.bytes_for(nbytes)
+        if mark != self._mark:
+            self._mark = mark
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
+
+    # The socket
+
+    def setblocking(self, blocks: bool) -> None:
+        """Set whether the socket blocks."""
+        self.settimeout(None if blocks else 0.0)
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Set the timeout of the socket; 0 for one that does not block."""
+        self._socket.settimeout(seconds)
+        self._blocks, self._drained = seconds != 0, False
+
+    def gettimeout(self) -> float | None:
+        """Return the timeout of the socket."""
+        return self._socket.gettimeout()
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """Set an option of the socket."""
+        self._socket.setsockopt(level, option, value)
+
+    def give_up_after(self, seconds: float) -> None:
+        """Close the connection when the other end has not acknowledged bytes for some seconds, where the system can."""
+        if hasattr(socket, "TCP_USER_TIMEOUT") and self._replaced is None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
+
+    def addresses(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Return host and port of this end and of the other one, of the TCP connection.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        connected = self._replaced or self._socket
+        here, there = connected.getsockname(), connected.getpeername()
+        return (here[0], here[1]), (there[0], there[1])
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def detach(self) -> int:
+        """Detach the socket from this connection and return its descriptor."""
+        if self._replaced is not None:
+            self._replaced.close()
+        return self._socket.detach()
+
+    def close(self) -> None:
+        """Close the socket, without a closing alert of TLS."""
+        self._socket.close()
+        if self._replaced is not None:
+            self._replaced.close()
+
+    # The TLS session
+
+    def getpeercert(self) -> dict[str, Any] | None:
+        """Return the certificate of the other end; see `ssl.SSLSocket`."""
+        return self._tls.getpeercert()
+
+    def version(self) -> str | None:
+        """Return the version of TLS."""
+        return self._tls.version()
+
+    def cipher(self) -> tuple[str, str, int] | None:
+        """Return the cipher; see `ssl.SSLSocket`."""
+        return self._tls.cipher()
+
+    @property
+    def session(self) -> ssl.SSLSession | None:
+        """The TLS session."""
+        return self._tls.session
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, made when the kernel starts
+_NAMESPACE = "/proc/self/ns/net"
+_PREFIX = "\0dadplug-"  # of names of sockets
+_SECRET_BYTES = 32
+_SECRET_SECONDS = 0.5  # until the secret has arrived, which the hub sends at once
+
+
+def connection_mark(connection: SecureSocket, dialled: bool) -> str:
+    """Return a digest of kernel, network namespace and addresses of a connection, the same at both ends of a local one.
+
+    Args:
+        connection: the connection.
+        dialled: whether this end has dialled.
+
+    Returns:
+        The digest; empty where the system does not tell, or the connection is lost.
+    """
+    if sys.platform != "linux":
+        return ""
+    try:
+        ends = connection.addresses()
+        seen = (_BOOT.read_text().strip(), os.readlink(_NAMESPACE), *(ends if dialled else reversed(ends)))
+    except OSError:
+        return ""
+    return hashlib.sha256(repr(seen).encode()).hexdigest()
+
+
+def is_local(connection: SecureSocket, mark: str) -> bool:
+    """Return whether both ends of a connection are in one machine and network namespace, with nothing in between.
+
+    Args:
+        connection: the connection, at the end that was dialled.
+        mark: result of `connection_mark` at the other end.
+    """
+    own = connection_mark(connection, dialled=False) if mark else ""
+    return bool(own) and hmac.compare_digest(own.encode(), mark.encode())
+
+
+class LocalDoor:
+    """Unix socket at which a site waits for the answer of a hub in the same machine. To be closed.
+
+    Its name is an abstract one: it belongs to the network namespace, and leaves no file.
+
+    Args:
+        mark: result of `connection_mark`.
+
+    Attributes:
+        mark: the same.
+        place: name of the socket.
+        secret: what the hub, which gets to know it over TLS, has to send first.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+        self.place, self.secret = (secrets.token_hex(_SECRET_BYTES // 2) for _ in range(2))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(_PREFIX + self.place)
+        self._listener.listen()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._listener.fileno()
+
+    def accept(self) -> socket.socket | None:
+        """Return the hub's connection if it has arrived; others are closed."""
+        while True:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:
+                return None
+            connected.settimeout(_SECRET_SECONDS)
+            try:
+                found = connected.recv(_SECRET_BYTES)
+            except OSError:
+                found = b""
+            if hmac.compare_digest(found, self.secret.encode()):
+                return connected
+            connected.close()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._listener.close()
+
+
+def open_door(connection: SecureSocket) -> LocalDoor | None:
+    """Return a socket for a hub that may be in the same machine; None where that cannot be.
+
+    Args:
+        connection: the connection to the hub, at the end that has dialled.
+    """
+    mark = connection_mark(connection, dialled=True)
+    try:
+        here, there = connection.addresses()
+        return LocalDoor(mark) if mark and here[0] == there[0] else None
+    except OSError:
+        return None
+
+
+def dial_back(connection: SecureSocket, hello: Hello) -> socket.socket | None:
+    """Return a connection to the Unix socket of a site in the same machine; None where there is none.
+
+    Args:
+        connection: the connection from the site, at the hub.
+        hello: the site's first message.
+    """
+    if not hello.place or not is_local(connection, hello.mark):
+        return None
+    local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    local.setblocking(False)
+    try:
+        local.connect(_PREFIX + hello.place)
+        local.send(hello.secret.encode())
+    except OSError:
+        local.close()
+        return None
+    return local
+
+
+class Receiver(Protocol):
+    """A connection that bytes arrive by: a socket, or a `SecureSocket`."""
+
+    def recv(self, size: int, /) -> bytes:
+        """Receive bytes, up to a number; none if the other end has closed the connection."""
+
+    def gettimeout(self) -> float | None:
+        """Return the seconds that a call may take; None without a limit."""
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        """Set the seconds that a call may take."""
+
+
+def read_exactly(connected: Receiver, size: int, closed: str = "the connection was closed") -> bytes:
+    """Return so many bytes of a connection with a timeout, which is for all of them.
+
+    Args:
+        connected: the connection.
+        size: their number.
+        closed: text of the error if the other end closes the connection before.
+
+    Raises:
+        OSError: if they do not arrive in time, or the connection is closed.
+    """
+    content = bytearray()
+    timeout = connected.gettimeout()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        while len(content) < size:
+            if deadline is not None:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError("timed out")
+                connected.settimeout(left)
+            part = connected.recv(size - len(content))
+            if not part:
+                raise ConnectionError(closed)
+            content += part
+    finally:
+        connected.settimeout(timeout)
+    return bytes(content)
+
+
+def write_all(connected: socket.socket, content: bytes) -> None:
+    """Send bytes, by a socket with a timeout for each part of them.
+
+    Args:
+        connected: the socket.
+        content: the bytes.
+    """
+    while content:
+        content = content[connected.send(content) :]

@@ -1,0 +1,400 @@
+"""Connections to the hub that have not shown who they are, or that are refused. Nothing here blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...errors import FrameError, KitError, RefusedError
+from ..pki.kits import Kit
+from ..secure import tls
+from ..secure.secure_socket import SecureSocket
+from ..wire.frames import Head, Hello, Kind, pack_control, read_control
+from ..wire.messages import Refuse
+from ..wire.streams import FrameReceiver, Stream
+from .journal import Journal
+
+HANDSHAKE_SECONDS = 2.0  # for the TLS handshake, and again for the first message
+_CLOSING_SECONDS = 0.5
+_LONGEST_HELLO = 4096  # bytes
+
+
+class Arrival(NamedTuple):
+    """Site that has shown who it is.
+
+    Attributes:
+        stream: the connection.
+        name: name of the site.
+        serial: serial number of its certificate.
+        hello: its first message.
+    """
+
+    stream: Stream
+    name: str
+    serial: int
+    hello: Hello
+
+
+class PendingConnection:
+    """Connection during its handshake and until its first message.
+
+    Args:
+        connection: an accepted connection.
+        address: address of the other end, for the journal.
+        context: of `tls.hub_context`.
+        kit: the hub's kit.
+        now: the time, in seconds.
+
+    Attributes:
+        address: address of the other end.
+        connection: the encrypted connection.
+        name: name of the site; empty until it is accepted.
+        deadline: time by which the present part of its start has to be complete.
+        silent: whether nothing has arrived from it.
+        writing: whether it waits until it can send, rather than receive.
+
+    Raises:
+        OSError: if the connection is lost.
+    """
+
+    def __init__(self, connection: socket.socket, address: str, context: ssl.SSLContext, kit: Kit, now: float) -> None:
+        connection.setblocking(False)
+        self.address = address
+        self.deadline = now + HANDSHAKE_SECONDS
+        self.silent, self.writing = True, False
+        self._kit = kit
+        self.connection = SecureSocket(connection, context, server_side=True)
+        self.name = ""
+        self._receiver: FrameReceiver | None = None
+
+    def advance(self, now: float) -> Arrival | None:
+        """Go on with the start of the connection, as far as possible.
+
+        Args:
+            now: the time, in seconds.
+
+        Returns:
+            The site once its first message is here, otherwise None.
+
+        Raises:
+            RefusedError: if it is refused; the other end has been told the reason.
+            OSError: if the connection is lost.
+        """
+        self.silent = False
+        try:
+            if self._receiver is None and not self._shake_hands(now):
+                return None
+            return self._read_hello()
+        except FrameError as error:
+            self.refuse(pack_control(Refuse(self.name, str(error), False), 0))
+            raise RefusedError(f"{self.name}: {error}") from error
+        except ssl.SSLError as error:
+            if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+                raise ConnectionError("the other end has closed the connection during the handshake") from error
+            raise RefusedError(tls.explain(error)) from error
+
+    def _shake_hands(self, now: float) -> bool:
+        """Return whether the TLS handshake is complete and the site accepted."""
+        self.writing = False
+        try:
+            self.connection.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLWantWriteError:
+            self.writing = True
+            return False
+        try:
+            self.name = tls.peer_site(self.connection, self._kit)
+        except RefusedError as error:
+            self.refuse(tls.refusal(str(error)))
+            raise
+        self.connection.send(tls.ACCEPTED)  # nothing else was sent since the handshake: there is room
+        self._receiver = FrameReceiver(self.connection, _room)
+        self.deadline = now + HANDSHAKE_SECONDS
+        return True
+
+    def _read_hello(self) -> Arrival | None:
+        receiver = self._receiver
+        assert receiver is not None
+        head = receiver.receive()
+        if head is None:
+            return None
+        hello = read_control(bytes(receiver.body), len(self._kit.roster.sites)) if head.length else None
+        if not isinstance(hello, Hello) or receiver.receive() is not None or receiver.filled:
+            raise FrameError("its first message is no Hello, or it has not waited for the answer")
+        certificate: dict[str, Any] = dict(self.connection.getpeercert() or {})
+        return Arrival(Stream(self.connection), self.name, int(certificate["serialNumber"], 16), hello)
+
+    def refuse(self, answer: bytes) -> None:
+        """Send a last message."""
+        with contextlib.suppress(OSError):  # the other end may have gone
+            self.connection.send(answer)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the connection."""
+        return self.connection.fileno()
+
+    def detach(self) -> socket.socket:
+        """Return the connection below TLS."""
+        return socket.socket(fileno=self.connection.detach())
+
+
+class ClosingConnection:
+    """End of a connection, such that what was sent last arrives.
+
+    A socket that is closed with bytes unread resets the connection, and the other end may lose an alert or a reason.
+
+    Args:
+        connection: the connection below TLS.
+        now: the time, in seconds.
+
+    Attributes:
+        deadline: time at which the connection is closed in any case.
+    """
+
+    def __init__(self, connection: socket.socket, now: float) -> None:
+        self.deadline = now + _CLOSING_SECONDS
+        self._connection = connection
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+
+    def drain(self) -> bool:
+        """Read and forget what has arrived; return whether the other end has closed the connection."""
+        try:
+            return not self._connection.recv(65536)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def fileno(self) -> int:
+        """Return the descriptor of the connection."""
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def _room(head: Head) -> memoryview:
+    """Return room for the body of the first frame."""
+    if head.kind is not Kind.CONTROL or head.length > _LONGEST_HELLO:
+        raise FrameError(f"the first frame is of kind {head.kind.name} and {head.length} bytes, and no Hello")
+    return memoryview(bytearray(head.length))
+
+
+MAX_PENDING = 64  # at most at once
+_A_TURN = 4  # connections that are accepted, and that get on, in a turn of the hub's loop
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Reception:
+    """Connections that do not belong to a session.
+
+    Args:
+        kit: the hub's kit.
+        address: host and port to listen at; None for those of the kit's roster.
+        selector: the hub's selector, whose keys hold a `PendingConnection`, a `ClosingConnection` or this object.
+        journal: log of who is refused.
+        greet: takes a site that has shown who it is, and the time.
+
+    Attributes:
+        address: host and port that the hub listens at.
+        refused: number of connections that were refused.
+
+    Raises:
+        KitError: if the address cannot be listened at.
+    """
+
+    def __init__(
+        self,
+        kit: Kit,
+        address: tuple[str, int] | None,
+        selector: selectors.BaseSelector,
+        journal: Journal,
+        greet: Callable[[PendingConnection, Arrival, float], None],
+    ) -> None:
+        self.use(kit)
+        self._selector, self._journal, self._greet = selector, journal, greet
+        self._listener = _listen(*(address or kit.roster.address()), given=address is not None)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.refused = 0
+        self._pending: list[PendingConnection] = []  # the oldest first
+        self._closing: list[ClosingConnection] = []
+        self._listens = True
+        selector.register(self._listener, _READ, self)
+
+    def use(self, kit: Kit) -> None:
+        """Use a kit for connections from now on.
+
+        Args:
+            kit: the kit.
+
+        Raises:
+            ssl.SSLError: if a file of the kit is damaged.
+        """
+        self._kit = kit  # its revocations and sites count even if the files of the certificate are damaged
+        self._context = tls.hub_context(kit)
+
+    @property
+    def dials(self) -> bool:
+        """Whether a connection is in its handshake, and has sent something."""
+        return any(not each.silent for each in self._pending)
+
+    @property
+    def busy(self) -> bool:
+        """Whether connections are being ended."""
+        return bool(self._closing)
+
+    def serve(self, ready: list[PendingConnection], accepts: bool, now: float) -> None:
+        """Let a few connections get on; the others are ready in the next turn, too.
+
+        Args:
+            ready: pending connections that have sent something.
+            accepts: whether there are new connections.
+            now: the time, in seconds.
+        """
+        for pending in ready[:_A_TURN]:
+            self._advance(pending, now)
+        if accepts:
+            self._accept(now)
+
+    def stop_listening(self) -> None:
+        """Accept no connection any more."""
+        self._listen(False)
+        self._listener.close()
+
+    def _listen(self, listens: bool) -> None:
+        """Accept connections, or leave them where they are."""
+        if listens and not self._listens and self._listener.fileno() >= 0:
+            self._selector.register(self._listener, _READ, self)
+        elif self._listens and not listens:
+            self._selector.unregister(self._listener)
+        self._listens = listens
+
+    def _accept(self, now: float) -> None:
+        """Accept a few connections."""
+        for _ in range(_A_TURN):
+            silent = next((each for each in self._pending if each.silent), None)  # the oldest such
+            full = len(self._pending) >= MAX_PENDING
+            if full and silent is None:
+                self._listen(False)  # until the next tick
+                return
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._journal.refuse("a connection", str(error), now)
+                self._listen(False)
+                return
+            if full and silent is not None:
+                self._refuse(silent, "it has sent nothing, and there are many other connections", now)
+            self._admit(connection, f"{address[0]}:{address[1]}", now)
+
+    def _admit(self, connection: socket.socket, address: str, now: float) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            pending = PendingConnection(connection, address, self._context, self._kit, now)
+        except OSError as error:
+            connection.close()
+            self._journal.refuse(address, tls.explain(error), now)
+            return
+        self._pending.append(pending)
+        self._selector.register(pending, _READ, pending)
+
+    def _advance(self, pending: PendingConnection, now: float) -> None:
+        try:
+            arrival = pending.advance(now)
+        except (RefusedError, OSError) as error:
+            self._refuse(pending, str(error), now)
+            return
+        except Exception as error:
+            self._journal.fault(f"the connection of {pending.address} cannot be served", error)
+            self._refuse(pending, f"{type(error).__name__}: {error}", now)
+            return
+        if arrival is not None:
+            self._selector.unregister(pending)
+            self._pending.remove(pending)
+            self._greet(pending, arrival, now)
+        else:
+            self._selector.modify(pending, _WRITE if pending.writing else _READ, pending)
+
+    def _refuse(self, pending: PendingConnection, reason: str, now: float) -> None:
+        self.refused += 1
+        self._journal.refuse(pending.address, reason, now)
+        self._selector.unregister(pending)
+        self._pending.remove(pending)
+        self.close_gracefully(pending.detach(), now)
+
+    def close_gracefully(self, connection: socket.socket, now: float) -> None:
+        """End a connection such that what was sent last arrives.
+
+        Args:
+            connection: the connection below TLS.
+            now: the time, in seconds.
+        """
+        if len(self._closing) >= MAX_PENDING:
+            self.end_closing(self._closing[0])
+        closing = ClosingConnection(connection, now)
+        self._closing.append(closing)
+        self._selector.register(closing, _READ, closing)
+
+    def end_closing(self, closing: ClosingConnection) -> None:
+        """Close a connection that has been seen off."""
+        self._selector.unregister(closing)
+        self._closing.remove(closing)
+        closing.close()
+
+    def tick(self, now: float) -> None:
+        """End what has taken too long.
+
+        Args:
+            now: the time, in seconds.
+        """
+        self._listen(True)
+        for pending in [each for each in self._pending if now >= each.deadline]:
+            self._refuse(pending, "it has not finished the handshake in time", now)
+        for closing in [each for each in self._closing if now >= each.deadline]:
+            self.end_closing(closing)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._listener.close()
+        for pending in self._pending:
+            pending.detach().close()
+        for closing in self._closing:
+            closing.close()
+
+
+def _listen(host: str, port: int, given: bool) -> socket.socket:
+    """Return a socket that listens at an address.
+
+    Args:
+        host: host name or address of this machine.
+        port: the port; 0 for any.
+        given: whether the user has given the address, rather than the kit.
+
+    Raises:
+        KitError: if that is not possible.
+    """
+    reason: Exception | None = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                listener = socket.create_server(address[:2], family=family, backlog=256)
+            except OSError as error:
+                reason = error
+                continue
+            listener.setblocking(False)
+            return listener
+    except OSError as error:
+        reason = error
+    advice = "" if given else "; if sites reach this machine by another address, give --listen HOST:PORT"
+    raise KitError(f"cannot listen at {host}:{port}: {reason}{advice}")

@@ -1,0 +1,371 @@
+"""The hub: one thread that accepts the connections of sites and passes their frames on.
+
+Members come first: in a turn of the loop, every member that has sent something is read once, everything that can be
+sent is sent, and only then a few handshakes continue. So many unknown connections cost members hardly
+anything. A fault while one session is served ends that session, with the traceback in the journal.
+
+Memory is bounded: a connection holds one incomplete frame, and a site is no longer read while a queue that its frames
+go to is full (`session.FULL_BYTES`). Nothing is allocated by a size that the wire announces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+from ...errors import FrameError, KitError
+from ...logs import get_logger
+from ..pki.kits import Kit, KitWatch, renewal_warning
+from ..pki.project import HUB
+from ..secure import tls
+from ..secure.secure_socket import dial_back
+from ..wire.frames import pack_control
+from ..wire.messages import Refuse, Rules
+from .acceptor import Arrival, ClosingConnection, PendingConnection, Reception
+from .journal import Journal
+from .relay import GRACE, Relay
+from .session import Session
+from .streams import HubStream, HubStreams, StreamService
+
+_log = get_logger(__name__)
+_TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost, for which others may wait
+_REPORT_SECONDS = 0.5
+_DAY_SECONDS = 86400.0
+_LEAVE_SECONDS = 2.0  # for the last frames of a session
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Hub:
+    """The hub of a project. It listens from its construction on; `run` serves the sites.
+
+    Args:
+        kit: the hub's kit.
+        rules: rules of the membership; None to require all sites.
+        listen: host and port to listen at; None for those of the kit's roster, if its host is one of this machine.
+        journal: log of who comes and goes; None to write to the standard error stream.
+        grace: seconds for which a site whose connection is lost may dial again.
+        encrypt_local: whether messages to sites in the same machine are encrypted, too.
+        report: called twice a second, and at the end.
+        service: service at the hub that sites open streams to, such as the sequencers of parameter servers.
+
+    Attributes:
+        kit: the hub's kit.
+        journal: log of who comes and goes.
+        address: host and port that it listens at.
+        relay: sessions of the sites, and the membership.
+        reception: connections that do not belong to a session.
+        kit_problems: why parts of the changed kit are not used.
+
+    Raises:
+        KitError: if the kit is not that of a hub, is not valid now, or the address cannot be listened at.
+    """
+
+    def __init__(
+        self,
+        kit: Kit,
+        rules: Rules | None = None,
+        *,
+        listen: tuple[str, int] | None = None,
+        journal: Journal | None = None,
+        grace: float = GRACE,
+        encrypt_local: bool = False,
+        report: Callable[[Hub], None] = lambda hub: None,
+        service: StreamService | None = None,
+    ) -> None:
+        if not kit.is_hub:
+            raise KitError(f"{kit.folder} is the kit of the site {kit.name}: a hub needs the folder 'hub' of the kits")
+        kit.check_dates()
+        self.kit = kit
+        self.journal = journal or Journal(lambda line: print(line, file=sys.stderr, flush=True))
+        rules = rules or Rules(min_sites=len(kit.roster.sites))
+        life = secrets.randbits(62) + 1
+        self.relay = Relay(kit.roster.sites, rules, life, time.monotonic(), self.journal, grace)
+        self._selector = selectors.DefaultSelector()
+        self._streams = self.relay.streams = HubStreams(self._selector, service)
+        self.reception = Reception(kit, listen, self._selector, self.journal, self._greet)
+        self.address = self.reception.address
+        self._watch = KitWatch(kit)
+        self._report = report
+        self._encrypt_local = encrypt_local
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector.register(self._wake, _READ)
+        self.kit_problems: list[str] = []
+        self._masks: dict[Session, int] = {}  # of registered sessions
+        self._again: set[Session] = set()  # sessions with bytes that have arrived
+        self._leaving: dict[Session, float] = {}  # deadlines
+        self._stopped: str | None = None
+        self._next_tick = self._next_report = self._next_warning = 0.0
+        self._tick_seconds = _TICK
+
+    def run(self) -> None:
+        """Serve the sites until `stop` is called; then tell them, and close all connections."""
+        self.journal.write(f"the hub of {self.kit.roster.project} listens at {self.address[0]}:{self.address[1]}")
+        try:
+            while self._stopped is None:
+                self._turn()
+            self.relay.close(f"the hub ends: {self._stopped}")
+            self.reception.stop_listening()
+            until = time.monotonic() + _LEAVE_SECONDS
+            while (self.relay.leaving or self._leaving or self.reception.busy) and time.monotonic() < until:
+                self._turn()
+            self.journal.write(f"the hub ends: {self._stopped}")
+            self._report(self)
+        finally:
+            self._close()
+
+    def stop(self, reason: str = "it was stopped") -> None:
+        """Make `run` return; may be called from any thread and from a signal handler.
+
+        Args:
+            reason: the reason that sites are told.
+        """
+        self._stopped = self._stopped or reason
+        with contextlib.suppress(OSError):  # the hub has ended, or wakes up anyway
+            self._waker.send(b"x")
+
+    def _turn(self) -> None:
+        """Wait for something to do, and do it."""
+        ready = bool(self._again) and any(self._reads(session) for session in self._again)
+        events = self._selector.select(0 if ready else self._tick_seconds)
+        now = time.monotonic()
+        pending: list[PendingConnection] = []
+        streams: dict[HubStream, int] = {}
+        accepts = False
+        for key, mask in events:
+            if isinstance(key.data, Session):
+                if mask & _READ:
+                    self._again.add(key.data)
+                if mask & _WRITE:
+                    key.data.blocked = False
+            elif isinstance(key.data, HubStream):
+                streams[key.data] = mask
+            elif isinstance(key.data, PendingConnection):
+                pending.append(key.data)
+            elif isinstance(key.data, ClosingConnection):
+                if key.data.drain():
+                    self.reception.end_closing(key.data)
+            elif key.data is self.reception:
+                accepts = True
+            else:
+                self._wake.recv(64)
+        if self._again:
+            self._receive(now)
+        self._streams.serve(streams, lambda session, error: self.relay.fail(session, error, now))
+        self._send(now)
+        if pending or accepts:
+            self.reception.serve(pending, accepts, now)
+        if now >= self._next_tick:
+            self._tick(now)
+            self._tick_seconds = _SHORT_TICK if self.relay.awaits else _TICK
+            self._next_tick = now + self._tick_seconds
+        self._update_masks()
+
+    # Members.
+
+    def _reads(self, session: Session) -> bool:
+        return session in self._masks and session not in self._leaving and self.relay.readable(session)
+
+    def _receive(self, now: float) -> None:
+        """Read each session that has sent something, once."""
+        for session in [each for each in self._again if self._reads(each)]:
+            try:
+                frames, more = session.receive(now)
+                for frame in frames:
+                    self.relay.take(session, frame, now)
+                    if session in self.relay.leaving:
+                        break
+                if session.channel == "training" and not session.waits:
+                    self.relay.membership.heard(session.slot, now)
+            except FrameError as error:
+                self.relay.drop(session, str(error), now)
+                more = False
+            except OSError as error:
+                self._lose(session, tls.explain(error), now)
+                more = False
+            except Exception as error:
+                self.relay.fail(session, error, now)
+                more = False
+            if not more:
+                self._again.discard(session)
+
+    def _send(self, now: float) -> None:
+        """Send what connections take."""
+        if self.relay.leaving:
+            for session in self.relay.leaving:
+                self._leaving[session] = now + _LEAVE_SECONDS
+                self._again.discard(session)
+            self.relay.leaving.clear()
+        for session in [each for each in self._masks if each.waiting or each in self._leaving]:
+            if not session.blocked and session.waiting:
+                try:
+                    session.flush()
+                except OSError as error:
+                    self._lose(session, tls.explain(error), now)
+                    continue
+                except Exception as error:
+                    self._lose(session, f"{type(error).__name__}: {error}", now)  # what it holds cannot be sent
+                    self.relay.fail(session, error, now)
+                    continue
+            if session in self._leaving and not session.waiting:
+                self._close_after_last(session, now)
+        self.relay.update_full()
+
+    def _lose(self, session: Session, reason: str, now: float) -> None:
+        """Take note that a connection is lost; the site may dial again."""
+        self._forget(session)
+        self._next_tick = 0.0  # others may wait for it
+        stream = session.detach(reason, now)
+        if stream is not None:
+            stream.close()
+        if self._leaving.pop(session, None) is None:
+            self.journal.write(f"connection to {session.name} ({session.channel}) lost: {reason}")
+
+    def _forget(self, session: Session) -> None:
+        """Forget the connection of a session, before it is closed or replaced."""
+        self._again.discard(session)
+        if self._masks.pop(session, 0):
+            assert session.stream is not None
+            self._selector.unregister(session.stream.connection)
+
+    def _close_after_last(self, session: Session, now: float) -> None:
+        self._forget(session)
+        del self._leaving[session]
+        stream = session.detach("", now)
+        if stream is not None:
+            self.reception.close_gracefully(socket.socket(fileno=stream.connection.detach()), now)
+
+    def _update_masks(self) -> None:
+        """Register what each connection waits for."""
+        self._streams.update()
+        usual = not self._leaving and not self.relay.crowded
+        for session, mask in self._masks.items():
+            if usual and mask == _READ and not session.blocked:
+                continue
+            assert session.stream is not None
+            wanted = _WRITE if session.blocked else 0
+            if session not in self._leaving and self.relay.readable(session):
+                wanted |= _READ
+            if wanted == mask:
+                continue
+            connection = session.stream.connection
+            if not mask:
+                self._selector.register(connection, wanted, session)
+            elif not wanted:
+                self._selector.unregister(connection)
+            else:
+                self._selector.modify(connection, wanted, session)
+            self._masks[session] = wanted
+
+    def _greet(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
+        """Attach a site's connection to its session, or refuse it."""
+        try:
+            self._attach(pending, arrival, now)
+        except Exception as error:
+            self.journal.fault(f"{arrival.name} ({arrival.hello.channel}) cannot be accepted", error)
+            for session in list(self.relay.sessions.values()):
+                if (session.channel, session.name) == (arrival.hello.channel, arrival.name):
+                    self.relay.fail(session, error, now)
+            if pending.fileno() >= 0 and not any(each.stream is arrival.stream for each in self._masks):
+                self.reception.close_gracefully(pending.detach(), now)
+
+    def _attach(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
+        session: Session | None = None
+        if arrival.serial in self.kit.revoked:  # since its handshake
+            answer: Any = Refuse(arrival.name, "its certificate has been revoked", False)
+        else:
+            session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
+        if session is None or isinstance(answer, Refuse):
+            assert isinstance(answer, Refuse)
+            self.reception.refused += 1
+            self.journal.refuse(pending.address, f"{arrival.name}: {answer.reason}", now)
+            pending.refuse(pack_control(answer, 0))
+            self.reception.close_gracefully(pending.detach(), now)
+            return
+        if session.stream is not None:
+            self._lose(session, "the site has dialled again", now)
+        if not self._encrypt_local and (local := dial_back(arrival.stream.connection, arrival.hello)) is not None:
+            arrival.stream.connection.continue_over(local)
+        session.attach(arrival.stream, answer, now)
+        found: dict[str, Any] = dict(arrival.stream.connection.getpeercert() or {})
+        session.expires = datetime.fromtimestamp(ssl.cert_time_to_seconds(found["notAfter"]), timezone.utc)
+        if not answer.resumed and session.channel == "training":
+            self._warn(renewal_warning(session.name, session.expires))
+        self._masks[session] = _READ
+        self._selector.register(arrival.stream.connection, _READ, session)
+        self._again.add(session)
+        if answer.resumed:
+            self.journal.write(f"{arrival.name} ({session.channel}) has dialled again from {pending.address}")
+
+    # Time.
+
+    def _tick(self, now: float) -> None:
+        if self._stopped is None:
+            self.relay.tick(now, self.reception.dials)
+        self.reception.tick(now)
+        for event in self._streams.events():
+            self.journal.write(event)
+        for session in [each for each, deadline in self._leaving.items() if now >= deadline]:
+            self._lose(session, "it has not read its last frames", now)
+        self._again.update(session for session in self._masks if session.partial)  # without an event until its end
+        self.journal.end_period(now)
+        if now >= self._next_report:
+            self._next_report = now + _REPORT_SECONDS
+            self._reload_kit(now)
+            if now >= self._next_warning:
+                self._warn_of_ends(now)
+            self._report(self)
+
+    def _warn(self, text: str) -> None:
+        """Write a warning to the journal and the log; nothing if it is empty."""
+        if text:
+            self.journal.write(text)
+            _log.warning("%s", text)
+
+    def _warn_of_ends(self, now: float) -> None:
+        """Warn once a day of certificates that end soon."""
+        self._next_warning = now + _DAY_SECONDS
+        self._warn(renewal_warning(HUB, self.kit.certificate.not_valid_after_utc))
+        for session in self.relay.sessions.values():
+            if session.channel == "training" and session.expires is not None:
+                self._warn(renewal_warning(session.name, session.expires))
+
+    def _reload_kit(self, now: float) -> None:
+        """Use the kit's files if they have changed, and end the sessions of revoked certificates."""
+        change = self._watch.changed()
+        if change is None:
+            return
+        kit, self.kit_problems = change
+        try:
+            self.reception.use(kit)
+        except OSError as error:  # also an ssl.SSLError
+            self.kit_problems.append(f"{kit.folder}: {tls.explain(error)}")
+        self.kit, self._next_warning = kit, 0.0
+        self.journal.write("the kit has been read again")
+        for problem in self.kit_problems:
+            self.journal.write(f"the kit has changed, and a part of it is not used: {problem}")
+            _log.warning("the kit has changed, and a part of it is not used: %s", problem)
+        if new := kit.roster.sites[len(self.relay.roster) :]:
+            self.relay.extend(kit.roster.sites)
+            self.journal.write(f"the roster has new sites: {', '.join(new)}")
+        for session in list(self.relay.sessions.values()):
+            if session.serial in kit.revoked:
+                self.relay.drop(session, "its certificate has been revoked", now)
+
+    def _close(self) -> None:
+        for session in [*self.relay.sessions.values(), *self._leaving]:
+            if (stream := session.detach("", 0.0)) is not None:
+                stream.close()
+        self._streams.close()
+        self.reception.close()
+        self._selector.close()
+        for each in (self._wake, self._waker):
+            each.close()

@@ -1,0 +1,266 @@
+"""Sessions of the hub: one channel of one site, which survives the loss of its connection."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NamedTuple
+
+from ...errors import FrameError
+from ..wire.frames import HEAD_BYTES, Head, Hello, Kind, Welcome, pack_control
+from ..wire.streams import HUB_SLOT, FrameReceiver, PackedFrame, SendQueue, Stream
+
+CHANNELS = ("training", "parameters", "store", "check")
+FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
+KEPT_BYTES = 64 << 20  # the same for bytes that have not been acknowledged
+PING_SECONDS = 1.0
+_PING_BYTES = 4 << 20  # received since the last ping
+_ALLOWED = {  # kinds of frames that a site may send, by channel
+    "training": (Kind.PAYLOAD, Kind.SUMMAND, Kind.END, Kind.STATE, Kind.CONTROL, Kind.PING),
+    "parameters": (Kind.MESSAGE, Kind.CONTROL, Kind.PING),
+    "store": (Kind.MESSAGE, Kind.CONTROL, Kind.PING),
+    "check": (Kind.PAYLOAD, Kind.CONTROL, Kind.PING),
+}
+_TO_SLOT = (Kind.STATE, Kind.MESSAGE)  # kinds whose slot names the receiver
+_TURN_BYTES = 1 << 18  # received in a turn
+
+
+class Received(NamedTuple):
+    """Frame that has been received.
+
+    Attributes:
+        head: its head.
+        body: its body.
+        packed: both, as they have arrived.
+    """
+
+    head: Head
+    body: memoryview
+    packed: PackedFrame
+
+
+class Session:
+    """One channel of one site.
+
+    Args:
+        slot: slot of the site.
+        name: its name.
+        hello: its first message.
+        serial: serial number of its certificate.
+        world_size: number of sites.
+        now: the time, in seconds.
+
+    Attributes:
+        slot: slot of the site.
+        name: its name.
+        channel: the channel, see `Hello`.
+        instance: random number of the site's process.
+        position: the last step that it had closed when it dialled.
+        waits: whether the site waits for the end of a run that it is not part of, or to join in it.
+        ready: whether it can join, since it has made its model.
+        recovers: whether it took part in a run when it dialled.
+        serial: serial number of its certificate.
+        release: version of dadplug at the site.
+        sites: number of sites that it knows, with which it can train.
+        world_size: number of sites of the project.
+        expires: end of its certificate, once it is known.
+        rival: another process that has dialled in as the same site last: its random number, and the time.
+        queue: frames to the site.
+        received: number of frames of the site.
+        stream: the connection; None while it is lost.
+        blocked: whether the connection has no room for what is to be sent.
+        due: whether something in the queue is to be sent now; the rest may wait for it.
+        full: whether so much is waiting to be sent that those who send to this site are no longer read.
+        created: time at which the site has dialled.
+        heard: time at which bytes arrived.
+        progress: steps that the site has ended, and messages of the step after them that it has begun.
+        progressed: time at which a frame other than a ping arrived.
+        lost: time at which the connection was lost, and the reason.
+        bytes_in: bytes received.
+        bytes_out: bytes sent; those that were lost with a connection count again.
+    """
+
+    def __init__(self, slot: int, name: str, hello: Hello, serial: int, world_size: int, now: float) -> None:
+        self.slot, self.name, self.serial = slot, name, serial
+        self.channel, self.instance = hello.channel, hello.instance
+        self.position, self.release = hello.position, hello.release
+        self.rival = 0, now
+        self.waits = self.ready = False
+        self.recovers = hello.channel == "training" and hello.position.life > 0
+        self.sites = hello.sites
+        self.expires: datetime | None = None
+        self.queue = SendQueue()
+        self.received = 0
+        self.stream: Stream | None = None
+        self.blocked = self.due = False
+        self.full = False
+        self.created = self.heard = self.progressed = now
+        self.progress = 0, 0
+        self.lost = now, ""
+        self.bytes_in = self.bytes_out = 0
+        self.world_size = world_size
+        self._receiver: FrameReceiver
+        self._packed = bytearray()  # the frame that is arriving
+        self._pinged = now
+        self._unacknowledged = 0  # bytes received since the last ping
+
+    def attach(self, stream: Stream, welcome: Welcome, now: float) -> None:
+        """Take a new connection, and answer the site's `Hello`.
+
+        Args:
+            stream: the connection.
+            welcome: the answer.
+            now: the time, in seconds.
+        """
+        self.stream, self.blocked = stream, False
+        self._receiver = FrameReceiver(stream.connection, self._room)
+        stream.notes.append(pack_control(welcome, self.slot))
+        self.heard = self._pinged = now
+        self._unacknowledged = 0
+
+    def detach(self, reason: str, now: float) -> Stream | None:
+        """Take note that the connection is lost, and return it.
+
+        Args:
+            reason: the reason.
+            now: the time, in seconds.
+        """
+        stream, self.stream, self.blocked = self.stream, None, False
+        self.lost = now, reason
+        return stream
+
+    def send(self, frame: PackedFrame, soon: bool = False) -> None:
+        """Append a frame to the queue.
+
+        Args:
+            frame: the frame.
+            soon: whether it may wait for the next frame, ping or tick, unless another frame waits so.
+        """
+        self.due |= not soon or self.queue.unsent_bytes > 0
+        self.queue.append(frame)
+
+    def receive(self, now: float) -> tuple[list[Received], bool]:
+        """Receive frames.
+
+        Args:
+            now: the time, in seconds.
+
+        Returns:
+            The frames that are complete, without pings; and whether there may be more.
+
+        Raises:
+            OSError: if the connection is lost.
+            FrameError: if the site does not keep to the protocol.
+        """
+        assert self.stream is not None
+        receiver, before = self._receiver, self._receiver.nbytes
+        frames: list[Received] = []
+        more = True
+        while more and receiver.nbytes - before < _TURN_BYTES:
+            try:
+                head = receiver.receive()
+            except OSError:
+                if frames:
+                    break  # the error comes again
+                raise
+            if head is None:
+                more = False
+            elif head.kind is Kind.PING:
+                self.queue.acknowledge(head.step)
+                self.due |= self.queue.unsent_bytes > 0
+            else:
+                self.received += 1
+                frames.append(
+                    Received(head, receiver.body, self._packed if head.length else bytes(receiver.head_bytes))
+                )
+        if nbytes := receiver.nbytes - before:
+            self._count(nbytes, now)
+        if not more:
+            self.stream.connection.expect(max(1, receiver.missing))
+        return frames, more
+
+    def _count(self, nbytes: int, now: float) -> None:
+        """Count bytes as received."""
+        self.heard = now
+        self.bytes_in += nbytes
+        self._unacknowledged += nbytes
+        if self._unacknowledged >= _PING_BYTES:
+            self._ping(now)
+
+    @property
+    def partial(self) -> bool:
+        """Whether the beginning of a frame has arrived."""
+        return self.stream is not None and (self._receiver.missing > 0 or self.stream.connection.partial)
+
+    def record(self, head: Head, now: float) -> None:
+        """Take note of a frame of a step, for `progress`.
+
+        Args:
+            head: its head.
+            now: the time, in seconds.
+        """
+        self.progressed = now
+        if head.kind is Kind.END:
+            self.progress = head.step, 0
+        elif not head.offset:
+            self.progress = self.progress[0], self.progress[1] + 1
+
+    def flush(self) -> None:
+        """Send what the connection takes.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        assert self.stream is not None
+        before = self.queue.unsent_bytes
+        try:
+            self.blocked = not self.stream.flush(self.queue)
+            self.due = self.blocked
+        finally:
+            self.bytes_out += before - self.queue.unsent_bytes
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to be sent."""
+        return self.due or bool(self.stream and self.stream.notes)
+
+    def update_full(self) -> None:
+        """Compute `full`; it stays until half of the bytes are sent."""
+        share = 2 if self.full else 1
+        self.full = self.queue.unsent_bytes * share > FULL_BYTES or self.queue.nbytes * share > KEPT_BYTES
+
+    def tick(self, now: float) -> None:
+        """Send what has waited, and a ping, which is an acknowledgement as well, if the last one was a while ago."""
+        self.due |= self.queue.unsent_bytes > 0
+        if self.stream is not None and now >= self._pinged + PING_SECONDS and not self.stream.notes:
+            self._ping(now)
+
+    def _ping(self, now: float) -> None:
+        assert self.stream is not None
+        self.stream.notes.append(Head(Kind.PING, self.slot, step=self.received).pack())
+        self._pinged, self._unacknowledged = now, 0
+
+    def _room(self, head: Head) -> memoryview:
+        """Return room for the body of a frame that is arriving."""
+        self._check(head)
+        self._packed = bytearray(HEAD_BYTES + head.length)
+        self._packed[:HEAD_BYTES] = self._receiver.head_bytes
+        return memoryview(self._packed)[HEAD_BYTES:]
+
+    def _check(self, head: Head) -> None:
+        if head.kind not in _ALLOWED[self.channel]:
+            raise FrameError(f"a {head.kind.name} frame on the channel {self.channel!r}")
+        if head.kind in _TO_SLOT and self.channel != "store":
+            to_hub = head.slot == HUB_SLOT and self.channel == "parameters"
+            if not to_hub and (head.slot >= self.world_size or head.slot == self.slot):
+                raise FrameError(f"a {head.kind.name} frame to slot {head.slot} of {self.world_size}")
+        elif head.slot != self.slot:
+            raise FrameError(f"a {head.kind.name} frame of slot {head.slot}, this site has slot {self.slot}")
+
+
+def check_hello(hello: Hello, version: int) -> str:
+    """Return why a site's first message is refused; empty if it is not."""
+    if hello.version != version:
+        return f"this site speaks version {hello.version} of the protocol, the hub version {version}: upgrade one"
+    if hello.channel not in CHANNELS:
+        return f"unknown channel {hello.channel!r}"
+    return ""

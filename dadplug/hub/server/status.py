@@ -1,0 +1,218 @@
+"""Status of the hub: which sites are here, the step, rates and who is late, as JSON and as a table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..pki.files import write_file
+from ..pki.kits import RENEW, SOON_DAYS, days_left
+from ..pki.project import HUB
+from .hub import Hub
+from .membership import Phase
+from .relay import Relay
+
+_LATE_SECONDS = 1.0  # without a frame
+_RATE_SECONDS = 1.0  # at least, over which rates are measured
+
+
+class Meter:
+    """Rates by site, from numbers of bytes.
+
+    Args:
+        count: number of sites.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._before: tuple[float, dict[int, tuple[int, int]]] | None = None
+        self._rates = [(0.0, 0.0)] * count
+
+    def rates(self, relay: Relay, now: float) -> list[tuple[float, float]]:
+        """Return bytes per second from and to each site.
+
+        Args:
+            relay: the hub's sessions.
+            now: the time, in seconds.
+        """
+        self._rates += [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
+        if self._before is not None and now < self._before[0] + _RATE_SECONDS:
+            return self._rates
+        totals = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
+        last, self._before = self._before, (now, totals)
+        if last is None:
+            return self._rates
+        since, before = last
+        sums = [[0.0, 0.0] for _ in relay.roster]
+        for session in relay.sessions.values():
+            received, sent = before.get(id(session), (0, 0))
+            sums[session.slot][0] += max(0, session.bytes_in - received)
+            sums[session.slot][1] += max(0, session.bytes_out - sent)
+        self._rates = [(up / (now - since), down / (now - since)) for up, down in sums]
+        return self._rates
+
+
+def late_sites(relay: Relay, now: float) -> dict[int, float]:
+    """Return the sites that others wait for, with the seconds since their last frame.
+
+    Args:
+        relay: the hub's sessions.
+        now: the time, in seconds.
+    """
+    sessions = [each for each in relay.sessions.values() if each.channel == "training" and not each.waits]
+    furthest = max((each.progress for each in sessions), default=(0, 0))
+    return {
+        each.slot: now - each.progressed
+        for each in sessions
+        if relay.membership.started and each.progress < furthest and now >= each.progressed + _LATE_SECONDS
+    }
+
+
+def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
+    """Return the status of a hub, to be written as JSON.
+
+    Args:
+        hub: the hub.
+        meter: measures the rates.
+    """
+    now = time.monotonic()
+    relay, kit = hub.relay, hub.kit
+    rates, late = meter.rates(relay, now), late_sites(relay, now)
+    sites = []
+    for slot, name in enumerate(relay.roster):
+        session = relay.sessions.get(("training", slot))
+        sites.append(
+            {
+                "name": name,
+                "slot": slot,
+                "state": _state(relay, slot),
+                "step": session.progress[0] if session else 0,
+                "connected_seconds": round(now - session.created, 1) if session else 0.0,
+                "bytes_per_second_from": round(rates[slot][0]),
+                "bytes_per_second_to": round(rates[slot][1]),
+                "late_seconds": round(late.get(slot, 0.0), 1),
+                "certificate_days": days_left(session.expires) if session and session.expires else None,
+                "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.names) else 0,
+            }
+        )
+    return {
+        "project": kit.roster.project,
+        "address": f"{hub.address[0]}:{hub.address[1]}",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "started": relay.membership.started,
+        "step": relay.membership.step,
+        "waiting": relay.pause,
+        "refused": hub.reception.refused,
+        "certificate_days": days_left(kit.certificate.not_valid_after_utc),
+        "kit_problems": hub.kit_problems,
+        "sites": sites,
+        "journal": list(hub.journal.recent),
+    }
+
+
+def _state(relay: Relay, slot: int) -> str:
+    session = relay.sessions.get(("training", slot))
+    if session is None:
+        return "absent"
+    if session.stream is None:
+        return "disconnected"
+    return Phase.WAITING.value if session.waits else relay.membership.phase(slot).value
+
+
+def table(status: dict[str, Any]) -> list[str]:
+    """Return a status as the lines of a table.
+
+    Args:
+        status: what `snapshot` has returned.
+    """
+    sites = status["sites"]
+    here = sum(site["state"] not in ("absent", "disconnected") for site in sites)
+    width = max(4, *(len(site["name"]) for site in sites))
+    lines = [
+        f"{status['project']} at {status['address']}: step {status['step']}, {here} of {len(sites)} sites",
+        f"{'site':{width}}  {'state':12}  {'step':>8}  {'from MB/s':>9}  {'to MB/s':>9}  late",
+    ]
+    for site in sites:
+        up, down = (site[f"bytes_per_second_{way}"] / 1e6 for way in ("from", "to"))
+        late = f"{site['late_seconds']:.0f} s" if site["late_seconds"] else ""
+        if site["missed_steps"]:
+            late += f"{', ' * bool(late)}{site['missed_steps']} steps missed"
+        lines.append(
+            f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
+        )
+    ends = {HUB: status.get("certificate_days")} | {site["name"]: site.get("certificate_days") for site in sites}
+    for name, days in ends.items():
+        if days is not None and days < SOON_DAYS:
+            lines.append(f"THE CERTIFICATE OF {name} ENDS IN {days} DAYS: run `{RENEW} {name}`")
+    lines += [f"the kit has changed, and a part of it is not used: {each}" for each in status.get("kit_problems", ())]
+    if status["waiting"]:
+        lines.append(status["waiting"])
+    return lines
+
+
+class Terminal:
+    """Lines of the journal, and the table below them if they go to a terminal.
+
+    Args:
+        stream: the output; None for the standard output stream.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._redraws = self._stream.isatty()
+        self._table: list[str] = []
+
+    def write_line(self, line: str) -> None:
+        """Write a line of the journal."""
+        self._draw([line], self._table)
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Show a status in place of the last one; only on a terminal.
+
+        Args:
+            status: what `snapshot` has returned.
+        """
+        if self._redraws:
+            columns = shutil.get_terminal_size().columns
+            lines = [line[: columns - 1] for line in table(status)]
+            if lines != self._table:
+                self._draw([], lines)
+
+    def _draw(self, above: list[str], below: list[str]) -> None:
+        erase = f"\x1b[{len(self._table)}F\x1b[J" if self._table else ""
+        with contextlib.suppress(OSError, ValueError):  # the hub goes on when its terminal is closed
+            self._stream.write(erase + "".join(f"{line}\n" for line in [*above, *below]))
+            self._stream.flush()
+        self._table = below
+
+
+class StatusFile:
+    """File with the status as JSON, complete at any time.
+
+    Args:
+        path: its path.
+        complain: takes the reason if it cannot be written; called once.
+    """
+
+    def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
+        self._path, self._complain = path, complain
+        self._failed = False
+
+    def write(self, status: dict[str, Any]) -> None:
+        """Write a status.
+
+        Args:
+            status: what `snapshot` has returned.
+        """
+        try:
+            write_file(self._path, (json.dumps(status, indent=2) + "\n").encode(), durable=False)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                self._complain(f"the status cannot be written to {self._path}: {error}")
+            self._failed = True

@@ -1,0 +1,214 @@
+"""Store of small values by key, which torch.distributed needs: requests of the channel "store" and the hub's replies.
+
+Semantics are those of torch's TCPStore. A request that waits for keys has no time limit at the hub: the site that gives
+up cancels it. Everything that a site can fill is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...errors import DamagedError, FrameError, StoreError
+from ...exchange import codec
+from ..wire.frames import PIECE_BYTES
+
+MAX_BYTES = 1 << 26  # of all keys and values
+MAX_WAITING = 256  # requests of one site
+_ENTRY_BYTES = 100  # of a key and its value, besides their characters
+
+
+@codec.register
+class Request(NamedTuple):
+    """Request of a site.
+
+    Attributes:
+        number: number that its reply has, too.
+        operation: name of one of the operations of `Store`.
+        keys: the keys.
+        values: values for the keys, or for one of them.
+        amount: number to add, or that of the request to cancel.
+    """
+
+    number: int
+    operation: str
+    keys: tuple[str, ...] = ()
+    values: tuple[bytes, ...] = ()
+    amount: int = 0
+
+
+@codec.register
+class Reply(NamedTuple):
+    """Reply to a request.
+
+    Attributes:
+        number: number of the request.
+        values: values, by key.
+        amount: a number or a truth value.
+        error: reason why the request has failed; empty if it has not.
+    """
+
+    number: int
+    values: tuple[bytes, ...] = ()
+    amount: int = 0
+    error: str = ""
+
+
+class Store:
+    """Hub's part of the store.
+
+    Args:
+        limit: bytes of all keys and values.
+    """
+
+    def __init__(self, limit: int = MAX_BYTES) -> None:
+        self._limit = limit
+        self._values: dict[str, bytes] = {}
+        self._nbytes = 0
+        self._waiting: dict[tuple[int, int], Request] = {}  # by slot and number
+        self._operations: dict[str, Callable[[Request], Reply]] = {
+            "set": self._set,
+            "get": self._get,
+            "wait": lambda request: Reply(request.number),
+            "add": self._add,
+            "append": self._append,
+            "compare_set": self._compare_set,
+            "delete": self._delete,
+            "check": lambda request: Reply(request.number, amount=int(self._has(request))),
+            "num_keys": lambda request: Reply(request.number, amount=len(self._values)),
+        }
+
+    def reset(self) -> None:
+        """Forget everything: the sites begin a new run."""
+        self._values.clear()
+        self._waiting.clear()
+        self._nbytes = 0
+
+    def handle(self, slot: int, body: bytes) -> list[tuple[int, bytes]]:
+        """Take a request.
+
+        Args:
+            slot: the site.
+            body: the request, encoded.
+
+        Returns:
+            Replies, encoded, with the slots of the sites that they go to; those to other sites' requests included.
+
+        Raises:
+            FrameError: if it is no request.
+        """
+        request = _read(body)
+        if request.operation == "hello":  # a new process, or one that has lost its requests
+            for key in [key for key in self._waiting if key[0] == slot]:
+                del self._waiting[key]
+            return [(slot, codec.encode(Reply(request.number)))]
+        if request.operation == "cancel":
+            self._waiting.pop((slot, request.amount), None)
+            return []
+        if request.operation not in self._operations:
+            raise FrameError(f"unknown operation of the store: {request.operation[:20]!r}")
+        if request.operation in ("get", "wait") and not self._has(request):
+            if sum(key[0] == slot for key in self._waiting) >= MAX_WAITING:
+                return [(slot, codec.encode(Reply(request.number, error="too many requests are waiting")))]
+            self._waiting[slot, request.number] = request
+            return []
+        return [(slot, self._answer(request)), *self._answer_waiting()]
+
+    def _answer(self, request: Request) -> bytes:
+        try:
+            reply = codec.encode(self._operations[request.operation](request))
+            if len(reply) > PIECE_BYTES:
+                raise StoreError(f"the values of {len(request.keys)} keys are too large for one reply")
+        except StoreError as error:
+            reply = codec.encode(Reply(request.number, error=str(error)))
+        return reply
+
+    def _answer_waiting(self) -> list[tuple[int, bytes]]:
+        ready = [key for key, request in self._waiting.items() if self._has(request)]
+        return [(slot, self._answer(self._waiting.pop((slot, number)))) for slot, number in ready]
+
+    # Operations
+
+    def _has(self, request: Request) -> bool:
+        return all(key in self._values for key in request.keys)
+
+    def _put(self, key: str, value: bytes) -> None:
+        """Set a value.
+
+        Raises:
+            StoreError: if there is no room for it.
+        """
+        before = self._values.get(key)
+        nbytes = self._nbytes + len(value)
+        nbytes += len(key) + _ENTRY_BYTES if before is None else -len(before)
+        if nbytes > self._limit:
+            raise StoreError(f"the hub's store is full: it holds {self._limit} bytes at most")
+        if len(value) > PIECE_BYTES // 2:
+            raise StoreError(f"a value of {len(value)} bytes: the hub's store takes {PIECE_BYTES // 2} at most")
+        self._values[key] = value
+        self._nbytes = nbytes
+
+    def _set(self, request: Request) -> Reply:
+        for key, value in zip(request.keys, request.values, strict=False):
+            self._put(key, value)
+        return Reply(request.number)
+
+    def _get(self, request: Request) -> Reply:
+        return Reply(request.number, tuple(self._values[key] for key in request.keys))
+
+    def _add(self, request: Request) -> Reply:
+        try:
+            total = int(self._values.get(request.keys[0], b"0")) + request.amount
+        except ValueError as error:
+            raise StoreError(f"the value of {request.keys[0]!r} is no number") from error
+        self._put(request.keys[0], str(total).encode())
+        return Reply(request.number, amount=total)
+
+    def _append(self, request: Request) -> Reply:
+        self._put(request.keys[0], self._values.get(request.keys[0], b"") + request.values[0])
+        return Reply(request.number)
+
+    def _compare_set(self, request: Request) -> Reply:
+        key, (expected, desired) = request.keys[0], request.values
+        if self._values.get(key, b"") == expected:
+            self._put(key, desired)
+        return Reply(request.number, (self._values.get(key, expected),))
+
+    def _delete(self, request: Request) -> Reply:
+        value = self._values.pop(request.keys[0], None)
+        if value is not None:
+            self._nbytes -= len(request.keys[0]) + len(value) + _ENTRY_BYTES
+        return Reply(request.number, amount=int(value is not None))
+
+
+_VALUES = {"set": None, "append": 1, "compare_set": 2}  # number of values; None for as many as keys
+_SINGLE = ("add", "append", "compare_set", "delete")  # operations on one key
+
+
+def _read(body: bytes) -> Request:
+    """Return a request, with types and numbers of its fields checked.
+
+    Raises:
+        FrameError: if it is none.
+    """
+    try:
+        request = codec.decode(body)
+    except DamagedError as error:
+        raise FrameError(str(error)) from error
+    if not isinstance(request, Request):
+        raise FrameError(f"an object of type {type(request).__name__} is no request of the store")
+    fits = (
+        all(type(each) is int and abs(each) < 1 << 63 for each in (request.number, request.amount))
+        and type(request.operation) is str
+        and type(request.keys) is tuple
+        and all(type(key) is str for key in request.keys)
+        and type(request.values) is tuple
+        and all(type(value) is bytes for value in request.values)
+        and (request.operation not in _SINGLE or len(request.keys) == 1)
+    )
+    if not fits:
+        raise FrameError("a field of a request of the store is out of range")
+    wanted = _VALUES.get(request.operation, 0)
+    if len(request.values) != (len(request.keys) if wanted is None else wanted):
+        raise FrameError(f"a request {request.operation} of the store with {len(request.values)} values")
+    return request

@@ -1,0 +1,199 @@
+"""Byte streams of sites to the hub itself, as those between two sites, see `dadplug.hub.wire.streams`.
+
+The other end of each is a local socket of a service, which runs in threads of its own. Memory is bounded: a site may
+have so many streams, and each of them holds the window of either direction at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import selectors
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from ...errors import FrameError
+from ..secure.sealing import OPEN_BYTES
+from ..wire.frames import Head
+from ..wire.streams import HUB_SLOT, PeerStream, Tag
+from .session import Session
+
+_MOST_STREAMS = 32  # of a site
+_MOST_UNSENT, _MOST_KEPT = 1 << 20, 16 << 20  # bytes of a session's queue, beyond which streams to its site are held up
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class StreamService(Protocol):
+    """Service at the hub that sites open streams to."""
+
+    def accept(self, slot: int, connected: socket.socket) -> None:
+        """Take a stream that the site of a slot has opened; must not block."""
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, by slot, where they differ from those before."""
+
+    def events(self) -> Iterator[str]:
+        """Yield what has happened since the last call, for the journal."""
+
+    def close(self) -> None:
+        """End the service: the hub ends."""
+
+
+class HubStream:
+    """The hub's end of a stream.
+
+    Args:
+        session: session of the site.
+        channel: number of the stream, which the site has chosen.
+
+    Attributes:
+        session: session of the site.
+        peer: the stream.
+        mask: events that the hub's selector waits for.
+        lost: whether the session has ended.
+    """
+
+    def __init__(self, session: Session, channel: int) -> None:
+        self.session, self.peer = session, PeerStream(channel, HUB_SLOT)
+        self.mask = 0
+        self.lost = False
+
+    @property
+    def room(self) -> int:
+        """Bytes that may be sent at present; those for a site that is lost are read and dropped."""
+        if self.lost:
+            return OPEN_BYTES
+        queue = self.session.queue
+        room = min(self.peer.granted - self.peer.sent, _MOST_UNSENT - queue.unsent_bytes, _MOST_KEPT - queue.nbytes)
+        return max(0, room)
+
+    def send(self, tag: Tag, content: bytes) -> None:
+        """Send a message of the stream, unless the site is lost."""
+        if not self.lost:
+            self.session.send(self.peer.frame(tag, [content]))
+            self.peer.sent += len(content) * (tag is Tag.DATA)
+
+
+class HubStreams:
+    """Streams of all sites to the hub.
+
+    Args:
+        selector: the hub's selector, with which the streams' local sockets are registered.
+        service: the service; None where the hub has none, and ends each stream at once.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, service: StreamService | None) -> None:
+        self.service = service
+        self._selector = selector
+        self._streams: dict[tuple[int, int], HubStream] = {}  # by slot and channel
+        self._reached: set[HubStream] = set()  # by messages that have just arrived
+        self._freed = itertools.count(-1, -1)  # numbers of streams whose session has ended
+
+    def take(self, session: Session, head: Head, body: memoryview) -> None:
+        """Take a message of a site; those of a stream that is closed here are of no use.
+
+        Raises:
+            FrameError: if the site does not keep to the protocol, or opens too many streams.
+        """
+        stream = self._streams.get((session.slot, head.exchange))
+        if stream is None:
+            if head.tag != Tag.DATA or head.offset:
+                return
+            stream = self._begin(session, head.exchange)
+        stream.peer.take(head, body)
+        self._reached.add(stream)
+
+    def _begin(self, session: Session, channel: int) -> HubStream:
+        if sum(slot == session.slot for slot, _ in self._streams) >= _MOST_STREAMS:
+            raise FrameError(f"more than {_MOST_STREAMS} streams to the hub")
+        stream = self._streams[session.slot, channel] = HubStream(session, channel)
+        if self.service is None:
+            stream.peer.program.close()
+        else:
+            self.service.accept(session.slot, stream.peer.program)
+        return stream
+
+    def end(self, session: Session) -> None:
+        """End the streams of a session, which has ended: the service reads the end after what has arrived."""
+        for (slot, channel), stream in list(self._streams.items()):
+            if stream.session is session:
+                stream.lost = True
+                stream.peer.end()
+                self._reached.add(stream)
+                # The site's next session may choose the same number.
+                self._streams[slot, next(self._freed)] = self._streams.pop((slot, channel))
+
+    def serve(self, ready: Mapping[HubStream, int], fail: Callable[[Session, Exception], None]) -> None:
+        """Serve the streams whose sockets are ready, or that messages have arrived for.
+
+        Args:
+            ready: events of the sockets that are ready.
+            fail: takes the session and the error of a stream that cannot be served, which is closed.
+        """
+        if not ready and not self._reached:
+            return
+        failed: list[tuple[Session, Exception]] = []
+        for key in [key for key, each in self._streams.items() if each in ready or each in self._reached]:
+            stream = self._streams[key]
+            events = ready.get(stream, 0)
+            try:
+                if (stream in self._reached or events & _WRITE) and (grant := stream.peer.pass_on()):
+                    stream.send(Tag.ROOM, grant)
+                over = bool(events & _READ) and not self._send(stream)
+            except Exception as error:
+                failed.append((stream.session, error))
+                over = True
+            if over:
+                self._remove(key)
+        self._reached.clear()
+        for session, fault in failed:
+            fail(session, fault)
+
+    def _send(self, stream: HubStream) -> bool:
+        """Send what the service has written; return whether there may be more."""
+        while room := stream.room:
+            content = stream.peer.read_program(room)
+            if content is None:
+                return True
+            if not content:
+                stream.send(Tag.END, b"\0")
+                return False
+            stream.send(Tag.DATA, content)
+        return True
+
+    def _remove(self, key: tuple[int, int]) -> None:
+        stream = self._streams.pop(key)
+        if stream.mask:
+            self._selector.unregister(stream.peer.local)
+        stream.peer.close()
+
+    def update(self) -> None:
+        """Register what each socket waits for."""
+        for stream in self._streams.values():
+            wanted = _WRITE * stream.peer.holds_incoming | _READ * (stream.room > 0)
+            if wanted == stream.mask:
+                continue
+            if not stream.mask:
+                self._selector.register(stream.peer.local, wanted, stream)
+            elif not wanted:
+                self._selector.unregister(stream.peer.local)
+            else:
+                self._selector.modify(stream.peer.local, wanted, stream)
+            stream.mask = wanted
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Begin a run of other sites than before."""
+        if self.service is not None:
+            self.service.begin(names)
+
+    def events(self) -> Iterator[str]:
+        """Yield what has happened at the service."""
+        if self.service is not None:
+            yield from self.service.events()
+
+    def close(self) -> None:
+        """Close all streams, and the service."""
+        for key in list(self._streams):
+            self._remove(key)
+        if self.service is not None:
+            self.service.close()

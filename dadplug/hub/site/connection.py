@@ -1,0 +1,529 @@
+"""Start of a site's connection to the hub: TCP, TLS, the hub's verdict, `Hello` and the answer to it."""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+
+from ...errors import FrameError, MismatchError, RefusedError, SealingError, SiteError, TryAgainError
+from ...exchange.handshake import close_in_children
+from ...logs import Troubles, get_logger
+from ..pki.kits import Kit
+from ..secure import tls
+from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
+from ..wire.frames import VERSION, Head, Hello, Kind, Welcome, pack_control, read_control
+from ..wire.messages import FRESH, Position, Refuse
+from ..wire.streams import FrameReceiver, NumberedFrames
+
+
+def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -> tuple[SecureSocket, Welcome]:
+    """Dial the hub once.
+
+    Args:
+        kit: kit of this site.
+        hello: first message of this site; what it says of dadplug's version and of this machine is filled in.
+        address: host and port of the hub.
+        seconds: time for each part.
+
+    Returns:
+        The connection, and the hub's answer.
+
+    Raises:
+        RefusedError: if the hub refuses this site for good.
+        OSError: if the hub cannot be reached, or may accept this site later.
+        FrameError: if the hub sends something that is no answer.
+    """
+    release = sys.modules[__name__.partition(".")[0]].__version__
+    hello = hello._replace(release=release, sites=hello.sites or len(kit.roster.sites))
+    connection = tls.dial(kit, seconds, address)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with ExitStack() as opened:
+            door = None if kit.policy.encrypt_local else open_door(connection)
+            if door is not None:
+                opened.enter_context(closing(door))
+                hello = hello._replace(mark=door.mark, place=door.place, secret=door.secret)
+            return connection, introduce(connection, kit, hello, address, seconds, door)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def introduce(
+    connection: SecureSocket,
+    kit: Kit,
+    hello: Hello,
+    address: tuple[str, int],
+    seconds: float,
+    door: LocalDoor | None = None,
+) -> Welcome:
+    """Send the first message, and return the hub's answer.
+
+    Args:
+        connection: the connection, which the hub has accepted.
+        kit: kit of this site.
+        hello: the message.
+        address: host and port of the hub, for messages.
+        seconds: time for the answer.
+        door: where a hub in this machine gives its answer.
+
+    Raises:
+        RefusedError: if the hub refuses this site for good.
+        OSError: if the connection is lost, or the hub may accept this site later.
+        FrameError: if the hub sends something that is no answer.
+    """
+    connection.sendall(pack_control(hello, kit.slot))
+    answer = _read_answer(connection, door, len(kit.roster.sites), seconds)
+    if isinstance(answer, Refuse):
+        if answer.retry:
+            raise TryAgainError(f"it refuses this site at present: {answer.reason}")
+        raise RefusedError(f"the hub at {address[0]}:{address[1]} refuses {kit.name}: {answer.reason}")
+    if not isinstance(answer, Welcome):
+        raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
+    return answer
+
+
+def tell(hub: str, error: Exception) -> bool:
+    """Print why a site has to dial again, where the hub has told it so; return whether it has.
+
+    Args:
+        hub: name of the hub.
+        error: error of `dial_hub`.
+    """
+    if isinstance(error, TryAgainError):
+        print(f"dadplug: {hub}: {error}", file=sys.stderr, flush=True)
+    return isinstance(error, TryAgainError)
+
+
+def _read_answer(connection: SecureSocket, door: LocalDoor | None, world_size: int, seconds: float) -> object:
+    def room(head: Head) -> memoryview:
+        if head.kind is not Kind.CONTROL:
+            raise FrameError(f"a {head.kind.name} frame where an answer to Hello is due")
+        return memoryview(bytearray(head.length))
+
+    receiver = FrameReceiver(connection, room)
+    deadline, timeout = time.monotonic() + seconds, connection.gettimeout()
+    connection.setblocking(False)
+    while receiver.receive() is None:
+        ends: list[SecureSocket | LocalDoor] = [connection] if door is None else [connection, door]
+        ready = select.select(ends, [], [], max(0.0, deadline - time.monotonic()))[0]
+        if not ready:
+            raise TimeoutError(f"it has not answered for {seconds:g} s")
+        if door in ready and door is not None and (local := door.accept()) is not None:
+            connection.continue_over(local)
+            door = None
+    connection.settimeout(timeout)
+    return read_control(bytes(receiver.body), world_size)
+
+
+_log = get_logger(__name__)
+REDIAL_SECONDS = 30.0  # after which a hub that cannot be reached is given up
+_DIAL_SECONDS = 5.0  # for each part of the start of a connection
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to dial
+_PING_SECONDS, _SHORTEST_SILENCE = 1.0, 2.0  # the hub pings every second, too
+KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer
+_HELD_BYTES = 1 << 16  # that wait for the next message, at most: a line that is idle meanwhile loses more with more
+_BATCH_SECONDS = 0.001  # between two reads of the thread, so that it does not wake up for each packet
+_LOST = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
+
+
+class HubConnection(ABC):
+    """Connection of one channel.
+
+    Args:
+        kit: kit of this site.
+        channel: the channel, see `dadplug.hub.wire.frames.Hello`.
+        address: host and port of the hub; None for those of the kit.
+
+    Attributes:
+        rank: slot of this site.
+        names: names of the sites, by slot.
+        left: whether this site has told the hub that it leaves.
+        outage: reason of the present loss of the connection; empty while there is one.
+    """
+
+    def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
+        self.kit = kit
+        self.rank = kit.slot
+        self.names = list(kit.roster.sites)
+        self.world_size = len(self.names)
+        self.address = address or kit.roster.address()
+        self.lock = threading.Lock()  # of everything below; OpenSSL's objects are not made for two threads
+        self._channel = channel
+        self._instance = secrets.randbits(62)
+        self._connection: SecureSocket | None = None
+        self._troubles = Troubles(_log)  # that the user is told of
+        self._frames = NumberedFrames(self.rank, self._room, self._complete)
+        self._failure: Exception | None = None
+        self.outage = ""  # reason of the present loss of the connection
+        self._lost_at = self._heard = 0.0
+        self._silence = REDIAL_SECONDS  # without a byte, while somebody waits, after which the connection is given up
+        self._waiting = 0  # threads in `attend`
+        self.left = self._closed = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._thread: threading.Thread | None = None
+        close_in_children(self)
+
+    # What a channel does with what arrives; called with the lock held.
+
+    @abstractmethod
+    def room(self, head: Head) -> memoryview:
+        """Return room for the body of a frame that is arriving, of any kind but CONTROL and PING.
+
+        The frame may be lost before its end, and then comes again from its beginning.
+
+        Raises:
+            FrameError: to refuse the frame, which ends the connection for good.
+            MismatchError: the same, where the sites run different programs.
+        """
+
+    @abstractmethod
+    def complete(self, head: Head, body: memoryview) -> None:
+        """Take a frame that is complete; errors as in `room`."""
+
+    def control(self, message: object) -> None:  # noqa: B027  (not every channel gets announcements)
+        """Take an announcement of the hub."""
+
+    def extend(self, names: Sequence[str]) -> None:
+        """Take the names of all sites, since there are further ones; raise FrameError if known ones are not among them.
+
+        To be called with the lock held.
+        """
+        if list(names[: self.world_size]) != self.names:
+            raise FrameError("it names other sites than those that this site knows")
+        self.names[:] = names
+        self.world_size = len(names)
+
+    def tick(self) -> None:  # noqa: B027
+        """Do what has to be done about every second; errors as in `room`."""
+
+    @property
+    def position(self) -> Position:
+        """The last step that this site has closed, for a hub that has been restarted."""
+        return FRESH
+
+    def begin_anew(self) -> None:
+        """Begin a new stream with a hub that does not know the present one; raise RefusedError if that cannot be."""
+        raise RefusedError(f"{self.hub} has been restarted, or has given this site up: {self.outage}")
+
+    def start(self, timeout: float) -> None:
+        """Dial until the hub answers.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            RefusedError: if the hub refuses this site.
+            SiteError: if it cannot be reached in time.
+        """
+        deadline, pause, printed = time.monotonic() + timeout, _FIRST_PAUSE, False
+        while True:
+            try:
+                self._dial(min(_DIAL_SECONDS, max(0.1, deadline - time.monotonic())))
+                break
+            except (OSError, FrameError) as error:
+                if time.monotonic() + pause > deadline:
+                    raise SiteError(f"{self.hub} cannot be reached for {timeout:g} s: {error}") from error
+                if not isinstance(error, TryAgainError):
+                    self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {tls.explain(error)}; dialing again")
+                    self._troubles.remind()
+                printed = printed or tell(self.hub, error)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._thread = threading.Thread(target=self._run, name=f"dadplug-hub-{self._channel}", daemon=True)
+        self._thread.start()
+
+    @property
+    def hub(self) -> str:
+        """Name of the hub."""
+        return f"the hub at {self.address[0]}:{self.address[1]}"
+
+    @property
+    def hub_state(self) -> str:
+        """Reason why nothing arrives from the hub; empty if it does."""
+        if self.outage:
+            return f"{self.hub} cannot be reached: {self.outage}"
+        silent = time.monotonic() - self._heard
+        return f"{self.hub} has been silent for {silent:.1f} s" if silent > _SHORTEST_SILENCE else ""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has been closed, or has failed."""
+        return self._closed or self._failure is not None
+
+    def check(self) -> None:
+        """Raise the error with which the connection has failed, if it has.
+
+        Raises:
+            SiteError: if this site or its hub is lost, or the connection has been closed.
+            MismatchError: if the sites run different programs.
+        """
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args) from self._failure
+        if self._closed:
+            raise SiteError(f"this process has closed its connection to {self.hub}")
+
+    def fail(self, error: Exception) -> None:
+        """Give the connection up; every later use raises the error. To be called with the lock held."""
+        self._failure = self._failure or error
+        self._disconnect()
+        self._wake()
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Send what is left, in `seconds` at most, and close the connection. May be called twice."""
+        if self._wake_read.fileno() < 0:
+            return
+        deadline = time.monotonic() + seconds
+        while not self.closed and time.monotonic() < deadline:
+            with self.lock:
+                self.transfer()
+                if self._connection is not None and self._frames.idle:
+                    break
+            time.sleep(0.002)
+        with self.lock:
+            connection, self._connection, self._closed = self._connection, None, True
+        self._wake()
+        if connection is not None:
+            tls.end(connection, max(0.05, deadline - time.monotonic()))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """Close the sockets at once, also in a forked child, where another thread may have held the lock."""
+        self._closed = True
+        for each in (self._connection, self._wake_read, self._wake_write):
+            if each is not None:
+                with suppress(OSError):
+                    each.close()
+
+    # Frames
+
+    def post(self, head: Head, content: memoryview | bytes, soon: bool = False) -> None:
+        """Send a message, cut into frames; return at once. The content is copied.
+
+        Args:
+            head: head of the frames, without offset and length.
+            content: the message, of bytes; if empty, it is sent as one frame of a kind without a body.
+            soon: whether it may wait for the next message or ping, with which it is sent; what waits stays small.
+
+        Raises:
+            SiteError: if the connection has been given up.
+        """
+        with self.lock:
+            self.check()
+            self._frames.append_message(head, content)
+            if not soon or self._frames.unsent_bytes > _HELD_BYTES:
+                self._flush_or_disconnect()
+            behind = self._frames.blocked
+        if behind and not self._waiting:
+            self._wake()
+
+    def post_control(self, message: object) -> None:
+        """Send a control message."""
+        with self.lock:
+            self.check()
+            self._frames.append(pack_control(message, self.rank))
+            self._flush_or_disconnect()
+
+    def attend(self, seconds: float, nbytes: int = 1) -> None:
+        """Wait until something can be sent or received, or for a time; then call `transfer` with the lock held.
+
+        Args:
+            seconds: the time.
+            nbytes: bytes that this thread needs to go on, whose beginning need not wake it up.
+
+        Raises:
+            SiteError: if the connection has been given up.
+        """
+        self.check()
+        with self.lock:
+            connection, events = self._connection, select.POLLIN | select.POLLOUT * self._frames.blocked
+            self._frames.expect(nbytes)
+            if connection is not None and time.monotonic() - self._heard > self._silence:
+                self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
+                connection = None
+        if connection is None:
+            time.sleep(min(seconds, 0.005))
+            return
+        poll = select.poll()
+        with suppress(OSError, ValueError):  # closed meanwhile
+            poll.register(connection, events)
+            poll.poll(1e3 * seconds)
+
+    def transfer(self) -> None:
+        """Send and receive what is possible at the moment. To be called with the lock held."""
+        self._flush_or_disconnect()
+        if self._connection is None:
+            return
+        try:
+            if self._frames.receive():
+                self._heard = time.monotonic()
+        except OSError as error:
+            self._lose(error)
+        except (MismatchError, SealingError) as error:
+            self.fail(error)
+        except FrameError as error:
+            self.fail(SiteError(f"{self.hub} does not speak the protocol of this version: {error}"))
+        self._flush_or_disconnect()  # an acknowledgement
+
+    def _complete(self, head: Head, body: memoryview) -> None:
+        if head.kind is Kind.CONTROL:
+            self.control(read_control(bytes(body), self.world_size))
+        else:
+            self.complete(head, body)
+
+    def _room(self, head: Head) -> memoryview:
+        if head.slot >= self.world_size:
+            raise FrameError(f"a frame of slot {head.slot}: there are {self.world_size} sites")
+        return memoryview(bytearray(head.length)) if head.kind is Kind.CONTROL else self.room(head)
+
+    def _flush_or_disconnect(self) -> None:
+        if self._connection is None:
+            return
+        try:
+            self._frames.flush()
+        except OSError as error:
+            self._lose(error)
+
+    # Loss and return of the connection
+
+    def _lose(self, error: OSError) -> None:
+        """Take note that the connection is lost; the thread dials again."""
+        self.outage, self._lost_at = tls.explain(error), time.monotonic()
+        self._closed = self._closed or (self.left and self._frames.idle)
+        if self._channel == "training" and not (self.left or self._closed):
+            self._troubles.begin(self.hub, f"the connection to {self.hub} is lost: {self.outage}; dialing again")
+        self._disconnect()
+        self._wake()
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        self._frames.detach()
+        if connection is not None:
+            with suppress(OSError):
+                connection.close()
+
+    def _dial(self, seconds: float) -> None:
+        """Dial once, and go on where the last connection was lost; errors are those of `dial_hub`."""
+        hello = Hello(
+            VERSION, self._instance, self.position, self._channel, self._frames.received, sites=self.world_size
+        )
+        connection, welcome = dial_hub(self.kit, hello, self.address, seconds)
+        try:
+            with self.lock:
+                if self._closed:
+                    raise OSError("closed")
+                self._install(connection, welcome)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _install(self, connection: SecureSocket, welcome: Welcome) -> None:
+        if self._thread is not None and not welcome.resumed:
+            self.begin_anew()
+        self._frames.attach(connection, welcome.received)
+        # A dead link is left before the hub gives this site up.
+        self._silence = max(_SHORTEST_SILENCE, welcome.timeout_ms / 2e3)
+        connection.give_up_after(self._silence)
+        self._heard = time.monotonic()
+        self._connection, self.outage = connection, ""
+        self._troubles.end(self.hub, f"{self.hub} is connected again")
+        self._flush_or_disconnect()
+
+    # The thread
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._wake_write.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            self._maintain()
+        except Exception as error:  # nobody would dial again
+            with self.lock:
+                self.fail(SiteError(f"the connection to {self.hub} has failed: {type(error).__name__}: {error}"))
+
+    def _maintain(self) -> None:
+        """Ping, dial again, and move what the kernel has no room for."""
+        ping = time.monotonic() + _PING_SECONDS
+        while not self.closed:
+            if self._connection is None:
+                self._return()
+                continue
+            ready = self._poll(max(0.0, ping - time.monotonic()))
+            with self.lock:
+                if self._connection is None:
+                    continue
+                if ready & _LOST or (ready and not self._waiting):
+                    self.transfer()
+                if time.monotonic() >= ping:
+                    ping = time.monotonic() + _PING_SECONDS
+                    self._troubles.remind()
+                    try:
+                        self.tick()
+                    except SealingError as error:
+                        self.fail(error)
+                        continue
+                    self._frames.ping()
+                    self._flush_or_disconnect()
+            if ready & select.POLLIN:
+                time.sleep(_BATCH_SECONDS)
+
+    def _poll(self, seconds: float) -> int:
+        """Wait for what the thread has to do; return the events of the connection."""
+        poll = select.poll()
+        with self.lock:
+            connection = self._connection
+            if connection is None:
+                return 0
+            events = getattr(select, "POLLRDHUP", 0)
+            if not self._waiting:
+                events |= select.POLLOUT * self._frames.blocked
+                events |= select.POLLIN * (self.expects() > KERNEL_BYTES)
+                self._frames.expect(1)
+            number = connection.fileno()
+            poll.register(number, events)
+            poll.register(self._wake_read, select.POLLIN)
+        ready = dict(poll.poll(1e3 * seconds))
+        if ready.pop(self._wake_read.fileno(), 0):
+            with suppress(OSError):
+                self._wake_read.recv(4096)
+        return ready.get(number, 0)
+
+    def expects(self) -> int:
+        """Return how many bytes are expected."""
+        return 0
+
+    def _return(self) -> None:
+        """Dial until the connection is back, or the hub has to be given up."""
+        pause, error = _FIRST_PAUSE, None
+        while not self.closed and self._connection is None:
+            try:
+                self._dial(_DIAL_SECONDS)
+                return
+            except (SiteError, FrameError) as refused:
+                with self.lock:
+                    self.fail(refused if isinstance(refused, SiteError) else SiteError(f"{self.hub}: {refused}"))
+                return
+            except OSError as lost:
+                error = lost
+            if time.monotonic() - self._lost_at > REDIAL_SECONDS:
+                with self.lock:
+                    self.fail(SiteError(f"{self.hub} cannot be reached for {REDIAL_SECONDS:g} s: {error}"))
+                return
+            self.outage = tls.explain(error)
+            if self._channel == "training":
+                self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {self.outage}; dialing again")
+                self._troubles.remind()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,0 +1,395 @@
+"""Connection of this process to the other sites of a hub: its link, or its leader's, and the default process group."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ...errors import KitError, MismatchError, RefusedError, SealingError, SiteError
+from ...exchange import DEFAULT_TIMEOUT, rendezvous
+from ...exchange.deadline import check_seconds
+from ...exchange.factory import register_network
+from ...exchange.failure_reports import describe, watch_exit
+from ...exchange.topology import Nodes
+from ...exchange.traffic import Traffic
+from ...exchange.transport import Requirements, Transport
+from ...logs import get_logger
+from .. import torch as process_group
+from ..pki.kits import Kit
+from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
+from ..torch import BACKEND, Collectives, HubGroup, HubStore, SiteGroup
+from .link import HubLink, current_link, set_current_link
+from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
+from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
+
+_ERRORS = {each.__name__: each for each in (KitError, MismatchError, RefusedError, SealingError)}  # of the leader
+
+
+class Connection:
+    """Connection of this process: the link to the hub, the process group and the restrictions of the kit.
+
+    Args:
+        kit: kit of this site.
+        timeout: seconds to wait for all sites, and for messages of the process group.
+        place: place of this process among those of its site; None if it is the only one.
+
+    Attributes:
+        kit: kit of this site.
+        nodes: ranks of the processes of each site; None where each has one.
+
+    Raises:
+        SiteError: see `connect`.
+        MismatchError: see `connect`.
+    """
+
+    def __init__(self, kit: Kit, timeout: float, place: LocalPlace | None) -> None:
+        self.kit = kit
+        self.nodes: Nodes | None = None
+        self._names = list(kit.roster.sites)
+        self._link: HubLink | None = None
+        self._store: HubStore | None = None
+        self._hub: HubTransport | None = None  # also where nothing follows: it takes a channel
+        self._counts: list[int] = []
+        self._groups = 0
+        self._site = f"site {kit.slot} ({kit.name})"
+        self._late = place is not None and place.late
+        self._local = None if place is None else LocalSite(place, self._site, timeout)
+        _networks_ready()
+        self._restrictions = Restrictions(kit.policy, kit.roster)
+        impose_restrictions(self._restrictions)
+        _connections.append(self)
+        try:
+            counts = self._meet(timeout)
+            watch_exit(self)
+            self._start_group(counts, timeout)
+        except BaseException as error:
+            if self._link is not None:
+                self._link.leave(describe(error))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self.close_transports()
+            raise
+
+    def _meet(self, timeout: float) -> list[int]:
+        """Return the numbers of processes of all sites, by slot."""
+        if self._local is None or self._local.leads:
+            return self._tell(lambda: self._dial(1 if self._local is None else self._local.place.processes, timeout))
+        return self._read(timeout)
+
+    def _tell(self, find: Callable[[], list[int]]) -> list[int]:
+        """Find the numbers of processes of all sites, and tell the other processes of this site, or the error."""
+        try:
+            counts = find()
+        except BaseException as error:
+            if self._local is not None:
+                self._local.post((type(error).__name__, str(error)))
+            raise
+        if self._local is not None:
+            self._local.post(("counts", counts))
+        return counts
+
+    def _read(self, timeout: float) -> list[int]:
+        """Return what the leader tells."""
+        assert self._local is not None
+        kind, content = self._local.read(2 * timeout)
+        if kind != "counts":
+            raise _ERRORS.get(kind, SiteError)(content)
+        return [int(count) for count in content]
+
+    def _dial(self, count: int, timeout: float) -> list[int]:
+        """Dial the hub, and exchange versions and numbers of processes with the other sites.
+
+        Args:
+            count: number of processes of this site.
+            timeout: seconds to wait for all sites.
+        """
+        self._link = HubLink.open(self.kit, timeout=timeout)
+        set_current_link(self._link)
+        self._hub = HubTransport(self._link, Traffic(), timeout)
+        if not self._link.rounds.joins:
+            return self._exchange_counts(count)
+        if count > 1:
+            raise SiteError(
+                "the other sites train with min_sites, which goes with one process at each site: start one here"
+            )
+        return [1] * self._link.world_size
+
+    def _exchange_counts(self, count: int) -> list[int]:
+        assert self._hub is not None
+        own = sys.modules[__name__.partition(".")[0]].__version__
+        versions, counts = zip(*self._hub.gather_objects((own, count)), strict=True)
+        if any(version != own for version in versions):
+            pairs = ", ".join(f"{self.link.name(slot)} {version}" for slot, version in enumerate(versions))
+            raise MismatchError(f"the sites run different versions of dadplug: {pairs}")
+        return list(counts)
+
+    def meet_processes(self, count: int, port: int, timeout: float) -> None:
+        """Agree with all other processes on their number, before a trainer begins; all must call it together.
+
+        Where it has changed, since trainers have started processes, the default process group is made anew. A process
+        that has been started meanwhile has agreed by its connection, and its first call does nothing.
+
+        Args:
+            count: number of processes of this site.
+            port: where this process has started others, port of the loopback interface at which it meets them.
+            timeout: seconds to wait for all of them.
+
+        Raises:
+            SiteError: if a process or a site does not come in time.
+            ValueError: if this site has another number of processes already.
+        """
+        if self._late:
+            self._late = False
+            return
+        if self._local is None and count > 1:
+            self._local = LocalSite(LocalPlace(0, count, port), self._site, timeout)
+        elif self._local is not None and self._local.place.processes != count:
+            raise ValueError(
+                f"this site has {self._local.place.processes} processes, and the trainer is to use {count}: the number "
+                "stays the same in a program"
+            )
+        leads = self._local is None or self._local.leads
+        counts = self._tell(lambda: self._exchange_counts(count)) if leads else self._read(timeout)
+        if counts != self._counts:
+            dist.destroy_process_group()
+            self._start_group(counts, timeout)
+
+    @property
+    def processes(self) -> int:
+        """Number of processes of this site."""
+        return 1 if self._local is None else self._local.place.processes
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process among those of its site."""
+        return 0 if self._local is None else self._local.place.local_rank
+
+    def _start_group(self, counts: Sequence[int], timeout: float) -> None:
+        """Start the default process group of all processes.
+
+        Args:
+            counts: numbers of processes of all sites, by slot.
+            timeout: seconds for messages of the process group.
+        """
+        self._counts = list(counts)
+        starts = [sum(counts[:slot]) for slot in range(len(counts))]
+        rank = starts[self.kit.slot] + self.local_rank
+        if sum(counts) > len(counts):
+            members = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+            self.nodes = Nodes.of(members, rank)
+        store: dist.Store
+        if self._local is None:
+            store = self._store = self._store or HubStore(self.kit, timeout)
+        else:
+            self._groups += 1
+            store = dist.PrefixStore(f"default/{self._groups}", self._local.store)
+        dist.init_process_group(
+            BACKEND, store=store, rank=rank, world_size=sum(counts), timeout=timedelta(seconds=timeout)
+        )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is closed, or a site or a process of this one is lost."""
+        if self._link is not None and (self._link.closed or self._link.gone):
+            return True
+        return self._local is not None and self._local.processes.found_lost() is not None
+
+    @property
+    def link(self) -> HubLink:
+        """Link to the hub.
+
+        Raises:
+            SiteError: if this process is not the leader of its site.
+        """
+        if self._link is None:
+            raise SiteError("this process is not connected to a hub: the first process of its site is")
+        return self._link
+
+    def open_group(self, ranks: Sequence[int], rank: int, seconds: float) -> Collectives:
+        """Open a process group; see `dadplug.hub.torch.register`."""
+        if self.nodes is None:
+            return HubGroup(self.link, ranks, rank, seconds)
+        world_size = sum(map(len, self.nodes.members))
+        return SiteGroup(partial(self._open_site_transport, Traffic(), seconds), ranks, rank, world_size, seconds)
+
+    def open_transport(
+        self,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        timeout: float,
+        requirements: Requirements | None,
+        for_trainer: bool,
+    ) -> Transport:
+        """Open a transport; see `dadplug.exchange.factory.open_transport`."""
+        if self.nodes is not None:
+            if requirements is not None:
+                raise ValueError(
+                    "min_sites goes with one process at each site, and "
+                    + ", ".join(
+                        f"{name} has {len(ranks)}" for name, ranks in zip(self._names, self.nodes.members, strict=True)
+                    )
+                    + ": start one process at each site, or leave min_sites out, so that all sites have to stay"
+                )
+            return self._open_site_transport(traffic, timeout, group)
+        if requirements is None:
+            return HubTransport(self.link, traffic, timeout, group)
+        self.link.rounds.rejoins &= not for_trainer  # it has to be started again to go on at another step
+        elastic = TrainerTransport if for_trainer else ElasticTransport
+        return elastic(self.link, traffic, timeout, requirements, group)
+
+    def _open_site_transport(
+        self, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None
+    ) -> SiteTransport:
+        assert self.nodes is not None
+        hub = None if self._link is None else HubSites(self._link)
+        local = self._local
+        sites = SiteMembers(self._names, self.nodes, hub, None if local is None else local.processes)
+        try:
+            return SiteTransport(local, self._link, sites, self.nodes, traffic, timeout, group)
+        except SiteError as error:
+            if self._link is not None:
+                self._link.leave(str(error))
+            raise
+
+    def close_transports(self) -> None:
+        """Close the connections to the hub. May be called twice."""
+        if self._link is not None:
+            self._link.close()
+            if current_link() is self._link:
+                set_current_link(None)
+        if self._store is not None:
+            self._store.close()
+        lift_restrictions(self._restrictions)
+        if self in _connections:
+            _connections.remove(self)
+
+
+_connections: list[Connection] = []  # to keep them alive
+_ready = False
+
+
+def current_connection() -> Connection | None:
+    """Return the connection of this process; None where it is not connected by a kit."""
+    return _connections[-1] if _connections else None
+
+
+def _connected() -> Connection:
+    connection = current_connection()
+    if connection is None:
+        raise SiteError("this process is not connected to a hub: call dadplug.connect(kit=...)")
+    return connection
+
+
+def _networks_ready() -> None:
+    """Register the backend of torch.distributed and the transport, once."""
+    global _ready
+    if not _ready:
+        process_group.register(lambda ranks, rank, seconds: _connected().open_group(ranks, rank, seconds))
+        register_network(lambda group: isinstance(group, Collectives), _open_transport)
+        _ready = True
+
+
+def _open_transport(
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+    device: object,
+    timeout: float,
+    requirements: Requirements | None,
+    for_trainer: bool,
+) -> Transport:
+    return _connected().open_transport(group, traffic, timeout, requirements, for_trainer)
+
+
+_log = get_logger(__name__)
+
+
+def connect(
+    rank: int | None = None,
+    num_nodes: int | None = None,
+    dist_url: str | None = None,
+    *,
+    kit: str | Path | None = None,
+    backend: str | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> None:
+    """Join the other sites: start the default process group of torch.distributed.
+
+    Without arguments, the environment that torchrun sets is read (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Nothing
+    is done if it names no other site, or if a group exists already.
+
+    With a kit, this site dials the hub that the kit names, listens at no port, and all messages of the process group
+    and of dadplug's own transports are encrypted. Number of this site and number of sites are those of the kit. After
+    an error by which a site was lost, the sites can connect again. If the environment announces several processes on
+    this machine (``torchrun --standalone``), they are one site: the first of them dials the hub, and the others
+    exchange with it over the loopback interface.
+
+    Args:
+        rank: number of this site, from 0; site 0 hosts the rendezvous.
+        num_nodes: number of sites.
+        dist_url: the rendezvous address, ``tcp://HOST:PORT``, an address of site 0 that all sites reach.
+        kit: folder of this site's kit, in place of the three above, see ``python -m dadplug provision``.
+        backend: ``"gloo"`` (CPU, and GPUs across sites), ``"nccl"`` (GPUs in one place); chosen by device if None.
+        timeout: seconds to wait for all sites.
+
+    Raises:
+        ValueError: if an argument is out of its range or missing, or does not go with the others.
+        KitError: if the kit is incomplete or damaged, or not valid at present.
+        RefusedError: if the hub refuses this site.
+        SiteError: if a site does not come in time, two claim one rank, the port is taken, or the hub cannot be reached.
+        MismatchError: if the sites run different versions of dadplug.
+    """
+    if kit is None:
+        rendezvous.connect(rank, num_nodes, dist_url, backend=backend, timeout=timeout)
+        return
+    check_seconds("timeout", timeout)
+    loaded = load_site_kit(kit, rank=rank, num_nodes=num_nodes, dist_url=dist_url, backend=backend)
+    if dist.is_initialized():
+        if _is_connected(loaded):
+            return
+        dist.destroy_process_group()
+    while (connection := current_connection()) is not None:  # of an earlier run
+        connection.close_transports()
+    Connection(loaded, timeout, LocalPlace.find(os.environ))
+    host, port = loaded.roster.address()
+    names = ", ".join(loaded.roster.sites)
+    _log.info("connected to the hub %s:%d as site %d of %s", host, port, loaded.slot, names)
+
+
+def load_site_kit(folder: str | Path, **places: object) -> Kit:
+    """Load the kit by which this process is to be connected.
+
+    Args:
+        folder: folder of the kit.
+        places: what a kit determines, by the names of arguments; None where it is not given.
+
+    Raises:
+        ValueError: if one of them is given, or the environment announces processes that are not those of one site.
+        KitError: if the kit is incomplete or damaged, or that of the hub.
+    """
+    if given := [name for name, value in places.items() if value is not None]:
+        raise ValueError(f"a kit determines the place of this site and its backend: leave out {', '.join(given)}")
+    LocalPlace.find(os.environ)  # or an error
+    kit = Kit.load(folder)
+    if kit.is_hub:
+        raise KitError(f"{folder} is the kit of the hub: a site needs its own")
+    return kit
+
+
+def _is_connected(kit: Kit) -> bool:
+    """Return whether this process is connected by a kit, and none of its sites is lost.
+
+    Raises:
+        ValueError: if this process is connected otherwise.
+    """
+    connection = current_connection()
+    if connection is None:
+        raise ValueError("this process has a process group already, whose messages do not go over the kit's hub")
+    if connection.kit.certificate != kit.certificate:
+        raise ValueError(f"this process is connected by the kit {connection.kit.folder} already")
+    return not connection.is_lost

@@ -1,0 +1,557 @@
+"""Sites of a hub by name, with the reasons that the hub gives for those that are lost."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import MismatchError, SiteError
+from ...exchange import codec
+from ...exchange.codec import check_lengths, decode_objects, encode_object
+from ...exchange.failure_reports import PeerNames, watch_exit
+from ...exchange.traffic import Traffic
+from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
+from ..wire.frames import CODES, Kind
+from ..wire.messages import Round
+from .link import CHANNEL_BITS, HubLink
+from .rounds import Incoming
+from .tunnel import check_tunnel, stream_to_hub, tunnel_of
+
+_GRACE_SECONDS = 1.5  # for the hub's announcement of what a lost stream of the parameter manager is due to
+
+
+class HubSites(PeerNames):
+    """Sites at the other ends of a hub.
+
+    Args:
+        link: the link.
+    """
+
+    def __init__(self, link: HubLink) -> None:
+        super().__init__(link.rank, link.names)
+        self._link = link
+        self._names = link.names  # to which those of further sites are appended
+        watch_exit(self)
+
+    def of(self, ranks: Sequence[int]) -> PeerNames:
+        raise ValueError("the sites of a hub form one group: there are no subgroups of them")
+
+    def found_lost(self) -> SiteError | None:
+        return self._link.first_lost()
+
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
+        if isinstance(error, SiteError):
+            return error
+        try:
+            found = self._link.await_loss(_GRACE_SECONDS)
+            check_tunnel(self._link)
+        except SiteError as failure:  # of the connection to the hub
+            return failure
+        if found is not None:
+            return found
+        who = "one of the other sites" if peer is None else self[peer]
+        if isinstance(error, TimeoutError):
+            return SiteError(
+                f"{who} has not answered for {timeout:g} s, though the hub is connected to it: it is stopped or busy. "
+                "A site that may be this slow needs a larger timeout="
+            )
+        return SiteError(f"{who} is gone: {error}")
+
+
+SECOND_ROUND = 1 << 23  # bit of the number of a gather's second round
+_COLLECTIVES = 1 << 22  # first number of those that are used once, and their count
+_PACKET_BYTES = 1 << 14  # that cost less than the hub's work
+assert 2 * _COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
+
+
+class HubTransport(Transport):
+    """Messages between the sites of a hub. All buffers lie on the CPU.
+
+    Args:
+        link: the link.
+        traffic: the meter; it counts what this site sends to the hub.
+        timeout: seconds after which a silent site counts as lost.
+        group: process group of the sites, if there is one.
+    """
+
+    is_direct = False
+
+    def __init__(self, link: HubLink, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(HubSites(link), traffic, link.rank, torch.device("cpu"), timeout)
+        self.link = link
+        self.ring = float(self.copies) if link.sealing.required else 1.0  # the hub cannot add up sealed summands
+        self._group = group
+        self._channel = link.new_channel()
+        self._gathers = self._collectives = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("this link to a hub has no process group: connect by dadplug.connect(kit=...)")
+        return self._group
+
+    def close(self) -> None:
+        """Nothing: the link is the process's, and outlives this transport."""
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return HubGather(self, self.next_gather(), sizes, dtype)
+
+    def next_gather(self) -> int:
+        """Return the number of an exchange that takes place in many steps."""
+        self._gathers += 1
+        if self._gathers >= _COLLECTIVES:
+            raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
+        return self._channel | self._gathers
+
+    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        assert isinstance(first, HubGather)
+        return HubGather(self, first.exchange | SECOND_ROUND, sizes, dtype)
+
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return HubGather(self, self.next_collective(), sizes, dtype)
+
+    def end_step(self) -> None:
+        self.link.end_step()
+
+    def next_collective(self) -> int:
+        """Return the number of an exchange that takes place once."""
+        self._collectives = (self._collectives + 1) % _COLLECTIVES
+        return self._channel | _COLLECTIVES | self._collectives
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
+            return _HubSum(self, tensor)
+        return GatheredSum(self, tensor)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        sizes = [tensor.numel() * (rank == 0) for rank in range(self.world_size)]
+        gather = HubGather(self, self.next_collective(), sizes, tensor.dtype)
+        if self.rank == 0:
+            gather.payload.copy_(tensor.detach().reshape(-1))
+        gather.launch()
+        first = gather.wait()[0]
+        if self.rank:
+            tensor.detach().copy_(first.view(tensor.shape))
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        return self.gather_bytes(content if self.rank == 0 else b"")[0].tobytes()
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        own, refusal = encode_object(item)
+        return decode_objects(self.gather_bytes(own), refusal)
+
+    def gather_bytes(self, own: bytes) -> list[memoryview]:
+        """Gather byte strings of all sites, by rank; sizes go first, and are checked before memory is allocated."""
+        gather = HubGather(self, self.next_collective(), [1] * self.world_size, torch.int64)
+        gather.payload[0] = len(own)
+        gather.launch()
+        lengths = [int(size) for size in gather.wait()]
+        check_lengths(lengths)
+        gather = HubGather(self, self.next_collective(), lengths, torch.uint8)
+        if own:
+            gather.payload.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        gather.launch()
+        return [bytes_of(payload) for payload in gather.wait()]
+
+    def open_streams(self, timeout: float) -> dict[int, socket.socket]:
+        return tunnel_of(self.link, timeout).open(self.gather_objects)
+
+    def accept_streams(self, take: Callable[[int | None, socket.socket], None], timeout: float) -> bool:
+        if self.link.sealing.required:  # the sites agree on their keys when a run starts
+            return False
+        tunnel_of(self.link, timeout).accept(take)
+        return True
+
+    def open_hub_stream(self, timeout: float) -> StreamToHub | None:
+        if self.link.sealing.required:  # the hub cannot read what it would have to order
+            return None
+        return stream_to_hub(tunnel_of(self.link, timeout))
+
+    @property
+    def dialed_by(self) -> str:
+        return str(self.link.kit.folder.resolve())
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        peers = self.world_size - 1  # one other site sends as much as the hub would
+        return self.link.sealing.required or peers == 1 or peers * nbytes <= _PACKET_BYTES
+
+
+class HubGather(Gather):
+    """Gather of payloads that the hub passes on.
+
+    Args:
+        transport: the transport.
+        exchange: number of the exchange.
+        sizes: number of elements of each site's payload, by rank.
+        dtype: type of the elements.
+
+    Attributes:
+        exchange: number of the exchange.
+        payloads: this site's payload and room for the others, by rank.
+    """
+
+    def __init__(self, transport: HubTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        self.exchange = exchange
+        self._transport = transport
+        self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self.payload = self.payloads[transport.rank]
+        self._own = bytes_of(self.payload)
+        self._others = [
+            (rank, bytes_of(payload))
+            for rank, payload in enumerate(self.payloads)
+            if rank != transport.rank and payload.numel()
+        ]
+        self._incoming: list[Incoming] = []
+
+    def post(self) -> None:
+        if not self._incoming and self._others:
+            expect = self._transport.link.expect
+            self._incoming = [expect(rank, self.exchange, buffer) for rank, buffer in self._others]
+
+    def launch(self) -> None:
+        self.post()
+        self._transport.traffic.add(len(self._own))
+        self._transport.link.send(self.exchange, self._own, soon=self._transport.more_follows)
+
+    def wait(self) -> list[Tensor]:
+        if self._incoming:
+            with self._transport.traffic.waiting():
+                self._transport.link.wait(self._incoming, self._transport.timeout)
+            self._incoming = []
+        return self.payloads
+
+
+class _HubSum(PendingSum):
+    """Sum that the hub computes from the summands of all sites, in the order of ranks."""
+
+    def __init__(self, transport: HubTransport, tensor: Tensor) -> None:
+        self._transport = transport
+        self._tensor = tensor.detach()
+        self._staged = self._tensor.to(transport.device).reshape(-1)
+        content, exchange = bytes_of(self._staged), transport.next_collective()
+        # The link copies what it sends, so that the sum can arrive where the summand lies.
+        self._incoming = transport.link.expect(0, exchange, content, Kind.SUM)
+        transport.traffic.add(len(content))
+        transport.link.send(exchange, content, Kind.SUMMAND, CODES[tensor.dtype])
+
+    def wait(self) -> None:
+        with self._transport.traffic.waiting():
+            self._transport.link.wait([self._incoming], self._transport.timeout)
+        if self._staged.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self._staged.view(self._tensor.shape))
+
+
+class GatheredSum(PendingSum):
+    """Sum that every site computes from the addends of all, in the order of ranks; narrow types in single precision."""
+
+    def __init__(self, transport: HubTransport, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._gather = transport.gather_once([tensor.numel()] * transport.world_size, tensor.dtype)
+        self._gather.payload.copy_(tensor.detach().reshape(-1))
+        self._gather.launch()
+
+    def wait(self) -> None:
+        first, *others = self._gather.wait()
+        total = first.to(torch.promote_types(first.dtype, torch.float32)) if first.is_floating_point() else first
+        for payload in others:
+            total += payload
+        self._tensor.detach().copy_(total.view(self._tensor.shape))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, which share its memory."""
+    return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+class ElasticTransport(HubTransport):
+    """Messages between the sites of a hub, of which some may be absent.
+
+    Args:
+        link: the link.
+        traffic: the meter; it counts what this site sends to the hub.
+        timeout: seconds after which a silent site counts as lost.
+        requirements: number of sites that are needed, and when a silent one is lost.
+        group: process group of the sites, if there is one.
+
+    Raises:
+        ValueError: if the project requires sealed messages.
+    """
+
+    elastic = True
+
+    def __init__(
+        self,
+        link: HubLink,
+        traffic: Traffic,
+        timeout: float,
+        requirements: Requirements,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if link.sealing.required:
+            raise ValueError(
+                "min_sites does not go with sealed messages: the sites agree on their key when a run starts, and one "
+                "that joins could not read them"
+            )
+        super().__init__(link, traffic, timeout, group)
+        self._requirements = requirements
+        self.joins = self.listens = link.rounds.joins
+        if not self.joins:
+            link.rounds.begin(requirements)
+        self.ring = self.copies
+        self._in_step = False
+        self._resize(link.world_size)
+        self.absent = self._of_run(link.rounds.absent)
+
+    # Sites that are new in the roster
+
+    def _resize(self, size: int) -> None:
+        """Exchange with so many sites from now on."""
+        self.world_size = size
+        self.ring = self.copies = size - 1
+
+    def _of_run(self, slots: frozenset[int]) -> frozenset[int]:
+        return frozenset(slot for slot in slots if slot < self.world_size)
+
+    @property
+    def grows(self) -> bool:
+        return self.world_size < self.link.rounds.size
+
+    def grow(self) -> None:
+        before, size = self.world_size, self.link.rounds.size
+        if before < size:
+            self._resize(size)
+            self.absent |= frozenset(range(before, size))
+
+    # Rounds
+
+    def close_round(self, admits: bool = False, idle: bool = False) -> None:
+        kind = Round.FIRST if admits else Round.FURTHER if self._in_step else Round.COLLECTIVE
+        number = self.link.step
+        with self.traffic.waiting():
+            absent = self._of_run(self.link.rounds.end(self.timeout, self._answer if admits else None, kind, idle))
+        self.absent = absent | self.absent if self._in_step else absent
+        if admits:
+            self._in_step = True
+            self.link.rounds.first = number
+            self._collectives = 0
+
+    def end_step(self) -> None:
+        self._in_step = self.listens = False
+
+    @property
+    def behind(self) -> bool:
+        return self.link.rounds.behind
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Ranks of the sites that have no part in the rest of the step, since they were absent in its first round."""
+        return self.absent if self._in_step else frozenset()
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing that this site sends counts: it has no part in the step, or is late."""
+        return self.listens or self.rank in self.left_out or self.link.rounds.behind
+
+    def _answer(self) -> bytes:
+        """Return the state of this site, for one that joins."""
+        assert self.donate is not None
+        return codec.encode(self.donate())
+
+    def rejoin(self) -> None:
+        with self.traffic.waiting():
+            self.link.rounds.rejoin(self.timeout)
+        self.joins = self.listens = True
+        self._in_step = False
+
+    def receive_state(self, most: int) -> Any:
+        if not self.joins:
+            return None
+        self.link.rounds.begin(self._requirements)
+        state = self.link.rounds.receive_state(self.timeout, most)
+        self._resize(self.link.world_size)  # the run may have grown while this site waited
+        return codec.decode(state)
+
+    def take_part(self) -> None:
+        self.link.rounds.confirm()
+        self.joins = False
+
+    # Exchanges
+
+    def begin_plan(self) -> None:
+        self._gathers = 0
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return ElasticGather(self, self.next_gather(), sizes, dtype)
+
+    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        assert isinstance(first, ElasticGather)
+        return ElasticGather(self, first.exchange | SECOND_ROUND, sizes, dtype)
+
+    def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        assert isinstance(gather, ElasticGather)
+        return ElasticGather(self, gather.exchange, sizes, dtype)
+
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> ElasticGather:
+        return ElasticGather(self, self.next_collective(), sizes, dtype)
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        return True  # a sum that the hub has formed holds the share of a site that has left since
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        return GatheredSum(self, tensor)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        while True:
+            source = min(set(range(self.world_size)) - self.absent)
+            sizes = [tensor.numel() * (rank == source) for rank in range(self.world_size)]
+            gather = self.gather_once(sizes, tensor.dtype)
+            if self.rank == source:
+                gather.payload.copy_(tensor.detach().reshape(-1))
+            gather.launch()
+            self.close_round()
+            if source not in self.absent:
+                value = gather.wait()[source]
+                if self.rank != source:
+                    tensor.copy_(value.view(tensor.shape))
+                return
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        while True:
+            source = min(set(range(self.world_size)) - self.absent)
+            every = self._gather_present_bytes(content if self.rank == source else b"")
+            if source in every:
+                return every[source].tobytes()
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        every = self.gather_present(item)
+        return [every.get(rank) for rank in range(self.world_size)]
+
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        own, refusal = encode_object(item)
+        every = self._gather_present_bytes(own)
+        return dict(zip(every, decode_objects([*every.values()], refusal), strict=True))
+
+    def _gather_present_bytes(self, own: bytes) -> dict[int, memoryview]:
+        """Gather byte strings of the sites that are present, by rank, and end the round."""
+        sizes = self.gather_once([1] * self.world_size, torch.int64)
+        sizes.payload[0] = len(own) + 1
+        sizes.launch()
+        # 0 for a site that is not there; one that was absent in the last round may have joined since
+        lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
+        check_lengths(lengths)
+        gather = self.gather_once(lengths, torch.uint8)
+        gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
+        gather.launch()
+        self.close_round()
+        payloads = gather.wait()
+        return {
+            rank: bytes_of(payload)[1:]
+            for rank, payload in enumerate(payloads)
+            if lengths[rank] and rank not in self.absent | gather.missing
+        }
+
+
+class ElasticGather(HubGather):
+    """Gather of payloads, in which those of absent sites are zeros.
+
+    Attributes:
+        missing: ranks of the sites whose payloads have not arrived, in the last round.
+    """
+
+    _transport: ElasticTransport
+
+    def __init__(self, transport: ElasticTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(transport, exchange, sizes, dtype)
+        self.missing: set[int] = set()
+        self._round = 0
+
+    def post(self) -> None:
+        if not self._incoming:
+            present = [each for each in self._others if each[0] not in self._transport.left_out]
+            self._incoming = [self._transport.link.expect(rank, self.exchange, buffer) for rank, buffer in present]
+
+    def launch(self) -> None:
+        self.missing.clear()
+        self._round = self._transport.link.step
+        if self._transport.silent:
+            self.post()
+        else:
+            super().launch()
+
+    def wait(self) -> list[Tensor]:
+        transport = self._transport
+        self.collect()
+        self._blank(transport.absent | {transport.rank} if transport.listens else transport.absent)
+        return self.payloads
+
+    def collect(self) -> list[Tensor]:
+        """Wait for the payloads of all sites that have not left; which of them count, the end of the round decides."""
+        transport = self._transport
+        if self._incoming:
+            with transport.traffic.waiting():
+                lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
+            self._incoming = []
+            self._check(lost)
+            self._blank(lost)
+        return self.payloads
+
+    def _check(self, missing: set[int]) -> None:
+        """Raise MismatchError if a site has taken part in the round without its payload.
+
+        A site that joins gets what has been sent in this round, but not what was sent in an earlier one.
+        """
+        transport, gone = self._transport, self._transport.link.gone
+        for rank in sorted(missing - transport.absent - gone.keys()):
+            raise MismatchError(
+                f"{transport.sites[rank]} has ended the round without its payload of {self.payloads[rank].numel()} "
+                "elements: do all sites run the same program, and is nothing else exchanged between backward() and "
+                "synchronize() when a site joins?"
+            )
+
+    def _blank(self, ranks: set[int] | frozenset[int]) -> None:
+        for rank in ranks - self.missing:
+            self.payloads[rank].zero_()
+        self.missing |= ranks
+
+
+class TrainerTransport(ElasticTransport):
+    """Messages of a trainer besides those of its gradient reduction.
+
+    A site that joins in mid-training runs the program from its beginning, and so comes to exchanges that the others had
+    long ago. Until the end of its first step it therefore exchanges nothing: it is alone in every exchange, and `joins`
+    is true. The trainer calls `end_step` after every step of its reduction, which ends that.
+    """
+
+    @property
+    def present(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.link.rounds.absent]
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.joins = False
+        self.grow()
+        self.absent, self._collectives = self._of_run(self.link.rounds.absent), 0  # the same at a site that has joined
+
+    @property
+    def place(self) -> int:
+        """Number of this transport among those of the process, the same at all sites at the same place of a program."""
+        return self._channel
+
+    def close_round(self, admits: bool = False, idle: bool = False) -> None:
+        if not self.joins:
+            super().close_round(admits, idle)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        if not self.joins:
+            super().broadcast(tensor)
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        return content if self.joins else super().broadcast_bytes(content)
+
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        return {self.rank: item} if self.joins else super().gather_present(item)

@@ -1,0 +1,418 @@
+"""Byte streams between each pair of sites over one connection to the hub, for the parameter manager.
+
+The thread that writes to a stream encrypts and sends the bytes itself, as long as the connection takes them. What it
+does not take goes into the stream's local socket, whose buffer is bounded, so that a program is held up as by a TCP
+connection. A thread of the tunnel sends that, and passes on what arrives: one switch between threads for a message.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ...errors import FrameError, SiteError
+from ..secure.sealing import Keys
+from ..wire.frames import Head, Kind, Leave
+from ..wire.messages import Drop
+from ..wire.streams import HUB_SLOT, PeerStream, Tag, pieces
+from .connection import HubConnection
+
+if TYPE_CHECKING:
+    from ..pki.kits import Kit
+
+
+import atexit
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from ...exchange.transport import StreamToHub
+
+if TYPE_CHECKING:
+    from ..pki.kits import Kit
+    from .link import HubLink
+
+_MOST_UNSENT = 1 << 20  # bytes that the connection has not taken, beyond which streams are held up
+_MOST_KEPT = 32 << 20  # the same for bytes that the hub has not acknowledged
+_PING_SECONDS = 1.0
+_NONCE_BYTES = 16
+_LATER = 1 << 31  # bit of the channels of streams that one site opens by itself
+_END_SECONDS = 0.1  # for the hub to close the connection
+
+
+class TunnelSocket(socket.socket):
+    """A program's end of a stream: a local socket whose bytes leave at once where the connection takes them.
+
+    Args:
+        tunnel: the tunnel.
+        stream: the stream.
+    """
+
+    def __init__(self, tunnel: Tunnel, stream: PeerStream) -> None:
+        super().__init__(fileno=stream.program.detach())
+        self.setblocking(False)
+        self._tunnel, self._stream = tunnel, stream
+
+    def send(self, data: Any, flags: int = 0, /) -> int:
+        """Send bytes, without blocking; the flags are ignored."""
+        return self._tunnel.write(self._stream, [data], self.spill)
+
+    def sendmsg(self, buffers: Iterable[Any], /, *_: Any) -> int:
+        """Send buffers, without blocking; further arguments are ignored."""
+        return self._tunnel.write(self._stream, list(buffers), self.spill)
+
+    def close(self) -> None:
+        """Close the program's end; the other site reads the end of the stream after all bytes."""
+        self._tunnel.finish(self._stream)
+        super().close()
+
+    def spill(self, buffers: Sequence[Any]) -> int:
+        """Leave buffers to the thread of the tunnel."""
+        return super().sendmsg(buffers)
+
+
+class Tunnel(HubConnection):
+    """Connection to the hub that carries the streams.
+
+    Args:
+        kit: kit of this site.
+        address: host and port of the hub; None for those of the kit.
+        keys: secrets of the sites, where the kit requires sealed messages.
+
+    Raises:
+        ValueError: if it does, and there are none.
+    """
+
+    def __init__(self, kit: Kit, address: tuple[str, int] | None = None, keys: Keys | None = None) -> None:
+        if kit.roster.sealed != (keys is not None):
+            raise ValueError("keys are needed where the kit requires sealed messages, and only there")
+        super().__init__(kit, "parameters", address)
+        self._keys = keys
+        self._streams: dict[tuple[int, int], PeerStream] = {}  # by channel and slot
+        self._reached: set[PeerStream] = set()  # by messages that have just arrived
+        self._take: Callable[[int, socket.socket], None] | None = None  # takes a stream that another site has opened
+        self._next = 0
+        self._process = os.getpid()
+        self._left = False  # whether the hub has been told that this site leaves
+        self._poller = select.poll()
+        self._watched: dict[int, int] = {}  # events that are polled for, by descriptor
+
+    def open(self, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
+        """Open a stream to each other site; all sites must call it together.
+
+        Args:
+            exchange: function that gathers one object per site, by rank. All sites must call it once more before they
+                send anything.
+
+        Returns:
+            Non-blocking sockets by rank.
+
+        Raises:
+            SiteError: if the connection has been given up, or a site is lost.
+        """
+        self.check()
+        found = exchange((self._next, os.urandom(_NONCE_BYTES)))
+        channel = max(number for number, _ in found)
+        self._next = channel + 1
+        context = b"".join(nonce for _, nonce in found)  # that no other channel has
+        opened: dict[int, socket.socket] = {}
+        with self.lock:
+            for slot in range(self.world_size):
+                if slot != self.rank:
+                    keys = None if self._keys is None else self._keys.pair(slot, context)
+                    stream = self._streams[channel, slot] = PeerStream(channel, slot, keys)
+                    opened[slot] = TunnelSocket(self, stream)
+        self._wake()
+        return opened
+
+    def accept(self, take: Callable[[int, socket.socket], None]) -> None:
+        """Accept streams that processes open by `dial` from now on, such as one that replaces a lost site.
+
+        Args:
+            take: called with the slot of the other site and a non-blocking socket; it must not block.
+        """
+        self._take = take
+
+    def dial(self, slot: int) -> socket.socket:
+        """Open a stream to a site that accepts such, or to the hub; return a non-blocking socket.
+
+        Args:
+            slot: slot of the site; `HUB_SLOT` for the hub.
+        """
+        with self.lock:
+            self.check()
+            opened = self._begin(_LATER | int.from_bytes(os.urandom(4), "little"), slot)
+        self._wake()
+        return opened
+
+    def _begin(self, channel: int, slot: int) -> TunnelSocket:
+        stream = self._streams[channel, slot] = PeerStream(channel, slot)
+        return TunnelSocket(self, stream)
+
+    def write(self, stream: PeerStream, buffers: Sequence[Any], spill: Callable[[Sequence[Any]], int]) -> int:
+        """Send bytes of a stream, or leave them to the thread.
+
+        Args:
+            stream: the stream.
+            buffers: the bytes.
+            spill: function that writes to the stream's local socket.
+
+        Returns:
+            The number of bytes that were taken.
+
+        Raises:
+            BlockingIOError: if there is no room; the local socket shows when there is.
+            OSError: if the stream is closed.
+        """
+        with self.lock:
+            room = 0 if stream.spilled or self.closed else self._sendable(stream)
+            if not room:
+                count = spill(buffers)
+                stream.spilled += count
+                return count
+            before = stream.sent
+            for parts, size in pieces(buffers, room):
+                self._append_data(stream, parts, size)
+            count = stream.sent - before
+            self._flush_or_disconnect()
+            behind = self._frames.blocked
+        if behind:
+            self._wake()
+        return count
+
+    def finish(self, stream: PeerStream) -> None:
+        """Tell the other site that a stream ends, unless the thread has to send something before."""
+        if os.getpid() != self._process:
+            return  # in a forked child, where the lock may be held for good
+        with self.lock:
+            if not stream.spilled and not self.closed and (stream.channel, stream.slot) in self._streams:
+                self._frames.append(stream.frame(Tag.END, [b"\0"]))
+                self._flush_or_disconnect()
+                stream.ended = True
+        self._wake()
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Send what is left, and close the connection and all streams. May be called twice.
+
+        Args:
+            seconds: time for the rest, at most.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.closed and any(each.spilled for each in list(self._streams.values())):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        if not self.closed:
+            self._left = True
+            with suppress(SiteError):
+                self.post_control(Leave(""))
+        while not self.closed and self._connection is not None and not self._frames.idle:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        super().close(_END_SECONDS)
+
+    def close_descriptors(self) -> None:
+        """Close all sockets at once, also in a forked child."""
+        super().close_descriptors()
+        for stream in list(self._streams.values()):
+            stream.close()
+
+    # What arrives
+
+    def _room(self, head: Head) -> memoryview:
+        return self.room(head) if head.slot == HUB_SLOT else super()._room(head)
+
+    def room(self, head: Head) -> memoryview:
+        if head.kind is not Kind.MESSAGE or head.slot == self.rank:
+            raise FrameError(f"a {head.kind.name} frame of slot {head.slot} on the channel for parameters")
+        return memoryview(bytearray(head.length))
+
+    def complete(self, head: Head, body: memoryview) -> None:
+        """Take a frame; those of a stream that is closed here are of no use."""
+        begins = head.exchange & _LATER and head.tag == Tag.DATA and not head.offset
+        if begins and self._take is not None and (head.exchange, head.slot) not in self._streams:
+            self._take(head.slot, self._begin(head.exchange, head.slot))
+        stream = self._streams.get((head.exchange, head.slot))
+        if stream is None:
+            return
+        stream.take(head, body)
+        self._reached.add(stream)
+
+    def control(self, message: object) -> None:
+        """Take an announcement: of all sites, those that are lost matter."""
+        if not isinstance(message, Drop) or self._left:
+            return
+        if message.slot == self.rank:
+            self.fail(SiteError(f"{self.hub} has given this site up: {message.reason}"))
+        for stream in self._streams.values():
+            if stream.slot == message.slot:
+                stream.end()
+                self._reached.add(stream)
+
+    # What is sent
+
+    def _sendable(self, stream: PeerStream) -> int:
+        """Return how many bytes of a stream may be sent at present."""
+        room = min(stream.granted - stream.sent, _MOST_UNSENT - self._frames.unsent_bytes)
+        return max(0, min(room, _MOST_KEPT - self._frames.kept_bytes))
+
+    def _append_data(self, stream: PeerStream, parts: Sequence[Any], size: int) -> None:
+        self._frames.append(stream.frame(Tag.DATA, parts))
+        stream.sent += size
+
+    def _send_spilled(self, stream: PeerStream) -> None:
+        """Send what the program has left in the local socket, or that it has closed its end."""
+        while room := self._sendable(stream):
+            content = stream.read_program(room)
+            if content is None:
+                return
+            if not content:
+                if not stream.ended:
+                    self._frames.append(stream.frame(Tag.END, [b"\0"]))
+                self._remove(stream)
+                return
+            stream.spilled -= len(content)
+            self._append_data(stream, [content], len(content))
+
+    def _remove(self, stream: PeerStream) -> None:
+        self._unwatch(stream.local.fileno())
+        self._streams.pop((stream.channel, stream.slot), None)
+        self._reached.discard(stream)
+        stream.close()
+
+    # The thread
+
+    def _run(self) -> None:
+        super()._run()
+        with self.lock:
+            for stream in list(self._streams.values()):
+                self._remove(stream)
+
+    def _maintain(self) -> None:
+        """Send what the writing threads have left, pass on what arrives, ping, and dial again."""
+        ping = time.monotonic() + _PING_SECONDS
+        while not self.closed:
+            if self._connection is None:
+                if self._left:
+                    break
+                self._watched.clear()
+                self._poller = select.poll()
+                self._return()
+                continue
+            ready = self._wait(max(0.0, ping - time.monotonic()))
+            with self.lock:
+                if self._connection is None:
+                    continue
+                self.transfer()
+                self._serve(ready)
+                self._flush_or_disconnect()
+                if time.monotonic() >= ping:
+                    ping = time.monotonic() + _PING_SECONDS
+                    self._frames.ping()
+                    self._flush_or_disconnect()
+                    if time.monotonic() - self._heard > self._silence:
+                        self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
+
+    def _serve(self, ready: dict[int, int]) -> None:
+        """Serve the streams that have become ready, or that messages have arrived for."""
+        for stream in list(self._streams.values()):
+            events = ready.get(stream.local.fileno(), 0)
+            if (stream in self._reached or events & select.POLLOUT) and (grant := stream.pass_on()):
+                self._frames.append(stream.frame(Tag.ROOM, [grant]))
+            if events & ~select.POLLOUT or stream.spilled:
+                self._send_spilled(stream)
+        self._reached.clear()
+
+    def _wait(self, seconds: float) -> dict[int, int]:
+        """Wait until there is something to do; return the events by descriptor."""
+        with self.lock:
+            if self._connection is None:
+                return {}
+            events = select.POLLIN | select.POLLOUT * self._frames.blocked
+            self._watch(self._connection.fileno(), events)
+            self._watch(self._wake_read.fileno(), select.POLLIN)
+            for stream in self._streams.values():
+                events = select.POLLOUT * stream.holds_incoming + select.POLLIN * (self._sendable(stream) > 0)
+                self._watch(stream.local.fileno(), events)
+        ready = dict(self._poller.poll(1e3 * seconds))
+        if self._wake_read.fileno() in ready:
+            with suppress(OSError):
+                self._wake_read.recv(4096)
+        return ready
+
+    def _watch(self, descriptor: int, events: int) -> None:
+        """Poll for events; for none at all where they are 0, since the end of a socket would end every wait."""
+        if not events:
+            self._unwatch(descriptor)
+        elif self._watched.get(descriptor) != events:
+            self._poller.register(descriptor, events)
+            self._watched[descriptor] = events
+
+    def _unwatch(self, descriptor: int) -> None:
+        if self._watched.pop(descriptor, 0):
+            self._poller.unregister(descriptor)
+
+
+_tunnels: weakref.WeakKeyDictionary[HubLink, Tunnel] = weakref.WeakKeyDictionary()
+_alone: list[Tunnel] = []  # of processes that take part in no run
+_opening = threading.Lock()
+
+
+def tunnel_of(link: HubLink, timeout: float) -> Tunnel:
+    """Return the tunnel beside a site's training connection; it dials when first asked for.
+
+    Args:
+        link: the training connection.
+        timeout: seconds to dial.
+
+    Raises:
+        RefusedError: if the hub refuses this site.
+        SiteError: if the hub cannot be reached in time.
+    """
+    with _opening:
+        tunnel = _tunnels.get(link)
+        if tunnel is None or tunnel.closed:
+            tunnel = Tunnel(link.kit, link.address, link.sealing.keys)
+            tunnel.start(timeout)
+            _tunnels[link] = tunnel
+        return tunnel
+
+
+def open_alone(kit: Kit, timeout: float) -> Tunnel:
+    """Return the tunnel of a process that takes part in no run, as one that replaces a lost site; see `tunnel_of`."""
+    with _opening:
+        for tunnel in _alone:
+            if tunnel.kit.certificate == kit.certificate and not tunnel.closed:
+                return tunnel
+        tunnel = Tunnel(kit)
+        tunnel.start(timeout)
+        _alone.append(tunnel)
+        return tunnel
+
+
+def stream_to_hub(tunnel: Tunnel) -> StreamToHub:
+    """Open a stream to the hub itself."""
+    return StreamToHub(tunnel.dial(HUB_SLOT), tunnel.hub, tunnel.check)
+
+
+def check_tunnel(link: HubLink) -> None:
+    """Raise the error with which the tunnel beside a training connection has failed, if it has.
+
+    Raises:
+        SiteError: see `dadplug.hub.site.connection.HubConnection.check`.
+    """
+    tunnel = _tunnels.get(link)
+    if tunnel is not None:
+        tunnel.check()
+
+
+@atexit.register  # before any transport, whose last messages go first therefore
+def _close_at_exit() -> None:
+    for tunnel in [*_tunnels.values(), *_alone]:
+        tunnel.close()

@@ -1,0 +1,698 @@
+"""Backend of torch.distributed whose messages go over the hub, for trainers and libraries that use collectives.
+
+Every collective is one gather or broadcast of bytes over the link, in a channel of the group's own; sums are formed by
+each site, in the order of ranks, so that all sites get the same bits. A group holds all sites, or one.
+
+**Where sites may leave** (``min_sites``), a collective is a round of its own, see `dadplug.hub.site.transport`, and complete
+when it returns. Reductions are those of the sites that are present, and barriers wait for these. All others need what
+a certain site has sent: they raise an error at all sites, where it is absent.
+
+**Where sites have several processes**, a group holds all processes, or one. Its gathers are those of a transport.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import DamagedError, FrameError, SiteError
+from ..exchange import codec
+from ..exchange.codec import MAX_BYTES
+from ..exchange.hierarchy import WorkerThreads
+from .pki.kits import Kit
+from .server.store import Reply, Request
+from .site.connection import HubConnection
+from .site.link import HubLink
+from .site.processes import SiteTransport
+from .site.transport import bytes_of
+from .wire.frames import PIECE_BYTES, Head, Kind
+
+_FUTURES = "futures"  # name of a worker thread
+
+
+class HubWork(dist.Work):
+    """Collective in progress.
+
+    Args:
+        wait: function of a timeout in seconds that waits for what has to arrive.
+        finish: function that writes the results, once it has arrived.
+        tensors: the results.
+        seconds: timeout of the collective.
+        threads: threads that complete futures.
+    """
+
+    def __init__(
+        self,
+        wait: Callable[[float], object],
+        finish: Callable[[], object],
+        tensors: Sequence[Tensor],
+        seconds: float,
+        threads: WorkerThreads,
+    ) -> None:
+        super().__init__()
+        self._wait = wait
+        self._finish = finish
+        self._tensors = list(tensors)
+        self._seconds = seconds
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._over = False
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the collective.
+
+        Args:
+            timeout: time to wait at most; none or 0 for that of the collective.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+        """
+        with self._lock:
+            if not self._over:
+                try:
+                    self._wait((timeout.total_seconds() if timeout else 0.0) or self._seconds)
+                    self._finish()
+                except BaseException as error:
+                    self._error = error
+                finally:
+                    self._over = True
+            if self._error is not None:
+                raise self._error
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the results, which another thread completes."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def complete() -> None:
+            try:
+                self.wait()
+            except BaseException as error:
+                # Its waiters get a copy: torch tells the message of a RuntimeError only.
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            else:
+                future.set_result(self._tensors)
+
+        self._threads.submit((_FUTURES, complete))
+        return future
+
+    def is_completed(self) -> bool:
+        return self._over
+
+    def is_success(self) -> bool:
+        return self._over and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+
+if TYPE_CHECKING:
+
+    class _ProcessGroup:
+        """The part of `dist.ProcessGroup` that is used here; torch overloads the collectives for its own callers."""
+
+        def __init__(self, rank: int, size: int) -> None: ...
+
+        def size(self) -> int: ...
+
+else:
+    _ProcessGroup = dist.ProcessGroup
+
+BACKEND = "dadplug"
+_NARROW = (torch.float16, torch.bfloat16)  # added in float32, and rounded once
+
+
+class Collectives(_ProcessGroup):
+    """Process group whose collectives are gathers; sums are formed by each process, in the order of ranks.
+
+    Args:
+        ranks: ranks of its processes in the default group.
+        rank: rank of this process in the group.
+        world_size: number of processes in the default group.
+        seconds: timeout of a collective.
+
+    Attributes:
+        seconds: timeout of a collective.
+        threads: threads that complete futures.
+
+    Raises:
+        ValueError: if the group has several processes, but not all.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, world_size: int, seconds: float) -> None:
+        super().__init__(rank, len(ranks))
+        if 1 < len(ranks) < world_size:
+            raise ValueError(
+                f"ranks {list(ranks)} of {world_size}: over the hub a process group holds all sites, or one"
+            )
+        self._own = rank
+        self.seconds = seconds
+        self.threads = WorkerThreads()
+        self._name = ""
+
+    # torch stores the name of a group in its backends, and this group has none beside itself.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group in torch.distributed."""
+        return self._name
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def shutdown(self) -> None:
+        """End the threads of the group."""
+        self.threads.close(0.0)
+
+    # Collectives; their names and arguments are those of torch.distributed's process groups.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> HubWork:
+        """Replace tensors by their reduction over the sites."""
+        return self._reduce(tensors, opts.reduceOp, lambda total: _put(total, tensors))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> HubWork:
+        """Replace tensors by their reduction over the sites, at one site."""
+        here = self._own == opts.rootRank
+        return self._reduce(tensors, opts.reduceOp, lambda total: _put(total, tensors if here else []))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> HubWork:
+        """Replace tensors by those of one site."""
+        own = self._own == opts.rootRank
+        sizes = [0] * self.size()
+        sizes[opts.rootRank] = sum(each.numel() for each in tensors)
+        flat = _flat(tensors) if own else _flat(tensors)[:0]
+        return self._gather(flat, sizes, lambda parts: _put(parts[opts.rootRank], [] if own else tensors), tensors)
+
+    def barrier(self, opts: Any = None) -> HubWork:
+        """Wait until all sites have called it."""
+        own = torch.zeros(1, dtype=torch.uint8)
+        return self._gather(own, [1] * self.size(), lambda parts: None, [], needs_all=False)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HubWork:
+        """Gather a tensor of each site at all sites."""
+        rooms = outputs[0]
+        sizes = [room.numel() for room in rooms]
+        return self._gather(_flat(inputs), sizes, lambda parts: _put(torch.cat(parts), rooms), rooms)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> HubWork:
+        """Gather a tensor of each site in one tensor, at all sites."""
+        sizes = [own.numel()] * self.size()
+        return self._gather(_flat([own]), sizes, lambda parts: _put(torch.cat(parts), [output]), [output])
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HubWork:
+        """Gather a tensor of each site at one site. The hub passes it on to all: the others discard it."""
+        rooms = outputs[0] if self._own == opts.rootRank else []
+        sizes = [inputs[0].numel()] * self.size()
+        return self._gather(_flat(inputs), sizes, lambda parts: _put(torch.cat(parts), rooms), rooms)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> HubWork:
+        """Send one of a site's tensors to each site. The hub passes all on to all: a site discards the others'."""
+        count, root = outputs[0].numel(), opts.rootRank
+        sizes = [0] * self.size()
+        sizes[root] = count * self.size()
+        flat = _flat(inputs[0]) if self._own == root else _flat(outputs)[:0]
+        start = count * self._own
+        return self._gather(flat, sizes, lambda parts: _put(parts[root][start : start + count], outputs), outputs)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> HubWork:
+        """Reduce a list of tensors over the sites; each site gets the one of its rank."""
+        start = sum(each.numel() for each in inputs[0][: self._own])
+        count = outputs[0].numel()
+        return self._reduce(inputs[0], opts.reduceOp, lambda total: _put(total[start : start + count], outputs))
+
+    def reduce_scatter_single(self, output: Tensor, own: Tensor, opts: Any) -> HubWork:
+        """Reduce a tensor over the sites; each site gets the part of its rank."""
+        return self.reduce_scatter([output], [list(own.reshape(self.size(), -1))], opts)
+
+    _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> HubWork:
+        """Send one tensor to each site, and receive one of each."""
+        table = self._tables([each.numel() for each in inputs])
+        starts = [sum(row[: self._own]) for row in table]
+
+        def put(parts: list[Tensor]) -> None:
+            pieces = [
+                part[start : start + room.numel()] for part, start, room in zip(parts, starts, outputs, strict=True)
+            ]
+            _put(torch.cat(pieces), outputs)
+
+        return self._gather(_flat(inputs), [sum(row) for row in table], put, outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, own: Tensor, output_sizes: list[int], sizes: list[int], opts: Any
+    ) -> HubWork:
+        """Send a part of a tensor to each site, and receive one of each, in one tensor."""
+        even = [1] * self.size()
+        rooms = list(_split(output, output_sizes or even))
+        return self.alltoall(rooms, list(_split(own, sizes or even)), opts)
+
+    alltoall_base = all_to_all_single  # its name before torch 2.13
+
+    def send(self, *_: Any) -> HubWork:
+        """Refuse to send: the hub passes all on to all sites."""
+        raise RuntimeError("the hub's process group has collectives only: use broadcast, gather or scatter")
+
+    recv = send
+    recv_anysource = send
+
+    # The two kinds of exchange
+
+    def _reduce(self, tensors: Sequence[Tensor], operation: Any, put: Callable[[Tensor], object]) -> HubWork:
+        flat = _flat(tensors)
+        combine = _reduction(operation)
+        sizes = [len(flat)] * self.size()
+        return self._gather(flat, sizes, lambda parts: put(combine(parts)), tensors, needs_all=False)
+
+    @abstractmethod
+    def _gather(
+        self,
+        own: Tensor,
+        sizes: Sequence[int],
+        put: Callable[[list[Tensor]], object],
+        tensors: Sequence[Tensor],
+        needs_all: bool = True,
+    ) -> HubWork:
+        """Start a gather.
+
+        Args:
+            own: this site's tensor, flat and on the CPU.
+            sizes: number of elements of each site's tensor, by rank.
+            put: function that writes the results, given the flat tensors by rank.
+            tensors: the results.
+            needs_all: whether `put` needs the tensors of all sites that send one; those of the sites that are present
+                otherwise.
+
+        Raises:
+            ValueError: if this site's tensor does not have the size that it should have.
+            SiteError: at all sites, if a tensor that is needed is that of a site which is absent.
+        """
+
+    def _check_size(self, own: Tensor, sizes: Sequence[int]) -> None:
+        if len(own) != sizes[self._own]:
+            raise ValueError(f"the tensor of rank {self._own} has {len(own)} elements, not {sizes[self._own]}")
+
+    def _work(
+        self,
+        tensors: Sequence[Tensor],
+        wait: Callable[[float], object] = lambda seconds: None,
+        finish: Callable[[], object] = lambda: None,
+    ) -> HubWork:
+        """Return a handle; one of a collective that is complete if there is nothing to wait for."""
+        return HubWork(wait, finish, tensors, self.seconds, self.threads)
+
+    def _tables(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Gather the numbers of elements that each site sends to each.
+
+        Raises:
+            ValueError: if a number is out of range.
+        """
+        rows: list[Tensor] = []
+        own = torch.tensor(list(sizes), dtype=torch.int64)
+        self._gather(own, [self.size()] * self.size(), rows.extend, []).wait()
+        table = [[int(each) for each in row] for row in rows]
+        for rank, row in enumerate(table):
+            if not all(0 <= each <= MAX_BYTES for each in row) or sum(row) > MAX_BYTES:
+                raise ValueError(f"rank {rank} announces {row} elements: there may be {MAX_BYTES} at most")
+        return table
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors as one flat tensor on the CPU."""
+    flat = [each.detach().reshape(-1).cpu() for each in tensors]
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+
+def _put(flat: Tensor, rooms: Sequence[Tensor]) -> None:
+    """Write a flat tensor into tensors one after the other.
+
+    Raises:
+        ValueError: if it does not have as many elements as they have.
+    """
+    if not rooms:
+        return
+    count = sum(room.numel() for room in rooms)
+    if len(flat) != count:
+        raise ValueError(f"{len(flat)} elements have arrived, and there is room for {count}")
+    with torch.no_grad():
+        for room, part in zip(rooms, flat.split([room.numel() for room in rooms]), strict=True):
+            room.copy_(part.view(room.shape))
+
+
+def _split(tensor: Tensor, shares: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return views of a tensor's rows, as many for each site as its share of them."""
+    rows = len(tensor) // sum(shares) if sum(shares) else 0
+    return torch.split(tensor, [share * rows for share in shares])
+
+
+def _reduction(operation: Any) -> Callable[[list[Tensor]], Tensor]:
+    """Return the function that reduces the tensors of all sites.
+
+    Raises:
+        ValueError: if the operation is not known.
+    """
+    op = dist.ReduceOp
+    functions: dict[Any, Callable[[list[Tensor]], Tensor]] = {
+        op.SUM: _sum,
+        op.AVG: lambda parts: _sum(parts, len(parts)),
+        op.PRODUCT: lambda parts: math.prod(parts[1:], start=parts[0]),
+        op.MIN: lambda parts: torch.stack(parts).amin(0),
+        op.MAX: lambda parts: torch.stack(parts).amax(0),
+    }
+    for each, function in functions.items():
+        if operation == each:
+            return function
+    raise ValueError("the operations of the hub's process group are SUM, AVG, PRODUCT, MIN and MAX")
+
+
+def _sum(parts: list[Tensor], count: int = 1) -> Tensor:
+    """Add tensors in their order, and divide by a count."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.float32 if dtype in _NARROW else dtype)
+    for part in parts[1:]:
+        total = total + part
+    return (total if count == 1 else total / count).to(dtype)
+
+
+_NUMBERS = 1 << 23  # of the collectives of a channel, before they begin again
+
+
+def register(open_group: Callable[[Sequence[int], int, float], Collectives]) -> None:
+    """Register the backend.
+
+    Args:
+        open_group: function that makes a process group of ranks in the default group, the rank of this process in the
+            new one, and a timeout in seconds.
+    """
+
+    def create(options: Any, _: Any) -> Collectives:
+        ranks = options.global_ranks_in_group or range(options.group_size)
+        return open_group(ranks, options.group_rank, options.timeout.total_seconds())
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+
+
+class HubGroup(Collectives):
+    """Process group over the hub, of sites with one process each.
+
+    Args:
+        link: the link to the hub.
+        slots: slots of the sites, by rank.
+        rank: rank of this site in the group.
+        seconds: timeout of a collective.
+
+    Raises:
+        ValueError: if the group has several sites, but not all.
+    """
+
+    def __init__(self, link: HubLink, slots: Sequence[int], rank: int, seconds: float) -> None:
+        super().__init__(slots, rank, link.world_size, seconds)
+        self._link = link
+        self._slots = list(slots)
+        # A group of one site exists at this site only, so it must not take a number that others give to another group.
+        self._first = link.new_channel() if len(slots) > 1 else 0
+        self._count = 0
+
+    def _gather(
+        self,
+        own: Tensor,
+        sizes: Sequence[int],
+        put: Callable[[list[Tensor]], object],
+        tensors: Sequence[Tensor],
+        needs_all: bool = True,
+    ) -> HubWork:
+        self._check_size(own, sizes)
+        parts = [torch.empty(size, dtype=own.dtype) for size in sizes]
+        parts[self._own] = own.clone()  # it may be changed before the end
+        if self.size() == 1:
+            return self._work(tensors, finish=lambda: put(parts))
+        if self._link.rounds.elastic:
+            put(self._present(self._gather_in_round(parts), parts, needs_all))
+            return self._work(tensors)
+        exchange = self._first + self._count
+        self._count = (self._count + 1) % _NUMBERS
+        others = [rank for rank, size in enumerate(sizes) if size and rank != self._own]
+        incoming = [self._link.expect(self._slots[rank], exchange, bytes_of(parts[rank])) for rank in others]
+        if len(own):
+            self._link.send(exchange, bytes_of(own))
+        return self._work(tensors, lambda seconds: self._link.wait(incoming, seconds), lambda: put(parts))
+
+    def _gather_in_round(self, parts: Sequence[Tensor]) -> frozenset[int]:
+        """Gather the tensors of the sites that are present in a round of its own.
+
+        Args:
+            parts: this site's tensor and room for the others, by rank.
+
+        Returns:
+            The ranks of the sites that are absent.
+        """
+        link = self._link
+        buffers = {slot: bytes_of(part) for slot, part in zip(self._slots, parts, strict=True)}
+        absent = link.rounds.gather(self._first + link.step % _NUMBERS, buffers, self.seconds)
+        return frozenset(rank for rank, slot in enumerate(self._slots) if slot in absent)
+
+    def _present(self, absent: frozenset[int], parts: list[Tensor], needs_all: bool) -> list[Tensor]:
+        if needs_all and (missing := [rank for rank in sorted(absent) if len(parts[rank])]):
+            names = ", ".join(self._link.name(self._slots[rank]) for rank in missing)
+            raise SiteError(
+                f"{names} is gone, and a collective needs what it would have sent: where sites may leave, there are "
+                "reductions, barriers, and GradientReduction.gather_objects"
+            )
+        return parts if needs_all else [part for rank, part in enumerate(parts) if rank not in absent]
+
+
+class SiteGroup(Collectives):
+    """Process group over the hub, of sites with several processes.
+
+    Args:
+        open_transport: function that opens the transport of the group; called when it is first used.
+        ranks: ranks of its processes in the default group.
+        rank: rank of this process in the group.
+        world_size: number of processes in the default group.
+        seconds: timeout of a collective.
+
+    Raises:
+        ValueError: if the group has several processes, but not all.
+    """
+
+    def __init__(
+        self,
+        open_transport: Callable[[], SiteTransport],
+        ranks: Sequence[int],
+        rank: int,
+        world_size: int,
+        seconds: float,
+    ) -> None:
+        super().__init__(ranks, rank, world_size, seconds)
+        self._open_transport = open_transport
+        self._transport: SiteTransport | None = None
+
+    def shutdown(self) -> None:
+        """End the threads of the group, and close its connections."""
+        super().shutdown()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _gather(
+        self,
+        own: Tensor,
+        sizes: Sequence[int],
+        put: Callable[[list[Tensor]], object],
+        tensors: Sequence[Tensor],
+        needs_all: bool = True,
+    ) -> HubWork:
+        self._check_size(own, sizes)
+        if self.size() == 1:
+            parts = [own.clone()]
+            return self._work(tensors, finish=lambda: put(parts))
+        if self._transport is None:
+            self._transport = self._open_transport()
+        gather = self._transport.gather_once(sizes, own.dtype)
+        gather.payload.copy_(own)
+        gather.launch()
+        return self._work(tensors, lambda seconds: gather.wait(), lambda: put(gather.wait()))
+
+
+_POLL_SECONDS = 0.02  # the thread of the connection may read what another one waits for
+
+
+class StoreConnection(HubConnection):
+    """Connection of the channel "store"."""
+
+    def __init__(self, kit: Kit, address: tuple[str, int] | None = None) -> None:
+        super().__init__(kit, "store", address)
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, Reply | None] = {}  # None where none has arrived
+
+    def room(self, head: Head) -> memoryview:
+        if head.kind is not Kind.MESSAGE:
+            raise FrameError(f"a {head.kind.name} frame is not expected")
+        return memoryview(bytearray(head.length))
+
+    def complete(self, head: Head, body: memoryview) -> None:
+        try:
+            reply = codec.decode(body)
+        except DamagedError as error:
+            raise FrameError(str(error)) from error
+        if not isinstance(reply, Reply):
+            raise FrameError(f"an object of type {type(reply).__name__} is no reply of the store")
+        if reply.number in self._replies:  # otherwise it has been given up
+            self._replies[reply.number] = reply
+
+    def ask(
+        self,
+        operation: str,
+        timeout: float,
+        keys: Sequence[str] = (),
+        values: Sequence[bytes] = (),
+        amount: int = 0,
+    ) -> Reply:
+        """Send a request, and wait for the reply.
+
+        Args:
+            operation: the operation, see `dadplug.hub.server.store`.
+            timeout: seconds to wait.
+            keys: the keys.
+            values: the values.
+            amount: a number.
+
+        Raises:
+            dist.DistStoreError: if there is no reply in time, or it is an error.
+            SiteError: if the hub is lost.
+        """
+        number = next(self._numbers)
+        body = codec.encode(Request(number, operation, tuple(keys), tuple(values), amount))
+        if len(body) > PIECE_BYTES:
+            raise dist.DistStoreError(f"{operation} of {len(body)} bytes: the hub's store takes {PIECE_BYTES} at most")
+        with self.lock:
+            self._replies[number] = None
+            self._waiting += 1
+        try:
+            self.post(Head(Kind.MESSAGE, self.rank), body)
+            reply = self._wait(number, timeout)
+        finally:
+            with self.lock:
+                del self._replies[number]
+                self._waiting -= 1
+            self._wake()
+        if reply is None:
+            self.post(Head(Kind.MESSAGE, self.rank), codec.encode(Request(0, "cancel", amount=number)))
+            waited = f"{operation} of {', '.join(keys)}" if keys else operation
+            raise dist.DistStoreError(f"{waited} at the store of {self.hub} has timed out after {timeout:g} s")
+        if reply.error:
+            raise dist.DistStoreError(reply.error)
+        return reply
+
+    def _wait(self, number: int, timeout: float) -> Reply | None:
+        deadline = time.monotonic() + timeout
+        while True:
+            with self.lock:
+                self.transfer()
+                reply = self._replies[number]
+            if reply is not None or time.monotonic() > deadline:
+                return reply
+            self.attend(_POLL_SECONDS)
+
+
+class HubStore(dist.Store):
+    """Store at the hub. Connects when it is first used: few programs use it.
+
+    Args:
+        kit: kit of this site.
+        timeout: seconds for which `get` and `wait` wait, unless `set_timeout` changes it.
+        address: host and port of the hub; None for those of the kit.
+
+    Attributes:
+        timeout: the timeout.
+    """
+
+    timeout: timedelta
+
+    def __init__(self, kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> None:
+        super().__init__()
+        self.set_timeout(timedelta(seconds=timeout))
+        self._place = kit, address
+        self._lock = threading.Lock()
+        self._connection: StoreConnection | None = None
+
+    def _ask(self, operation: str, keys: Sequence[str] = (), *values: Any, **settings: Any) -> Reply:
+        encoded = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
+        settings.setdefault("timeout", self.timeout.total_seconds())
+        with self._lock:
+            if self._connection is None:
+                connection = StoreConnection(*self._place)
+                connection.start(self.timeout.total_seconds())
+                connection.ask("hello", self.timeout.total_seconds())
+                self._connection = connection
+        return self._connection.ask(operation, keys=keys, values=encoded, **settings)
+
+    def close(self) -> None:
+        """Close the connection, if there is one. May be called twice."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+
+    # What torch.distributed calls, from Python or, by way of PrefixStore, from C++
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", [key], value)
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", [key]).values[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask("add", [key], amount=amount).amount
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask("append", [key], value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask("compare_set", [key], expected, desired).values[0]
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys).amount)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        self._ask("wait", keys, timeout=seconds)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", [key]).amount)
+
+    def num_keys(self) -> int:
+        return self._ask("num_keys").amount
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return list(self._ask("get", keys).values)
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        self._ask("set", keys, *values)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> HubStore:
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ calls

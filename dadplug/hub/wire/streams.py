@@ -1,0 +1,591 @@
+"""Reader of frames that receives each body where it belongs, without copies in between."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from ...errors import FrameError
+from ..secure.sealing import OPEN_BYTES
+from ..secure.secure_socket import SecureSocket
+from .frames import HEAD_BYTES, PIECE_BYTES, Head, Kind, frames
+
+if TYPE_CHECKING:
+    from ..secure.sealing import Opener, Sealer
+
+
+class FrameReceiver:
+    """Reader of one connection's frames, which arrive in parts of any size. Not to be used by two threads at once.
+
+    Args:
+        connection: the connection; it may block or not.
+        room: returns room for the body of a frame by its head, and raises an error to refuse the frame.
+
+    Attributes:
+        head_bytes: the last head, as it has arrived.
+        body: body of the last frame; what `room` has returned for it.
+        nbytes: bytes received so far.
+    """
+
+    def __init__(self, connection: SecureSocket, room: Callable[[Head], memoryview]) -> None:
+        self._connection = connection
+        self._room = room
+        self.head_bytes = memoryview(bytearray(HEAD_BYTES))
+        self._head: Head | None = None
+        self._target = self.head_bytes
+        self._filled = 0
+        self.body = memoryview(b"")
+        self.nbytes = 0
+
+    @property
+    def missing(self) -> int:
+        """Bytes of the frame that is arriving which are known to follow."""
+        return len(self._target) - self._filled if self._head is not None else 0
+
+    @property
+    def filled(self) -> int:
+        """Bytes of the incomplete frame."""
+        return self._filled
+
+    def receive(self) -> Head | None:
+        """Receive the next frame.
+
+        Returns:
+            Its head; None where more has to arrive first. Call again until None: decrypted bytes wake up no poll.
+
+        Raises:
+            FrameError: if what arrives is no frame.
+            OSError: if the connection is lost, or the other end has closed it.
+        """
+        while True:
+            target, filled = self._target, self._filled
+            count = self._connection.recv_into(target[filled:] if filled else target)
+            if count is None:
+                return None
+            if not count:
+                raise ConnectionError("the other end has closed the connection")
+            self.nbytes += count
+            filled += count
+            if filled < len(target):
+                self._filled = filled
+                continue
+            self._filled = 0
+            if self._head is None:
+                head = Head.unpack(target)
+                if head.length:
+                    self._target = self._room(head)
+                    self._head = head
+                    continue
+                self.body = target[:0]
+            else:
+                head, self._head = self._head, None
+                self.body, self._target = target, self.head_bytes
+            return head
+
+
+PackedFrame = bytes | bytearray  # head and body
+
+LIMIT = 1 << 28  # bytes of frames that are kept
+_KEPT = (Kind.PAYLOAD, Kind.SUMMAND, Kind.END)
+_CHUNK = 1 << 17  # bytes that are encrypted before they are sent, or read at a time
+
+
+class SendQueue:
+    """Frames to be sent, and those sent but not acknowledged.
+
+    Attributes:
+        acknowledged: number of frames that the other end has acknowledged.
+        nbytes: bytes of all kept frames.
+        unsent_bytes: bytes of those that have not been sent.
+    """
+
+    def __init__(self) -> None:
+        self.acknowledged = 0
+        self.nbytes = self.unsent_bytes = 0
+        self._kept: deque[PackedFrame] = deque()
+        self._sent = 0  # of the kept ones
+
+    def append(self, frame: PackedFrame) -> None:
+        """Append a frame, head and body."""
+        self._kept.append(frame)
+        self.nbytes += len(frame)
+        self.unsent_bytes += len(frame)
+
+    @property
+    def following(self) -> PackedFrame | None:
+        """The frame to be sent next."""
+        return self._kept[self._sent] if self._sent < len(self._kept) else None
+
+    def take(self) -> PackedFrame | None:
+        """Return the frame to be sent next, and count it as sent; None if there is none."""
+        if self._sent == len(self._kept):
+            return None
+        frame = self._kept[self._sent]
+        self.unsent_bytes -= len(frame)
+        self._sent += 1
+        return frame
+
+    def acknowledge(self, count: int) -> None:
+        """Forget the frames that the other end has received.
+
+        Args:
+            count: number of frames that it has received from the beginning.
+
+        Raises:
+            FrameError: if it cannot have received so many, or had received more before.
+        """
+        if not self.acknowledged <= count <= self.acknowledged + self._sent:
+            raise FrameError(f"the other end acknowledges {count} frames, {self.acknowledged + self._sent} were sent")
+        for _ in range(count - self.acknowledged):
+            self.nbytes -= len(self._kept.popleft())
+        self._sent -= count - self.acknowledged
+        self.acknowledged = count
+
+    def resume(self, count: int) -> None:
+        """Send the frames again that were lost with a connection.
+
+        Args:
+            count: number of frames that the other end has received from the beginning.
+
+        Raises:
+            FrameError: if it cannot have received so many, or some of those that it lacks are no longer kept.
+        """
+        self.acknowledge(count)
+        self._sent = 0
+        self.unsent_bytes = self.nbytes
+
+
+class Stream:
+    """Encrypted connection that neither blocks nor waits. Not to be used by two threads at once.
+
+    Args:
+        connection: the connection, after handshake and verdict.
+
+    Attributes:
+        connection: the connection.
+        notes: frames without a number, such as pings; `flush` sends them before those of the queue.
+    """
+
+    def __init__(self, connection: SecureSocket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.notes: deque[bytes] = deque()
+
+    def flush(self, queue: SendQueue) -> bool:
+        """Send notes and frames of a queue as long as the connection takes them.
+
+        Returns:
+            Whether it has taken all of them.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        connection, notes = self.connection, self.notes
+        while connection.flush():
+            nbytes = 0
+            while nbytes < _CHUNK:
+                frame = notes.popleft() if notes else queue.take()
+                if frame is None:
+                    break
+                connection.write(frame)
+                nbytes += len(frame)
+            if not nbytes:
+                return True
+        return False
+
+    def receive(self) -> memoryview | None:
+        """Receive what has arrived, up to a limit; None if nothing has.
+
+        Call again until None: decrypted bytes do not wake up a poll.
+
+        Raises:
+            OSError: if the connection is lost, or the other end has closed it.
+        """
+        view, filled = memoryview(bytearray(_CHUNK)), 0
+        while filled < _CHUNK:
+            try:
+                count = self.connection.recv_into(view[filled:])
+            except OSError:
+                if filled:
+                    break  # the error comes again
+                raise
+            if not count:
+                if count is None or filled:
+                    break
+                raise ConnectionError("the other end has closed the connection")
+            filled += count
+        return view[:filled] if filled else None
+
+    def close(self) -> None:
+        """Close the connection without a TLS closing alert."""
+        self.connection.close()
+
+
+class KeptFrames:
+    """Frames that a site has sent, by step.
+
+    Args:
+        limit: bytes that are kept; beyond it the frames of all steps so far are forgotten.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._frames: dict[int, list[bytes]] = {}
+        self._nbytes = 0
+        self._first = 0  # step from which on all frames are kept
+
+    def append(self, head: Head, frame: bytes) -> None:
+        """Keep a frame, if it is of a kind that may have to be sent again."""
+        if head.kind not in _KEPT or head.step < self._first:
+            return
+        self._frames.setdefault(head.step, []).append(frame)
+        self._nbytes += len(frame)
+        if self._nbytes > self._limit:
+            self._first = head.step + 1
+            self.forget_before(self._first)
+
+    def forget_before(self, step: int) -> None:
+        """Forget the frames of all steps before one."""
+        for each in [each for each in self._frames if each < step]:
+            self._nbytes -= sum(map(len, self._frames.pop(each)))
+
+    def complete(self, step: int) -> bool:
+        """Return whether all frames from a step on are kept."""
+        return step >= self._first
+
+    def frames(self, first: int, last: int | None = None) -> list[bytes]:
+        """Return the frames of some steps, in the order in which they were sent.
+
+        Args:
+            first: the first step.
+            last: the last one; None for all.
+        """
+        steps = sorted(each for each in self._frames if first <= each <= (each if last is None else last))
+        return [frame for step in steps for frame in self._frames[step]]
+
+
+_PING_BYTES = 1 << 22  # received bytes after which the other end gets an acknowledgement
+_MOST_EXPECTED = 1 << 17  # bytes that may arrive before they are decrypted
+
+
+class NumberedFrames:
+    """Frames that a site sends and receives on one channel.
+
+    Args:
+        rank: slot of the site.
+        room: returns room for the body of a frame that is arriving.
+        complete: takes a frame that is complete, in the room that `room` has returned.
+
+    Attributes:
+        received: number of frames that have been received, pings excluded.
+        bytes_sent: bytes of the frames that have been handed over for sending.
+        blocked: whether the connection has no room for what is to be sent.
+        seal: function that cuts a message into frames, where it is to be sealed.
+        kept: where the frames of messages are kept; None to keep none.
+        payload_bytes: bytes of a frame's body, at most, where it is a piece of a payload.
+        held: whether messages are not sent, since the other end does not know this stream.
+    """
+
+    def __init__(
+        self, rank: int, room: Callable[[Head], memoryview], complete: Callable[[Head, memoryview], None]
+    ) -> None:
+        self._rank, self._room, self._complete = rank, room, complete
+        self._queue = SendQueue()
+        self._stream: Stream | None = None
+        self.blocked = False
+        self._unacknowledged = 0  # bytes received since the last ping
+        self.received = 0
+        self.bytes_sent = 0
+        self.seal: Callable[[Head, memoryview], Iterable[bytes]] | None = None
+        self.kept: KeptFrames | None = None
+        self.payload_bytes = PIECE_BYTES
+        self.held = False
+
+    def begin_anew(self, held: bool) -> None:
+        """Begin a new stream in both directions; what has not been sent is forgotten.
+
+        Args:
+            held: whether messages are not sent until `release` is called.
+        """
+        self.detach()
+        self._queue = SendQueue()
+        self._unacknowledged = self.received = 0
+        self.held = held
+
+    def release(self, frames: Iterable[bytes]) -> None:
+        """Send some frames, and then all messages again."""
+        for frame in frames:
+            self.append(frame)
+        self.held = False
+
+    def attach(self, connection: SecureSocket, received: int) -> None:
+        """Take a new connection, and send again what the last one has lost.
+
+        Args:
+            connection: the connection, after the answer to `Hello`.
+            received: number of frames that the other end has received before.
+
+        Raises:
+            FrameError: if the other end cannot have received so many.
+        """
+        self._queue.resume(received)
+        self._stream, self.blocked = Stream(connection), False
+        self._receiver = FrameReceiver(connection, self._room)
+
+    def detach(self) -> None:
+        """Forget the connection, which is lost."""
+        self._stream, self.blocked = None, False
+
+    @property
+    def idle(self) -> bool:
+        """Whether the connection has taken all frames."""
+        return not self.blocked and self._queue.following is None
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of the frames that the connection has not taken."""
+        return self._queue.unsent_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the frames that the other end has not acknowledged."""
+        return self._queue.nbytes
+
+    def append(self, frame: bytes) -> None:
+        """Append a frame to those that are to be sent."""
+        self._queue.append(frame)
+        self.bytes_sent += len(frame)
+
+    def append_message(self, head: Head, content: memoryview | bytes) -> None:
+        """Append a message, cut into frames; an empty one as a frame without a body."""
+        for frame in self._cut(head, content):
+            if self.kept is not None:
+                self.kept.append(head, frame)
+            if not self.held:
+                self.append(frame)
+
+    def _cut(self, head: Head, content: memoryview | bytes) -> Iterable[bytes]:
+        if not len(content):
+            return (head.pack(),)
+        if self.seal is not None:
+            return self.seal(head, memoryview(content))
+        most = self.payload_bytes if head.kind is Kind.PAYLOAD else PIECE_BYTES  # those of sums are equal at all sites
+        if len(content) <= most:
+            return (b"".join((head.pack_piece(0, len(content)), content)),)
+        return (b"".join(parts) for parts in frames(head, memoryview(content), most))
+
+    def ping(self) -> None:
+        """Send an acknowledgement at the next opportunity."""
+        if self._stream is not None and not self._stream.notes:
+            self._stream.notes.append(Head(Kind.PING, self._rank, self.received).pack())
+            self._unacknowledged = 0
+
+    def flush(self) -> None:
+        """Send as much as the connection takes.
+
+        Raises:
+            OSError: if the connection is lost.
+        """
+        if self._stream is not None and (self.blocked or self._queue.unsent_bytes or self._stream.notes):
+            self.blocked = not self._stream.flush(self._queue)
+
+    def expect(self, nbytes: int) -> None:
+        """Let the connection become readable when so many bytes of frames have arrived, with those that have already.
+
+        To be called after `receive`. A hint, see `SecureSocket.expect`.
+
+        Args:
+            nbytes: the number; 1 for any.
+        """
+        if self._stream is not None:
+            self._stream.connection.expect(max(1, min(nbytes, _MOST_EXPECTED) - self._receiver.filled))
+
+    def receive(self) -> bool:
+        """Receive what has arrived.
+
+        Returns:
+            Whether anything has.
+
+        Raises:
+            OSError: if the connection is lost.
+            FrameError: if the other end does not keep to the protocol.
+        """
+        receiver, before = self._receiver, self._receiver.nbytes
+        while self._stream is not None and (head := receiver.receive()) is not None:
+            self._unacknowledged += head.length
+            if head.kind is Kind.PING:
+                self._queue.acknowledge(head.step)
+            else:
+                self.received += 1
+                self._complete(head, receiver.body)
+        if self._unacknowledged >= _PING_BYTES:
+            self.ping()
+        return receiver.nbytes > before
+
+
+HUB_SLOT = 0xFFFF  # in place of the slot of a site: the hub itself
+WINDOW = 4 << 20  # bytes that a site may send before the other one has passed any of them on
+ROOM_FORMAT = struct.Struct("<Q")
+_BUFFER = 1 << 20  # bytes of the local sockets, as far as the system allows
+
+
+class Tag(IntEnum):
+    """Kind of a message of a stream."""
+
+    DATA = 0
+    ROOM = 1
+    END = 2
+
+
+def pieces(buffers: Sequence[Any], most: int) -> Iterator[tuple[list[memoryview], int]]:
+    """Cut buffers into the parts of frames, up to a number of bytes in all."""
+    parts: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        while len(view) and most:
+            part = view[: min(OPEN_BYTES - size, most)]
+            parts.append(part)
+            size, most, view = size + len(part), most - len(part), view[len(part) :]
+            if size == OPEN_BYTES:
+                yield parts, size
+                parts, size = [], 0
+    if parts:
+        yield parts, size
+
+
+class PeerStream:
+    """One site's end of a stream. Its methods are called with the tunnel's lock held.
+
+    Args:
+        channel: number of the channel.
+        slot: slot of the other site; `HUB_SLOT` for streams between a site and the hub.
+        keys: what seals and opens the frames of this stream; None where they are not sealed.
+
+    Attributes:
+        channel: number of the channel.
+        slot: slot of the other site.
+        local: the tunnel's local socket.
+        program: the program's local socket.
+        sent: bytes that have been sent.
+        granted: bytes that may be sent in all.
+        spilled: bytes that the program has written to its local socket, and that have not been sent.
+        ended: whether the program has closed its socket.
+    """
+
+    def __init__(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> None:
+        self.channel, self.slot = channel, slot
+        self._keys = keys
+        self.local, self.program = socket.socketpair()
+        for each in (self.local, self.program):
+            each.setblocking(False)
+            with suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self.sent = self.spilled = 0
+        self.granted = WINDOW
+        self.ended = False
+        self._incoming: deque[memoryview] = deque()
+        self._received = self._passed_on = 0
+        self._announced = WINDOW
+        self._peer_ended = False
+
+    @property
+    def holds_incoming(self) -> bool:
+        """Whether bytes have arrived that the local socket had no room for."""
+        return bool(self._incoming)
+
+    def frame(self, tag: Tag, parts: Sequence[Any]) -> bytes:
+        """Return the next frame of this stream.
+
+        Args:
+            tag: kind of the message.
+            parts: its content, in parts, `OPEN_BYTES` at most.
+        """
+        content = b"".join(parts)
+        offset = self.sent if tag is Tag.DATA else 0
+        head = Head(Kind.MESSAGE, self.slot, 0, self.channel, offset, len(content), tag)
+        return head.pack() + content if self._keys is None else self._keys[0].frame(head, content)
+
+    def take(self, head: Head, body: memoryview) -> None:
+        """Take a frame that has arrived.
+
+        Raises:
+            SealingError: if it is sealed, and is not the next one that the other site has sent.
+            FrameError: if it is damaged, its bytes are not the next ones, or more than was granted.
+        """
+        if self._keys is not None:
+            body = memoryview(self._keys[1].open(head, body))
+        if head.tag == Tag.DATA:
+            self._receive(head.offset, body)
+        elif head.tag == Tag.ROOM:
+            if len(body) != ROOM_FORMAT.size:
+                raise FrameError(f"a message of {len(body)} bytes where {ROOM_FORMAT.size} are due")
+            self.granted = max(self.granted, ROOM_FORMAT.unpack(body)[0])
+        elif head.tag == Tag.END:
+            self.end()
+        else:
+            raise FrameError(f"unknown message {head.tag} of a stream")
+
+    def _receive(self, offset: int, body: memoryview) -> None:
+        """Take bytes that have arrived, and their place in the stream."""
+        other = "the other end" if self.slot == HUB_SLOT else f"site {self.slot}"
+        if offset != self._received:
+            raise FrameError(f"bytes of {other} begin at {offset}, and byte {self._received} comes next")
+        if self._received + len(body) > self._announced:
+            raise FrameError(f"{other} has sent more than the {self._announced} bytes that it may send")
+        self._received += len(body)
+        self._incoming.append(body)
+
+    def end(self) -> None:
+        """Let the program read the end of the stream, after what has arrived."""
+        self._peer_ended = True
+
+    def read_program(self, most: int) -> bytes | None:
+        """Return bytes that the program has written; none at the end of its stream, and None where there are none yet.
+
+        Args:
+            most: their number, at most; a frame takes no more than `OPEN_BYTES`.
+        """
+        try:
+            return self.local.recv(min(most, OPEN_BYTES))
+        except BlockingIOError:
+            return None
+        except OSError:  # the program has closed its socket with bytes unread
+            return b""
+
+    def pass_on(self) -> bytes:
+        """Write what has arrived to the local socket, as far as it has room.
+
+        Returns:
+            The content of a message `ROOM` that is to be sent; empty where none is due.
+        """
+        incoming = self._incoming
+        while incoming:
+            try:
+                count = self.local.sendmsg(list(incoming)[:64])
+            except BlockingIOError:
+                break
+            except OSError:  # the program has closed its socket
+                incoming.clear()
+                break
+            self._passed_on += count
+            while incoming and count >= len(incoming[0]):
+                count -= len(incoming.popleft())
+            if count:
+                incoming[0] = incoming[0][count:]
+        if self._peer_ended and not incoming:
+            with suppress(OSError):
+                self.local.shutdown(socket.SHUT_WR)
+        if self._passed_on + WINDOW - self._announced < WINDOW // 4:
+            return b""
+        self._announced = self._passed_on + WINDOW
+        return ROOM_FORMAT.pack(self._announced)
+
+    def close(self) -> None:
+        """Close the tunnel's local socket: the program reads the end of the stream."""
+        self.local.close()
