@@ -31,8 +31,8 @@ from .pki.kits import RENEW, SOON_DAYS, Kit, days_left
 from .secure import tls
 from .secure.secure_socket import SecureSocket
 from .site.connection import introduce
-from .wire.frames import VERSION, Frame, Head, Hello, Kind, Leave, frames, pack_control
-from .wire.messages import FRESH
+from .wire.frames import Head, Kind, frames
+from .wire.messages import FRESH, VERSION, Hello, Leave, pack_control
 from .wire.streams import FrameReceiver
 
 MOST_BYTES = 8 << 20  # of a check, in each direction
@@ -60,11 +60,12 @@ class CheckHandler:
         self._slot, self._clock = slot, clock
         self._bytes_in = self._bytes_out = self._requests = 0
 
-    def handle(self, frame: Frame) -> list[bytes]:
+    def handle(self, head: Head, body: bytes | memoryview) -> list[bytes]:
         """Answer a frame.
 
         Args:
-            frame: the frame.
+            head: its head.
+            body: its body.
 
         Returns:
             The frames of the answer.
@@ -72,7 +73,6 @@ class CheckHandler:
         Raises:
             FrameError: if it is no request, or the site sends or asks for more than a check needs.
         """
-        head, body = frame
         self._bytes_in += len(body)
         self._requests += 1
         if self._bytes_in > MOST_BYTES or self._requests > _MOST_REQUESTS:

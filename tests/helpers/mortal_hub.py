@@ -16,8 +16,7 @@ from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server.hub import Hub
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.relay import Relay
-from dadplug.hub.wire.frames import pack_control
-from dadplug.hub.wire.messages import Close
+from dadplug.hub.wire.messages import Close, pack_control
 from dadplug.parameter_server.service import SequencerHost
 
 

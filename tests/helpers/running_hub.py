@@ -13,26 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import hub_kits
+from frame_parts import Frame, Reader
 from support import free_port
 
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
 from dadplug.hub.server.hub import Hub
 from dadplug.hub.server.journal import Journal
-from dadplug.hub.wire.frames import (
-    VERSION,
-    Frame,
-    FrameReader,
-    Head,
-    Hello,
-    Kind,
-    Leave,
-    Welcome,
-    frames,
-    pack_control,
-    read_control,
-)
-from dadplug.hub.wire.messages import FRESH, Rules, Start
+from dadplug.hub.wire.frames import Head, Kind, frames
+from dadplug.hub.wire.messages import FRESH, VERSION, Hello, Leave, Rules, Start, Welcome, pack_control, read_control
 from dadplug.hub.wire.streams import SendQueue, Stream
 from dadplug.parameter_server.service import SequencerHost
 
@@ -168,7 +157,7 @@ class TestSite:
         self.lost, self._answered = None, False
         try:
             self.stream = Stream(tls.dial(self.kit, TIMEOUT, self.address))
-            self._reader = FrameReader(lambda head: None)
+            self._reader = Reader(self.stream.connection)
             self._send(pack_control(self.hello._replace(received=self.received), self.slot))
         except OSError as error:
             self.lost = error
@@ -189,19 +178,18 @@ class TestSite:
             self.lost = error
 
     def _pump(self) -> None:
-        while self.lost is None and (content := self.stream.receive()) is not None:
-            for frame in self._reader.feed(content):
-                if not self._answered:
-                    self.answer = read_control(frame.body, 100)
-                    self._answered = True
-                    if isinstance(self.answer, Welcome) and self.answer.resumed:
-                        self.queue.resume(self.answer.received)
-                elif frame.head.kind is Kind.PING:
-                    self.pings.append(frame)
-                    self.queue.acknowledge(frame.head.step)
-                else:
-                    self.received += 1
-                    self.taken.append(frame)
+        while self.lost is None and (frame := self._reader.next()) is not None:
+            if not self._answered:
+                self.answer = read_control(frame.body, 100)
+                self._answered = True
+                if isinstance(self.answer, Welcome) and self.answer.resumed:
+                    self.queue.resume(self.answer.received)
+            elif frame.head.kind is Kind.PING:
+                self.pings.append(frame)
+                self.queue.acknowledge(frame.head.step)
+            else:
+                self.received += 1
+                self.taken.append(frame)
         if self._answered and self.lost is None:
             self.stream.flush(self.queue)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from frame_parts import Frame
 from hub_sites import link_all
 from running_hub import RunningHub, running_hub
 
@@ -14,7 +15,6 @@ from dadplug.hub import Project
 from dadplug.hub.pki import provision
 from dadplug.hub.server.session import Received
 from dadplug.hub.site.link import HubLink
-from dadplug.hub.wire.frames import Frame
 
 SENTINEL = b"an activation of a patient, "
 SITES = ("a", "b", "c")

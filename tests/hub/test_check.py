@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import hub_kits
 import pytest
+from frame_parts import Frame
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
 
 from dadplug.cli.commands import main
@@ -21,7 +22,7 @@ from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.certificates import current_time
 from dadplug.hub.server.status import Meter, snapshot, table
-from dadplug.hub.wire.frames import Frame, Head, Kind
+from dadplug.hub.wire.frames import Head, Kind
 from dadplug.hub.wire.messages import Refuse
 
 ITEMS = [
@@ -302,15 +303,15 @@ def frame(tag: int, body: bytes) -> Frame:
 
 def test_the_handler_answers_and_is_bounded():
     handler = CheckHandler(0, lambda: 123456789)
-    (answer,) = handler.handle(frame(Request.TIME, b"?"))
+    (answer,) = handler.handle(*frame(Request.TIME, b"?"))
     assert answer[-8:] == NUMBER.pack(123456789)
-    assert handler.handle(frame(Request.UP, bytes(50_000))) == []
-    assert sum(map(len, handler.handle(frame(Request.DOWN, NUMBER.pack(200_000))))) == 200_000 + 2 * 32
+    assert handler.handle(*frame(Request.UP, bytes(50_000))) == []
+    assert sum(map(len, handler.handle(*frame(Request.DOWN, NUMBER.pack(200_000))))) == 200_000 + 2 * 32
     with pytest.raises(FrameError, match="more than"):
-        handler.handle(frame(Request.DOWN, NUMBER.pack(MOST_BYTES)))
+        handler.handle(*frame(Request.DOWN, NUMBER.pack(MOST_BYTES)))
     for wrong in (frame(3, b"x"), frame(Request.DOWN, b"1")):
         with pytest.raises(FrameError, match="unknown request"):
-            CheckHandler(0).handle(wrong)
+            CheckHandler(0).handle(*wrong)
     for request, body in ((Request.UP, bytes(50_000)), (Request.TIME, b"?")):
         with pytest.raises(FrameError, match=f"more than {MOST_BYTES} bytes or 1000 requests"):
             repeat(CheckHandler(0), frame(request, body))
@@ -318,7 +319,7 @@ def test_the_handler_answers_and_is_bounded():
 
 def repeat(handler: CheckHandler, request: Frame) -> None:
     for _ in range(1001):
-        handler.handle(request)
+        handler.handle(*request)
 
 
 def test_a_site_that_asks_for_too_much_is_given_up(tmp_path):

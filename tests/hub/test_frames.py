@@ -8,29 +8,15 @@ import random
 import tracemalloc
 
 import pytest
+from frame_parts import Frame, Parts, Reader, read
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dadplug.errors import FrameError
 from dadplug.exchange import codec
 from dadplug.hub.wire import messages as actions
-from dadplug.hub.wire.frames import (
-    HEAD_BYTES,
-    PIECE_BYTES,
-    SHORT_PIECE_BYTES,
-    Expected,
-    Frame,
-    FrameReader,
-    Head,
-    Hello,
-    Joined,
-    Kind,
-    Leave,
-    frames,
-    pack_control,
-    read_control,
-)
-from dadplug.hub.wire.messages import FRESH, Position
+from dadplug.hub.wire.frames import HEAD_BYTES, PIECE_BYTES, SHORT_PIECE_BYTES, Head, Kind, frames
+from dadplug.hub.wire.messages import FRESH, Hello, Joined, Leave, Position, pack_control, read_control
 from dadplug.hub.wire.streams import KeptFrames, NumberedFrames
 
 MESSAGES = [
@@ -63,10 +49,6 @@ HEADS = st.builds(
 )
 
 
-def accept(head: Head) -> None:
-    """Accept every head."""
-
-
 def attempt(function, *arguments):
     """Return the result, or None where it is a FrameError with a reason."""
     reasons = []
@@ -76,10 +58,6 @@ def attempt(function, *arguments):
         reasons.append(str(error))
     assert all(reasons)
     return None
-
-
-def read(reader: FrameReader, *parts: bytes) -> list[Frame]:
-    return [frame for part in parts for frame in reader.feed(part)]
 
 
 def packed(head: Head, content: bytes) -> bytes:
@@ -95,8 +73,8 @@ def test_any_split_of_the_stream_gives_the_same_frames(heads, cuts, seed):
     ends = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     parts = [stream[start:end] for start, end in itertools.pairwise(ends)]
     expected = [*map(Frame, heads, bodies), Frame(Head(Kind.END, 1, step=3), b"")]
-    assert read(FrameReader(accept), *parts) == expected
-    assert read(FrameReader(accept), *(bytes([byte]) for byte in stream)) == expected
+    assert read(*parts) == expected
+    assert read(*(bytes([byte]) for byte in stream)) == expected
 
 
 def test_pieces_of_payloads_may_be_shorter_than_those_of_summands():
@@ -113,13 +91,9 @@ def test_pieces_of_payloads_may_be_shorter_than_those_of_summands():
 def test_a_message_is_cut_into_pieces_and_put_together_again(size):
     content = random.Random(size).randbytes(size)
     head = Head(Kind.PAYLOAD, 2, step=9, exchange=4)
-    expected = Expected(3)
-    expected.add(head, size)
-    received = read(FrameReader(expected.check), packed(head, content))
+    received = read(packed(head, content))
     assert b"".join(frame.body for frame in received) == content
     assert len(received) == -(-size // PIECE_BYTES)
-    with pytest.raises(FrameError, match="PAYLOAD frame of slot 2, step 9, exchange 4 is not expected"):
-        expected.check(head._replace(length=1))
 
 
 @given(st.binary(max_size=300))
@@ -128,15 +102,14 @@ def test_a_message_is_cut_into_pieces_and_put_together_again(size):
 @example(b"GET / HTTP/1.1\r\nHost: hub.example\r\n\r\n")
 @example(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40))
 def test_any_bytes_give_frames_or_an_error_that_says_why(content):
-    for check in (accept, Expected(3).check):
-        attempt(read, FrameReader(check), content)
+    attempt(read, content)
 
 
 @given(HEADS, st.integers(0, 31), st.integers(1, 255))
 def test_a_damaged_head_gives_frames_or_an_error(head, place, mask):
     content = bytearray(head.pack() + bytes(head.length))
     content[place] ^= mask
-    received = attempt(read, FrameReader(accept), bytes(content))
+    received = attempt(read, bytes(content))
     assert all(frame.head != head for frame in received or ())
 
 
@@ -150,55 +123,22 @@ def test_a_damaged_head_gives_frames_or_an_error(head, place, mask):
         (Head(Kind.END, 0, length=1).pack(), "an? END frame of 1 bytes"),
         (Head(Kind.CONTROL, 0, offset=5, length=1).pack(), "a CONTROL frame has only one piece"),
         (Head(Kind.PAYLOAD, 0, length=1).pack().replace(b"\x02", b"\x09", 1), "unknown kind of frame: 9"),
-        (Head(Kind.PAYLOAD, 3, length=1).pack(), "a frame of slot 3: there are 3 sites"),
-        (Head(Kind.PAYLOAD, 1, 5, 3, 0, 1).pack(), "slot 1, step 5, exchange 3 is not expected"),
-        (Head(Kind.PAYLOAD, 1, 5, 2, 0, 101).pack(), "goes to byte 101 of a message of 100"),
-        (Head(Kind.PAYLOAD, 1, 5, 2, 7, 10).pack(), "begins at byte 7, and byte 0 comes next"),
-        (Head(Kind.SUM, 1, 5, 2, 0, 10, 1).pack(), "a SUM frame of slot 1, step 5, exchange 2 is not expected"),
     ],
 )
 def test_a_head_is_refused_before_there_is_room_for_its_body(head, message):
-    expected = Expected(3)
-    expected.add(Head(Kind.PAYLOAD, 1, 5, 2), 100)
-    reader = FrameReader(expected.check)
+    def room(head):
+        raise AssertionError("there is room for a frame that is refused")
+
     with pytest.raises(FrameError, match=message):
-        read(reader, head)
-    with pytest.raises(FrameError, match=message):
-        read(reader, Head(Kind.END, 0).pack())  # it stays refused
-
-
-def test_pieces_come_in_order_without_gaps_and_repetitions():
-    expected = Expected(2)
-    head = Head(Kind.SUM, 0, 5, 2, tag=1)
-    expected.add(head, 30)
-    expected.check(head._replace(offset=0, length=10))
-    for offset in (0, 5, 11, 20):
-        with pytest.raises(FrameError, match=f"begins at byte {offset}, and byte 10 comes next"):
-            expected.check(head._replace(offset=offset, length=10))
-    expected.check(head._replace(offset=10, length=20))
-
-
-def test_a_void_message_is_not_expected_until_it_is_added_again():
-    expected = Expected(2)
-    lost, other = Head(Kind.PAYLOAD, 1, 5, 2), Head(Kind.PAYLOAD, 0, 5, 2)
-    for head in (lost, other):
-        expected.add(head, 30)
-        expected.check(head._replace(length=10))
-    expected.void(1, 5)
-    expected.check(other._replace(offset=10, length=20))
-    with pytest.raises(FrameError, match="not expected"):
-        expected.check(lost._replace(offset=10, length=20))
-    expected.add(lost, 30)
-    expected.check(lost._replace(length=30))
+        Reader(Parts(head), room).next()
 
 
 def test_a_reader_holds_one_frame_at_most():
     content = packed(Head(Kind.PAYLOAD, 0), bytes(100 * PIECE_BYTES))
-    reader = FrameReader(accept)
+    reader = Reader(Parts(*(memoryview(content)[start : start + 10_000] for start in range(0, len(content), 10_000))))
     tracemalloc.start()
-    for start in range(0, len(content), 10_000):
-        for _ in reader.feed(memoryview(content)[start : start + 10_000]):
-            pass
+    while reader.next() is not None:
+        pass
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 6 * PIECE_BYTES
@@ -209,7 +149,7 @@ def test_a_reader_holds_one_frame_at_most():
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_control_messages_come_through(message):
-    (frame,) = read(FrameReader(Expected(3).check), pack_control(message, 2))
+    (frame,) = read(pack_control(message, 2))
     received = read_control(frame.body, 3)
     assert received == message
     assert type(received) is type(message)

@@ -13,8 +13,7 @@ from running_hub import RunningHub, TestSite, add_site, running_hub
 import dadplug
 from dadplug.errors import FrameError
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.wire.frames import pack_control, read_control
-from dadplug.hub.wire.messages import Grow, Pause
+from dadplug.hub.wire.messages import Grow, Pause, pack_control, read_control
 
 LINK = [1e-4, 1e-8, 2e-8, 1e-11]
 

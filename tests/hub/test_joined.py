@@ -21,8 +21,23 @@ from dadplug.errors import KitError
 from dadplug.exchange.transport import Requirements
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.relay import Relay
-from dadplug.hub.wire.frames import PIECE_BYTES, VERSION, Hello, Joined, Kind, Welcome
-from dadplug.hub.wire.messages import FRESH, Accept, Close, Drop, Join, Position, Refuse, Round, Rules, SendState
+from dadplug.hub.wire.frames import PIECE_BYTES, Kind
+from dadplug.hub.wire.messages import (
+    FRESH,
+    VERSION,
+    Accept,
+    Close,
+    Drop,
+    Hello,
+    Join,
+    Joined,
+    Position,
+    Refuse,
+    Round,
+    Rules,
+    SendState,
+    Welcome,
+)
 
 NAMES = ("bavaria", "saxony")
 

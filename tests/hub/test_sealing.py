@@ -14,6 +14,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from frame_parts import Frame, read
 from hub_sites import TIMEOUT, link_all, open_link, together, transports
 from running_hub import running_hub, until
 from sealed_sites import SENTINEL, SITES, flip, make_kits, opened, packed, sealed_hub, sealed_links
@@ -32,7 +33,7 @@ from dadplug.hub.secure.sealing import OPEN_BYTES, OVERHEAD, Keys, opened_offset
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.site.tunnel import Tunnel, tunnel_of
-from dadplug.hub.wire.frames import SHORT_PIECE_BYTES, Frame, FrameReader, Head, Kind
+from dadplug.hub.wire.frames import SHORT_PIECE_BYTES, Head, Kind
 from dadplug.hub.wire.streams import Tag
 
 CONTENT_BYTES = SHORT_PIECE_BYTES - OVERHEAD  # of a piece
@@ -69,8 +70,7 @@ def opener():
 
 def seal(sealer, content, head=HEAD):
     """Return the frames of a sealed message as a hub gets them."""
-    reader = FrameReader(lambda head: None)
-    return [frame for each in sealer.frames(head, memoryview(content)) for frame in reader.feed(each)]
+    return read(*sealer.frames(head, memoryview(content)))
 
 
 def opened_message(opener, frames, size):

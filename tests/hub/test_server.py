@@ -11,8 +11,8 @@ from running_hub import TestSite, running_hub, together, until
 from dadplug.errors import KitError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server.hub import Hub
-from dadplug.hub.wire.frames import PIECE_BYTES, Kind, Welcome
-from dadplug.hub.wire.messages import Accept, Close, Drop, Join, Pause, Refuse, Start
+from dadplug.hub.wire.frames import PIECE_BYTES, Kind
+from dadplug.hub.wire.messages import Accept, Close, Drop, Join, Pause, Refuse, Start, Welcome
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from dadplug.exchange import codec
 from dadplug.hub.server import relay as early_messages
 from dadplug.hub.server import session
 from dadplug.hub.server.store import Reply, Request
-from dadplug.hub.wire.frames import Head, Kind, read_control
-from dadplug.hub.wire.messages import Close, Drop, Start
+from dadplug.hub.wire.frames import Head, Kind
+from dadplug.hub.wire.messages import Close, Drop, Start, read_control
 
 PIECE = 1 << 16
 FULL = 4 * PIECE

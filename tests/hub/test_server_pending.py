@@ -21,8 +21,8 @@ from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
 from dadplug.hub.server import acceptor as pending
 from dadplug.hub.server import acceptor as reception
-from dadplug.hub.wire.frames import VERSION, Kind
-from dadplug.hub.wire.messages import Close, Drop, Refuse, Start
+from dadplug.hub.wire.frames import Kind
+from dadplug.hub.wire.messages import VERSION, Close, Drop, Refuse, Start
 
 
 @pytest.fixture

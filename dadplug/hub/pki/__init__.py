@@ -1,1 +1,1 @@
-"""Keys, certificates, kits and policies of a project; nothing here knows of connections or training, and may be changed alone."""
+"""Keys, certificates, kits and policies: nothing here depends on connections or training, and may be changed alone."""

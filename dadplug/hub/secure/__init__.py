@@ -1,1 +1,1 @@
-"""TLS, sockets and sealing: bytes that arrive as they were sent; the rest of the hub sees `SecureSocket`, `Sealer` and `Opener`."""
+"""TLS, sockets and sealing: may be changed alone as long as `SecureSocket`, `Sealer` and `Opener` keep methods."""

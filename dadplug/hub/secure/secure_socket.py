@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from ..wire.frames import Hello
+from ..wire.messages import Hello
 
 _READ_BYTES = 144 << 10  # received by one system call, at most: more than a full frame
 _RECORD_CONTENT = 1 << 14  # bytes of a full record's content

@@ -1,1 +1,1 @@
-"""The hub's process: sockets in `hub` and `acceptor`, decisions without input or output in `membership` and `relay`."""
+"""The hub's process: may be changed without the sites; decisions are made in `membership`, without I/O."""

@@ -13,8 +13,8 @@ from ...errors import FrameError, KitError, RefusedError
 from ..pki.kits import Kit
 from ..secure import tls
 from ..secure.secure_socket import SecureSocket
-from ..wire.frames import Head, Hello, Kind, pack_control, read_control
-from ..wire.messages import Refuse
+from ..wire.frames import Head, Kind
+from ..wire.messages import Hello, Refuse, pack_control, read_control
 from ..wire.streams import FrameReceiver, Stream
 from .journal import Journal
 

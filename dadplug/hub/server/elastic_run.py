@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ...errors import FrameError
 from ...exchange.transport import Requirements
-from ..wire.frames import Head, Kind, pack_control
+from ..wire.frames import Head, Kind
 from ..wire.messages import (
     IDLE,
     Accept,
@@ -24,6 +24,7 @@ from ..wire.messages import (
     Round,
     Rules,
     Skip,
+    pack_control,
 )
 from ..wire.streams import PackedFrame
 from .journal import Journal

@@ -27,8 +27,7 @@ from ..pki.kits import Kit, KitWatch, renewal_warning
 from ..pki.project import HUB
 from ..secure import tls
 from ..secure.secure_socket import dial_back
-from ..wire.frames import pack_control
-from ..wire.messages import Refuse, Rules
+from ..wire.messages import Refuse, Rules, pack_control
 from .acceptor import Arrival, ClosingConnection, PendingConnection, Reception
 from .journal import Journal
 from .relay import GRACE, Relay

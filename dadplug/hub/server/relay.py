@@ -9,14 +9,18 @@ from typing import Any
 from ...errors import FrameError
 from ...exchange.transport import Requirements
 from ..check import CheckHandler
-from ..wire.frames import VERSION, Frame, Head, Hello, Joined, Kind, Leave, Welcome, pack_control, read_control
+from ..wire.frames import Head, Kind
 from ..wire.messages import (
     FRESH,
+    VERSION,
     Accept,
     Action,
     Close,
     Drop,
     Grow,
+    Hello,
+    Joined,
+    Leave,
     Pause,
     Position,
     Refuse,
@@ -25,6 +29,9 @@ from ..wire.messages import (
     Resume,
     Rules,
     Start,
+    Welcome,
+    pack_control,
+    read_control,
 )
 from ..wire.streams import HUB_SLOT, PackedFrame, SendQueue
 from .elastic_run import ElasticRun, MissedSteps, Recovery
@@ -449,7 +456,7 @@ class Relay(SessionTable):
             self._serve(session, bytes(body))
         elif session.channel == "check":
             check = self._checks.setdefault(session.slot, CheckHandler(session.slot))
-            for answer in check.handle(Frame(head, bytes(body))):
+            for answer in check.handle(head, body):
                 session.send(answer)
         elif head.kind is Kind.MESSAGE:
             self._pass_on(session, head, body)

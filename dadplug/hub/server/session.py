@@ -6,7 +6,8 @@ from datetime import datetime
 from typing import NamedTuple
 
 from ...errors import FrameError
-from ..wire.frames import HEAD_BYTES, Head, Hello, Kind, Welcome, pack_control
+from ..wire.frames import HEAD_BYTES, Head, Kind
+from ..wire.messages import Hello, Welcome, pack_control
 from ..wire.streams import HUB_SLOT, FrameReceiver, PackedFrame, SendQueue, Stream
 
 CHANNELS = ("training", "parameters", "store", "check")

@@ -1,1 +1,1 @@
-"""A site's side of the hub: its link, rounds, transports and tunnel; the hub sees only the messages of `wire`."""
+"""A site's end of the hub: may be changed without the hub's process, which sees only the messages of `wire`."""

@@ -18,8 +18,8 @@ from ...logs import Troubles, get_logger
 from ..pki.kits import Kit
 from ..secure import tls
 from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
-from ..wire.frames import VERSION, Head, Hello, Kind, Welcome, pack_control, read_control
-from ..wire.messages import FRESH, Position, Refuse
+from ..wire.frames import Head, Kind
+from ..wire.messages import FRESH, VERSION, Hello, Position, Refuse, Welcome, pack_control, read_control
 from ..wire.streams import FrameReceiver, NumberedFrames
 
 

@@ -18,8 +18,23 @@ from ...exchange.transport import Requirements
 from ...logs import get_logger
 from ..pki.kits import Kit
 from ..secure.key_agreement import AGREEMENT, LinkSealing
-from ..wire.frames import SHORT_PIECE_BYTES, Head, Kind, Leave, pack_control
-from ..wire.messages import FRESH, Accept, Close, Continue, Drop, Grow, Join, Pause, Position, Repeat, Report, Start
+from ..wire.frames import SHORT_PIECE_BYTES, Head, Kind
+from ..wire.messages import (
+    FRESH,
+    Accept,
+    Close,
+    Continue,
+    Drop,
+    Grow,
+    Join,
+    Leave,
+    Pause,
+    Position,
+    Repeat,
+    Report,
+    Start,
+    pack_control,
+)
 from ..wire.messages import Resume as Resumption
 from ..wire.streams import KeptFrames
 from .connection import KERNEL_BYTES, HubConnection

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from ...errors import DroppedError, MismatchError, SiteError
 from ...exchange.transport import Requirements
-from ..wire.frames import Head, Joined, Kind
-from ..wire.messages import IDLE, Accept, Close, Drop, Join, Pause, Position, Round, SendState, Start
+from ..wire.frames import Head, Kind
+from ..wire.messages import IDLE, Accept, Close, Drop, Join, Joined, Pause, Position, Round, SendState, Start
 from ..wire.messages import Resume as Resumption
 
 MAX_EARLY_BYTES = 1 << 30

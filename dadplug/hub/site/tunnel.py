@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import FrameError, SiteError
 from ..secure.sealing import Keys
-from ..wire.frames import Head, Kind, Leave
-from ..wire.messages import Drop
+from ..wire.frames import Head, Kind
+from ..wire.messages import Drop, Leave
 from ..wire.streams import HUB_SLOT, PeerStream, Tag, pieces
 from .connection import HubConnection
 

@@ -1,1 +1,1 @@
-"""Frames, control messages and streams, the same at sites and hub: a change here changes the protocol, see `frames.VERSION`."""
+"""Frames, control messages and streams of both ends: a change here changes the protocol, see `messages.VERSION`."""

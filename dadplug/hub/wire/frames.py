@@ -26,51 +26,26 @@ Each step ends with `END`; set-up collectives are steps of their own. `STATE` go
 (of byte streams) from one site to another, or to the hub. The hub passes both on to one site. In what a site sends, the
 slot names the receiver of these two kinds, and the sender in all others; in what the hub sends, always the sender.
 
-**Control messages** are the actions of `dadplug.hub.wire.messages` and the classes below, encoded by the codec, which runs no
-code that the sender chooses; types and ranges of their fields are checked as well. The hub puts its announcements into
-the same sequence as the frames, and replays them with these.
+**Control messages** are those of `dadplug.hub.wire.messages`. The hub puts its announcements into the same sequence as
+the frames, and replays them with these.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
-from typing import Any, NamedTuple, get_type_hints
+from typing import NamedTuple
 
 import torch
 
-from ...errors import DamagedError, FrameError
-from ...exchange import codec
-from ...exchange.transport import Requirements
-from .messages import (
-    Accept,
-    Close,
-    Continue,
-    Drop,
-    Grow,
-    Join,
-    Pause,
-    Position,
-    Redo,
-    Refuse,
-    Repeat,
-    Replay,
-    Report,
-    Resume,
-    SendState,
-    Skip,
-    Start,
-)
-
-VERSION = 6
+from ...errors import FrameError
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
 PIECE_BYTES = (1 << 17) - HEAD_BYTES  # of a frame's body, at most
 SHORT_PIECE_BYTES = (1 << 16) - HEAD_BYTES  # the same for payloads that take two lines
 _MAGIC = 0xDAD9
-_LONGEST_TEXT = 2000  # characters
 
 
 class Kind(IntEnum):
@@ -150,18 +125,6 @@ class Head(NamedTuple):
         return head
 
 
-class Frame(NamedTuple):
-    """Frame that has been received.
-
-    Attributes:
-        head: its head.
-        body: its body.
-    """
-
-    head: Head
-    body: bytes
-
-
 def frames(head: Head, content: memoryview, most: int = PIECE_BYTES) -> Iterator[tuple[bytes, memoryview]]:
     """Cut a message into frames.
 
@@ -178,253 +141,7 @@ def frames(head: Head, content: memoryview, most: int = PIECE_BYTES) -> Iterator
         yield head.pack_piece(offset, len(body)), body
 
 
-class FrameReader:
-    """Reader of a connection's bytes, which arrive in parts of any size. It holds one frame at most.
-
-    Args:
-        check: called with each head before room for the body is made; raises `FrameError` to refuse the frame.
-    """
-
-    def __init__(self, check: Callable[[Head], None]) -> None:
-        self._check = check
-        self._buffer = bytearray()
-        self._head: Head | None = None
-        self._error: FrameError | None = None
-
-    def feed(self, content: bytes | bytearray | memoryview) -> Iterator[Frame]:
-        """Take bytes; to be iterated to its end.
-
-        Args:
-            content: the bytes.
-
-        Yields:
-            The frames that are complete.
-
-        Raises:
-            FrameError: if the bytes are not the expected frames; from then on, at every call.
-        """
-        rest = memoryview(content)
-        while True:
-            if self._error is not None:
-                raise self._error
-            wanted = _HEAD.size if self._head is None else self._head.length
-            part = rest[: wanted - len(self._buffer)]
-            self._buffer += part
-            rest = rest[len(part) :]
-            if len(self._buffer) < wanted:
-                return
-            if self._head is None:
-                self._head = self._read_head()
-                continue
-            frame = Frame(self._head, bytes(self._buffer))
-            self._head = None
-            self._buffer.clear()
-            yield frame
-
-    def _read_head(self) -> Head:
-        try:
-            head = Head.unpack(self._buffer)
-            self._check(head)
-        except FrameError as error:
-            self._error = error
-            raise
-        self._buffer.clear()
-        return head
-
-
-class Expected:
-    """Messages that are expected, with their sizes. Checks that their pieces come in order and fit.
-
-    Args:
-        world_size: number of sites.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._left: dict[tuple[Kind, int, int, int, int], tuple[int, int]] = {}  # bytes so far, and in all
-
-    def add(self, head: Head, nbytes: int) -> None:
-        """Expect a message.
-
-        Args:
-            head: kind, slot, step, exchange and tag of its frames.
-            nbytes: its size.
-        """
-        if nbytes:
-            self._left[_key(head)] = 0, nbytes
-
-    def void(self, slot: int, step: int) -> None:
-        """Expect a site's messages of a step no longer, or from their beginning once they are added again."""
-        self._left = {key: size for key, size in self._left.items() if (key[1], key[2]) != (slot, step)}
-
-    def check(self, head: Head) -> None:
-        """Check a head, and count its piece as received; usable as the argument of `FrameReader`.
-
-        Raises:
-            FrameError: if it is not expected.
-        """
-        if head.slot >= self._world_size:
-            raise FrameError(f"a frame of slot {head.slot}: there are {self._world_size} sites")
-        if head.kind in (Kind.CONTROL, *_EMPTY):
-            return
-        what = f"a {head.kind.name} frame of slot {head.slot}, step {head.step}, exchange {head.exchange}"
-        received, nbytes = self._left.get(_key(head), (0, 0))
-        if not nbytes:
-            raise FrameError(f"{what} is not expected")
-        if head.offset != received:
-            raise FrameError(f"{what} begins at byte {head.offset}, and byte {received} comes next")
-        if received + head.length > nbytes:
-            raise FrameError(f"{what} goes to byte {received + head.length} of a message of {nbytes}")
-        self._left[_key(head)] = received + head.length, nbytes
-        if received + head.length == nbytes:
-            del self._left[_key(head)]
-
-
-def _key(head: Head) -> tuple[Kind, int, int, int, int]:
-    return head.kind, head.slot, head.step, head.exchange, head.tag
-
-
-class Hello(NamedTuple):
-    """First message of a site. Its name is that of its certificate.
-
-    Attributes:
-        version: version of the protocol.
-        instance: random number of the process.
-        position: the last step that it has closed; `FRESH` where it has not, or is to be sent a state.
-        channel: "training", "parameters" for the parameter manager's connection, "store" for small values by key, or
-            "check", see `dadplug.hub.check`.
-        received: number of frames of the hub that it has received before its connection was lost; 0 at first.
-        release: version of dadplug at the site.
-        mark: result of `dadplug.hub.secure.secure_socket.connection_mark`; empty where the site requires encryption.
-        place: name of the Unix socket at which the site waits for a hub in the same machine; empty without one.
-        secret: what that hub has to send there first.
-        sites: number of sites that the site knows; 0 for all of the hub's roster.
-    """
-
-    version: int
-    instance: int
-    position: Position
-    channel: str
-    received: int = 0
-    release: str = ""
-    mark: str = ""
-    place: str = ""
-    secret: str = ""
-    sites: int = 0
-
-
-class Welcome(NamedTuple):
-    """The hub's answer to `Hello`, unless it is `Refuse`. Neither is numbered or sent again.
-
-    Attributes:
-        resumed: whether the stream goes on where the last connection was lost; otherwise it begins anew.
-        received: number of frames of the site that the hub has received before.
-        min_sites: number of sites that must stay.
-        timeout_ms: milliseconds of silence after which the hub gives a site up.
-        grace_ms: milliseconds for which the hub waits for a site to dial again after its connection was lost.
-    """
-
-    resumed: bool
-    received: int
-    min_sites: int
-    timeout_ms: int
-    grace_ms: int
-
-
-class Joined(NamedTuple):
-    """Report of a joiner that it has a state.
-
-    Attributes:
-        position: position of the state.
-    """
-
-    position: Position
-
-
-class Leave(NamedTuple):
-    """Announcement of a site that it leaves.
-
-    Attributes:
-        reason: the reason; empty where its training is complete.
-    """
-
-    reason: str
-
-
-_MESSAGES: tuple[Any, ...] = (
-    *(Accept, Refuse, Start, Grow, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
-    *(Hello, Welcome, Joined, Leave, Requirements, Report, Repeat, Continue),
-)
-_HINTS: dict[type, dict[str, str]] = {}
-_SLOTS = {"slot", "donor", "joiner", "holders", "participants", "contributors"} | {"waiting_for", "joined", "gone"}
-_TEXTS = {"names"}
-for _class in (Position, *_MESSAGES):
-    codec.register(_class)
-    _HINTS[_class] = {
-        name: hint.__name__ if isinstance(hint, type) else str(hint) for name, hint in get_type_hints(_class).items()
-    }
-
-
-def pack_control(message: Any, slot: int) -> bytes:
-    """Return the frame of a control message.
-
-    Args:
-        message: an action, or `Hello`, `Joined` or `Leave`.
-        slot: slot of the sender; of any site where the hub sends.
-
-    Raises:
-        ValueError: if the message is larger than a frame.
-    """
-    if len(body := codec.encode(message)) > PIECE_BYTES:
-        raise ValueError(f"a control message of {len(body)} bytes: there may be {PIECE_BYTES} at most")
-    return Head(Kind.CONTROL, slot, length=len(body)).pack() + body
-
-
-def read_control(body: bytes, world_size: int) -> Any:
-    """Return a control message, with types and ranges of its fields checked.
-
-    Args:
-        body: body of the frame.
-        world_size: number of sites.
-
-    Raises:
-        FrameError: if it is none.
-    """
-    try:
-        message = codec.decode(body)
-    except DamagedError as error:
-        raise FrameError(str(error)) from error
-    if type(message) not in _MESSAGES:
-        raise FrameError(f"an object of type {type(message).__name__} is no control message")
-    for name, hint in _HINTS[type(message)].items():
-        value = getattr(message, name)
-        if not (_are_texts(value) if name in _TEXTS else _fits(value, hint)) or (
-            name in _SLOTS and not _are_slots(value, world_size)
-        ):
-            raise FrameError(f"field {name} of a control message {type(message).__name__} is out of range")
-    return message
-
-
-def _fits(value: Any, hint: str) -> bool:
-    if hint == "int":
-        return type(value) is int and 0 <= value < 1 << 63
-    if hint in ("bool", "str"):
-        return type(value) is bool if hint == "bool" else type(value) is str and len(value) <= _LONGEST_TEXT
-    if "Position" in hint:
-        return (value is None and "None" in hint) or (
-            type(value) is Position and _fits(value.life, "int") and _fits(value.step, "int")
-        )
-    return type(value) is tuple and all(_fits(each, "int") for each in value)
-
-
-def _are_texts(value: Any) -> bool:
-    return type(value) is tuple and all(_fits(each, "str") for each in value)
-
-
-def _are_slots(value: Any, world_size: int) -> bool:
-    return all(each < world_size for each in (value if isinstance(value, tuple) else (value,)))
-
-
+# Codes of element types in the heads of `SUMMAND` frames.
 CODES = {
     torch.float32: 0,
     torch.float64: 1,

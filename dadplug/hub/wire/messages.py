@@ -1,11 +1,23 @@
-"""Rules, positions and actions of the hub's membership: plain values that `Membership` takes and returns."""
+"""Control messages between sites and the hub: positions, rules and actions of the membership, and all others.
+
+They are encoded by the codec, which runs no code that the sender chooses; types and ranges of their fields are checked
+as well. `Membership` takes and returns actions as plain values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
+
+from ...errors import DamagedError, FrameError
+from ...exchange import codec
+from ...exchange.transport import Requirements
+from .frames import PIECE_BYTES, Head, Kind
+
+VERSION = 6
+_LONGEST_TEXT = 2000  # characters
 
 
 class Position(NamedTuple):
@@ -333,3 +345,144 @@ class Continue(NamedTuple):
 
     life: int
     position: Position
+
+
+class Hello(NamedTuple):
+    """First message of a site. Its name is that of its certificate.
+
+    Attributes:
+        version: version of the protocol.
+        instance: random number of the process.
+        position: the last step that it has closed; `FRESH` where it has not, or is to be sent a state.
+        channel: "training", "parameters" for the parameter manager's connection, "store" for small values by key, or
+            "check", see `dadplug.hub.check`.
+        received: number of frames of the hub that it has received before its connection was lost; 0 at first.
+        release: version of dadplug at the site.
+        mark: result of `dadplug.hub.secure.secure_socket.connection_mark`; empty where the site requires encryption.
+        place: name of the Unix socket at which the site waits for a hub in the same machine; empty without one.
+        secret: what that hub has to send there first.
+        sites: number of sites that the site knows; 0 for all of the hub's roster.
+    """
+
+    version: int
+    instance: int
+    position: Position
+    channel: str
+    received: int = 0
+    release: str = ""
+    mark: str = ""
+    place: str = ""
+    secret: str = ""
+    sites: int = 0
+
+
+class Welcome(NamedTuple):
+    """The hub's answer to `Hello`, unless it is `Refuse`. Neither is numbered or sent again.
+
+    Attributes:
+        resumed: whether the stream goes on where the last connection was lost; otherwise it begins anew.
+        received: number of frames of the site that the hub has received before.
+        min_sites: number of sites that must stay.
+        timeout_ms: milliseconds of silence after which the hub gives a site up.
+        grace_ms: milliseconds for which the hub waits for a site to dial again after its connection was lost.
+    """
+
+    resumed: bool
+    received: int
+    min_sites: int
+    timeout_ms: int
+    grace_ms: int
+
+
+class Joined(NamedTuple):
+    """Report of a joiner that it has a state.
+
+    Attributes:
+        position: position of the state.
+    """
+
+    position: Position
+
+
+class Leave(NamedTuple):
+    """Announcement of a site that it leaves.
+
+    Attributes:
+        reason: the reason; empty where its training is complete.
+    """
+
+    reason: str
+
+
+_MESSAGES: tuple[Any, ...] = (
+    *(Accept, Refuse, Start, Grow, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
+    *(Hello, Welcome, Joined, Leave, Requirements, Report, Repeat, Continue),
+)
+_HINTS: dict[type, dict[str, str]] = {}
+_SLOTS = {"slot", "donor", "joiner", "holders", "participants", "contributors"} | {"waiting_for", "joined", "gone"}
+_TEXTS = {"names"}
+for _class in (Position, *_MESSAGES):
+    codec.register(_class)
+    _HINTS[_class] = {
+        name: hint.__name__ if isinstance(hint, type) else str(hint) for name, hint in get_type_hints(_class).items()
+    }
+
+
+def pack_control(message: Any, slot: int) -> bytes:
+    """Return the frame of a control message.
+
+    Args:
+        message: an action, or `Hello`, `Joined` or `Leave`.
+        slot: slot of the sender; of any site where the hub sends.
+
+    Raises:
+        ValueError: if the message is larger than a frame.
+    """
+    if len(body := codec.encode(message)) > PIECE_BYTES:
+        raise ValueError(f"a control message of {len(body)} bytes: there may be {PIECE_BYTES} at most")
+    return Head(Kind.CONTROL, slot, length=len(body)).pack() + body
+
+
+def read_control(body: bytes, world_size: int) -> Any:
+    """Return a control message, with types and ranges of its fields checked.
+
+    Args:
+        body: body of the frame.
+        world_size: number of sites.
+
+    Raises:
+        FrameError: if it is none.
+    """
+    try:
+        message = codec.decode(body)
+    except DamagedError as error:
+        raise FrameError(str(error)) from error
+    if type(message) not in _MESSAGES:
+        raise FrameError(f"an object of type {type(message).__name__} is no control message")
+    for name, hint in _HINTS[type(message)].items():
+        value = getattr(message, name)
+        if not (_are_texts(value) if name in _TEXTS else _fits(value, hint)) or (
+            name in _SLOTS and not _are_slots(value, world_size)
+        ):
+            raise FrameError(f"field {name} of a control message {type(message).__name__} is out of range")
+    return message
+
+
+def _fits(value: Any, hint: str) -> bool:
+    if hint == "int":
+        return type(value) is int and 0 <= value < 1 << 63
+    if hint in ("bool", "str"):
+        return type(value) is bool if hint == "bool" else type(value) is str and len(value) <= _LONGEST_TEXT
+    if "Position" in hint:
+        return (value is None and "None" in hint) or (
+            type(value) is Position and _fits(value.life, "int") and _fits(value.step, "int")
+        )
+    return type(value) is tuple and all(_fits(each, "int") for each in value)
+
+
+def _are_texts(value: Any) -> bool:
+    return type(value) is tuple and all(_fits(each, "str") for each in value)
+
+
+def _are_slots(value: Any, world_size: int) -> bool:
+    return all(each < world_size for each in (value if isinstance(value, tuple) else (value,)))

@@ -198,29 +198,6 @@ class Stream:
                 return True
         return False
 
-    def receive(self) -> memoryview | None:
-        """Receive what has arrived, up to a limit; None if nothing has.
-
-        Call again until None: decrypted bytes do not wake up a poll.
-
-        Raises:
-            OSError: if the connection is lost, or the other end has closed it.
-        """
-        view, filled = memoryview(bytearray(_CHUNK)), 0
-        while filled < _CHUNK:
-            try:
-                count = self.connection.recv_into(view[filled:])
-            except OSError:
-                if filled:
-                    break  # the error comes again
-                raise
-            if not count:
-                if count is None or filled:
-                    break
-                raise ConnectionError("the other end has closed the connection")
-            filled += count
-        return view[:filled] if filled else None
-
     def close(self) -> None:
         """Close the connection without a TLS closing alert."""
         self.connection.close()
