@@ -1,4 +1,6 @@
-"""Channel "check": the hub tells its time, takes bytes and sends bytes, so that a site can measure the way to it.
+"""Check of a site's kit and of the way to its hub, step by step, each with a verdict and advice.
+
+Channel "check": the hub tells its time, takes bytes and sends bytes, so that a site can measure the way to it.
 
 The frames are of the kind `PAYLOAD`, with the request as their tag:
 

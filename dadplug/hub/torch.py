@@ -3,9 +3,9 @@
 Every collective is one gather or broadcast of bytes over the link, in a channel of the group's own; sums are formed by
 each site, in the order of ranks, so that all sites get the same bits. A group holds all sites, or one.
 
-**Where sites may leave** (``min_sites``), a collective is a round of its own, see `dadplug.hub.site.transport`, and complete
-when it returns. Reductions are those of the sites that are present, and barriers wait for these. All others need what
-a certain site has sent: they raise an error at all sites, where it is absent.
+**Where sites may leave** (``min_sites``), a collective is a round of its own, see `dadplug.hub.site.transport`, and
+complete when it returns. Reductions are those of the sites that are present, and barriers wait for these. All others
+need what a certain site has sent: they raise an error at all sites, where it is absent.
 
 **Where sites have several processes**, a group holds all processes, or one. Its gathers are those of a transport.
 """

@@ -4,9 +4,9 @@ Each simulated site keeps a digest of the frames that it has applied, as a stand
 queues in both directions until a rule delivers them, and are lost with their connection. DADPLUG_HISTORIES sets the
 number of histories.
 
-Half of the histories are elastic ones, as `dadplug.hub.server.relay` runs them: steps are of several kinds, sites that dial in
-are admitted to a first round that a site has ended, rules are replaced during training, and a run
-ends with its last site.
+Half of the histories are elastic ones, as `dadplug.hub.server.relay` runs them: steps are of several kinds, sites that
+dial in are admitted to a first round that a site has ended, rules are replaced during training, and a run ends with its
+last site.
 """
 
 from __future__ import annotations

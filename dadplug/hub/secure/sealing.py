@@ -4,9 +4,10 @@ A message is cut into pieces, each of which fills a frame and is sealed by itsel
 and a receiver opens them as they arrive. A sealed piece is the number of the piece (8 bytes), the encrypted content and
 a tag (16 bytes): 0.04% of a full frame.
 
-**Keys.** Each sender encrypts by keys of its own, which are derived from the secrets that `dadplug.hub.secure.key_agreement`
-has agreed on. The number of a piece, counted over all messages of the sender, is the nonce, and every 2**20 pieces
-(64 GB) the key changes. A process agrees on new secrets when it starts, so that no nonce is used twice with a key.
+**Keys.** Each sender encrypts by keys of its own, which are derived from the secrets that
+`dadplug.hub.secure.key_agreement` has agreed on. The number of a piece, counted over all messages of the sender, is the
+nonce, and every 2**20 pieces (64 GB) the key changes. A process agrees on new secrets when it starts, so that no nonce
+is used twice with a key.
 
 **Order.** A receiver opens a sender's pieces in the order of their numbers, without gaps, and a tag covers the head of
 the frame: sender, kind, step, exchange, place in the message, size. So a piece that the hub alters, repeats, leaves out

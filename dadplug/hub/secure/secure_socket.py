@@ -2,6 +2,14 @@
 
 `ssl.SSLSocket` sends each record of 16 kB by a system call of its own, which wakes up the other end, and receives each
 by two. Here OpenSSL works on memory, and the socket below it is read and written in large parts.
+
+Connections that stay inside one machine: their messages pass through a Unix socket, without encryption.
+
+Site and hub have proved by certificates who they are before they compare what each of them sees, over TLS. They share
+the running kernel and its network namespace, and the connection has the same pair of addresses and ports at both ends.
+A kernel has one connection with that pair. So nothing lies between the ends, neither a relay nor another machine. The
+hub then dials a Unix socket of the site, whose name and secret the site has sent over TLS, and answers there. Messages
+in it belong to no network interface, where packets could be captured.
 """
 
 from __future__ import annotations
@@ -73,7 +81,8 @@ class SecureSocket:
 
     The methods are those of `ssl.SSLSocket`, but for `write`, `flush` and `expect`, and what `recv_into` returns.
 
-    Two ends in one machine may go on over a Unix socket once they have proved who they are, see `dadplug.hub.secure.secure_socket`.
+    Two ends in one machine may go on over a Unix socket once they have proved who they are, see
+    `dadplug.hub.secure.secure_socket`.
 
     Args:
         connection: the connected socket; it may block or not.

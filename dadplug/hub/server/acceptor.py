@@ -1,4 +1,4 @@
-"""Connections to the hub that have not shown who they are, or that are refused. Nothing here blocks."""
+"""Reception of the hub: listens, carries out handshakes, and closes connections that end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,28 @@
-"""Training steps that late sites have missed, for the journal, the status page, and a bound of what waits for them."""
+"""Requirements of a run for the sites that have to stay, and the frames of its open round.
+
+Recovery of a run at a hub that has been restarted, by what its sites report.
+
+A hub writes nothing down: all that it knows of a run, the sites know as well. Sites whose hub is lost dial again, and
+name the last round that has been closed for them. A new hub asks them for a `Report`, and nothing of the run goes on
+until all that take part have sent theirs, or `site_timeout` is over.
+
+**The highest closed round wins.** The old hub may have closed round k for some sites, and not for others, which have
+ended it and wait. No site is further ahead: round k + 1 closes only after all of them. The first ones know the
+contributors. If there are sites of both kinds, all send the frames of round k again (`Repeat`), the new hub passes them
+on to those that lack some, and then announces the close to these, with the same contributors. If all sites of the first
+kind are lost meanwhile, round k counts as open again.
+
+**The open round is repeated.** Then all sites send the frames again that they have sent in the open round (`Continue`),
+in their old order, and end it if they had. A site takes the frames of one sender in the order in which that one has
+sent them, and has counted them: it skips as many as it had, also the first pieces of a message, so that the buffers it
+has filled stay as they are. Every message arrives once, and the result of the round is the same to the bit.
+
+**Who takes part.** A site is not taken back into the open round if another one knows that the old hub had dropped it,
+if it holds another round, or if frames of round k that it lacks are lost with their sender. It is told so by `Accept`,
+as a new process, and joins in a later step with the state of another one. The number of a life of the hub is part of
+each position, so that rounds which two hubs have closed under the same number are told apart. Where all sites have to
+stay, all must come; sites do not wait for closes there, and only the frames after the highest closed step are repeated.
+"""
 
 from __future__ import annotations
 

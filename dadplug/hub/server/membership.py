@@ -1,4 +1,44 @@
-"""Sites of the hub's roster, each with the state of its membership."""
+"""Membership of the hub: which sites take part in a step, and when it closes.
+
+A state machine without input or output. Events come in as method calls with the time in seconds; every method returns
+the actions that follow, to be carried out in their order. Nothing here depends on sockets, clocks or threads, so that
+random histories can test it.
+
+**Slots.** A site's rank is its slot in the roster, for good. An absent site is an idle one: the world size stays.
+
+A site that is new in the roster gets the next slot, also during a run that goes on without some sites (`append`): all
+exchanges have room for it from the end of the training step in which it could join first.
+
+**Steps.** A step is one round of exchanges that ends with each participant's END: a training step, or a collective at
+set-up. Only one step is open, number `step + 1`. It closes once all participants have ended it and at least `min_sites`
+have. Closing fixes its contributors, once: every site applies the frames of exactly these, so that replicas stay equal.
+A participant that goes before, or is skipped, counts as a site with 0 samples; nothing is sent again by others. Sums
+that the hub has computed from its summands are computed again, under the next number of attempt.
+
+**Order.** The hub has to send all sites the same sequence of frames and announcements, and to replay both. A site that
+learns of a drop has therefore seen exactly the frames of the lost site that all others have seen.
+
+**Joining.** A site dials in with its position, the last step that it has closed. If the hub has kept the frames since,
+they are replayed; that includes the site's own, so a restarted process can use them. Otherwise a member sends its
+state. Parameters do not change while a step is open, hence any member can send the state of the last closed step until
+the open one closes; if it goes meanwhile, another one does. Sites become participants when a step closes; while there
+are too few, in the open step, which could not close otherwise. Others wait for the state to arrive also with
+late="skip": a joiner that never caught up would join for ever.
+
+**Late sites.** With late="skip", a training step closes without a member that has not ended it after `patience` times
+the median step. That member ends the step later, and the steps that have been closed since, until it has caught up.
+Once it has missed a step, others wait for it again only after it has ended one, so that a site that hangs costs them
+one step's patience. Contributors are the members that have ended the step in time; one that is behind by `max_lag`
+steps is dropped. Collectives wait for all members. A step in which all contributors are idle waits, too: the data of
+the late site are all there is.
+
+**Nobody waits for ever.** A site is lost if its connection closes, if nothing arrives for `site_timeout` (a stopped
+process, a dead link), or if others wait and it does not get on for `progress_timeout` though it is alive (a process
+that hangs, but whose thread still sends pings). The third limit is longer, since validation takes its time. With fewer
+than `min_sites`, or if no site holds the last closed step, training pauses and `Pause` says for whom it waits.
+
+**Restarts.** See `dadplug.hub.wire.messages.Start`.
+"""
 
 from __future__ import annotations
 

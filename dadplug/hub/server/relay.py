@@ -1,4 +1,16 @@
-"""Messages of the parameter manager to sites that have not opened their channel yet."""
+"""Relay of the hub: passes frames on between the sessions of sites, and carries out what the membership decides.
+
+Without sockets. Frames go into the queues of sessions, which `dadplug.hub.server.hub` sends.
+
+**Runs.** Where all sites are required, the first one that leaves ends the run. Sites that dial in for the next run wait
+until the other sites of the last one have left. A hub therefore serves any number of runs, one after the other.
+
+**Elastic runs.** The sites may require less, once a run has started; it then ends with the last site that leaves. Sites
+that dial in meanwhile wait until a site has ended a round that admits others, and join in this round.
+
+A site that is dropped is told so by a `Drop` of its own slot, the last frame that it gets. When the hub ends, all sites
+are told in this way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Start of a site's connection to the hub: TCP, TLS, the hub's verdict, `Hello` and the answer to it."""
+"""Connection of a site to the hub, whose frames survive the loss of the TCP connection under them.
+
+The thread that sends writes as much as the kernel takes, and the thread that waits reads. A thread of its own sees to
+the rest: it pings, dials again when the connection is lost, and moves what the kernel has no room for. While nothing is
+left to move it waits for the end of the connection only, so that arriving payloads wake up nobody while backward
+computes.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Record of the last two rounds, by which a site goes on with its run over a hub that has been restarted.
+"""Link of a site to its hub, over which training exchanges messages with the other sites.
 
-See `dadplug.hub.server.elastic_run` for the protocol.
+Messages are matched by sender and exchange. The number of an exchange is that of its channel, an index of the transport
+or process group in the order in which a site makes them, and its number there; all sites make theirs in one order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Processes of one site: how they find each other on their machine, and the connections between them.
+"""Transport between sites with several processes each: over loopback inside a site, and over one link to the hub.
+
+The leader of a site sends its processes' payloads to the hub as one, and passes on to them what arrives. A sum is
+formed in three steps: the leader adds up the tensors of its site, the hub or every leader adds up those of the sites,
+and the leader sends the result to its processes. To a method, a site is a node, see `dadplug.exchange.hierarchy`.
+
+Processes of one site: how they find each other on their machine, and the connections between them.
 
 The process with local rank 0, the leader, holds the site's only connection to the hub. The others meet it at a port of
 the loopback interface, and exchange with it, and with each other, over loopback only.

@@ -1,4 +1,4 @@
-"""Room for the messages that a site expects, and those that arrive before somebody expects them."""
+"""Rounds of a site's link: their ends, the announcements of who takes part, and the state of a site that joins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""Sites of a hub by name, with the reasons that the hub gives for those that are lost."""
+"""Transport over a site's link to its hub, which passes payloads on and adds up summands.
+
+Transport over the hub for training that goes on while sites leave and come.
+
+Exchanges take place in rounds. Every site ends a round, and the hub closes it with the list of its contributors, which
+is the same at all sites. What a site has sent counts only if it is a contributor; what arrives before the close is
+provisional. A site that is absent counts as one that sends zeros.
+
+A step of a reduction begins with a round that admits sites: all sites have the same parameters then, and no site
+changes them until it is closed. A site that joins gets the state of another one, and all that has been sent in the
+round. It listens to this one step, in which nothing that it sends counts, and takes part from the next one on.
+
+With ``late="skip"``, the hub closes the first round of a step without a site that is late. When that site ends its own
+part of the round it learns that it is absent, and goes through the step as one that listens.
+"""
 
 from __future__ import annotations
 

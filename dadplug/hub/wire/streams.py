@@ -1,4 +1,21 @@
-"""Reader of frames that receives each body where it belongs, without copies in between."""
+"""Streams of frames between a site and the hub that survive the loss of their connection.
+
+Both ends number the frames that they send, pings excluded. A frame is kept until the other end has acknowledged it (the
+field `step` of its `PING` frames is the number of frames that it has received). When the connection is lost, the site
+dials again, both ends tell how many frames they have received, and what is missing is sent again. So a short outage is
+invisible to everything above: no frame is lost, doubled or reordered.
+
+Byte streams between two sites over the hub, with flow control of their own.
+
+At each of the two sites a stream has two connected local sockets. The program uses one of them as if it were a TCP
+connection; the tunnel has the other. A message frame of a stream has a kind of its own (its tag):
+
+- `DATA`: bytes; the offset of the head counts all bytes of the stream before them;
+- `ROOM`: how many bytes of the stream may be sent in all, 8 bytes. A receiver grants more once it has passed bytes on
+  to its program, so that a program that does not read holds up its own stream only, and neither site nor hub has to
+  store more than the window;
+- `END`: nothing follows; the program has closed its socket.
+"""
 
 from __future__ import annotations
 
