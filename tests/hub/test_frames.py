@@ -195,6 +195,11 @@ def test_control_messages_out_of_range_are_refused(message, reason):
         read_control(codec.encode(message), 3)
 
 
+def test_other_versions_understand_why_they_are_refused():
+    for message, name in ((Hello(99, 1, FRESH, "training"), b"frames.Hello"), (MESSAGES[2], b"actions.Refuse")):
+        assert b"dadplug.hub." + name in codec.encode(message)
+
+
 def test_a_control_message_fits_into_a_frame():
     with pytest.raises(ValueError, match="there may be 131040 at most"):
         pack_control(Leave("x" * PIECE_BYTES), 0)

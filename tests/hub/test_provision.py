@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import ssl
+import sys
 from dataclasses import replace
 from datetime import timedelta
 
@@ -576,3 +578,11 @@ def test_an_interrupted_revocation_can_be_repeated(kits, monkeypatch):
         assert connects(kits, "b")
     assert after >= 3
     assert not connects(kits)
+
+
+@pytest.mark.parametrize("name", ["kits", "provision", "tls", "key_agreement", "sealing"])
+def test_documented_modules_are_found_by_their_former_names(name):
+    sys.modules.pop(f"dadplug.hub.{name}", None)
+    with pytest.warns(DeprecationWarning, match=f"dadplug.hub.{name} is deprecated: use dadplug.hub."):
+        module = importlib.import_module(f"dadplug.hub.{name}")
+    assert module is importlib.import_module(module.__name__)

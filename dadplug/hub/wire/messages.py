@@ -414,18 +414,26 @@ class Leave(NamedTuple):
     reason: str
 
 
-_MESSAGES: tuple[Any, ...] = (
-    *(Accept, Refuse, Start, Grow, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
-    *(Hello, Welcome, Joined, Leave, Requirements, Report, Repeat, Continue),
-)
+# Names on the wire: versions that differ still understand each other's `Hello` and `Refuse`.
+_NAMES: dict[str, tuple[Any, ...]] = {
+    "dadplug.hub.actions": (
+        *(Accept, Refuse, Start, Grow, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
+        Position,
+    ),
+    "dadplug.hub.frames": (Hello, Welcome, Joined, Leave),
+    "dadplug.hub.restart_messages": (Report, Repeat, Continue),
+    "dadplug.exchange.requirements": (Requirements,),
+}
 _HINTS: dict[type, dict[str, str]] = {}
 _SLOTS = {"slot", "donor", "joiner", "holders", "participants", "contributors"} | {"waiting_for", "joined", "gone"}
 _TEXTS = {"names"}
-for _class in (Position, *_MESSAGES):
-    codec.register(_class)
-    _HINTS[_class] = {
-        name: hint.__name__ if isinstance(hint, type) else str(hint) for name, hint in get_type_hints(_class).items()
-    }
+for _prefix, _classes in _NAMES.items():
+    for _class in _classes:
+        codec.register(_class, f"{_prefix}.{_class.__name__}")
+        _HINTS[_class] = {
+            name: hint.__name__ if isinstance(hint, type) else str(hint)
+            for name, hint in get_type_hints(_class).items()
+        }
 
 
 def pack_control(message: Any, slot: int) -> bytes:
@@ -457,7 +465,7 @@ def read_control(body: bytes, world_size: int) -> Any:
         message = codec.decode(body)
     except DamagedError as error:
         raise FrameError(str(error)) from error
-    if type(message) not in _MESSAGES:
+    if type(message) not in _HINTS or isinstance(message, Position):
         raise FrameError(f"an object of type {type(message).__name__} is no control message")
     for name, hint in _HINTS[type(message)].items():
         value = getattr(message, name)
