@@ -13,25 +13,33 @@ from dadplug.lowrank.packing import merge_coefficients
 from dadplug.reducer import merged
 from dadplug.reducer.merged import DividedHandler, MergedHandler
 
+WIDTHS = (401, 430, 1300, 20)  # of layers that are divided
+SMALL = (90, 120, 100, 80)  # of layers that each have one owner
 
-def network(dtype=torch.float64):
+
+def network(dtype=torch.float64, widths=WIDTHS):
     torch.manual_seed(0)
+    first, second, third, last = widths
     return nn.Sequential(
-        nn.Linear(401, 430), nn.Tanh(), nn.LayerNorm(430), nn.Linear(430, 1300, bias=False), nn.Linear(1300, 20)
+        nn.Linear(first, second),
+        nn.Tanh(),
+        nn.LayerNorm(second),
+        nn.Linear(second, third, bias=False),
+        nn.Linear(third, last),
     ).to(dtype)
 
 
-def batch(rank, step, rows=None):
+def batch(rank, step, rows=None, width=WIDTHS[0]):
     """A site's batch of a step."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     rows = 1 + rank % 2 + step % 2 if rows is None else rows
-    return torch.randn(rows, 401, generator=generator, dtype=torch.float64)
+    return torch.randn(rows, width, generator=generator, dtype=torch.float64)
 
 
 def backward(model, rank, step, rows=None):
     """Run backward on a site's batch of a step; return its rows and gradients."""
     model.zero_grad()
-    inputs = batch(rank, step, rows).to(next(model.parameters()).dtype)
+    inputs = batch(rank, step, rows, model[0].in_features).to(next(model.parameters()).dtype)
     model(inputs).square().mean().backward()
     return len(inputs), {name: p.grad.clone() for name, p in model.named_parameters()}
 

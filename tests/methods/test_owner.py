@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparison import off_by
+from divided_network import SMALL, backward, mean_of, mean_of_sites, network
 from torch import nn
 
 import dadplug
@@ -18,33 +19,10 @@ from dadplug.planning.merging import LinkCosts, predict_seconds
 from dadplug.reducer.owners import OwnedLayer, assign_owners, numbers_sent
 
 
-def network(dtype=torch.float64):
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(90, 120), nn.Tanh(), nn.LayerNorm(120), nn.Linear(120, 100, bias=False), nn.Linear(100, 80)
-    ).to(dtype)
-
-
-def backward(model, rank, step, rows=None, scale=1.0):
-    model.zero_grad()
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    rows = 3 + rank + step % 2 if rows is None else rows
-    inputs = torch.randn(rows, 90, generator=generator, dtype=torch.float64).to(next(model.parameters()).dtype)
-    (scale * model(inputs).square().mean()).backward()
-    return rows, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def mean_of_sites(model, step, world_size, active=None):
-    """The gradients that one process with all rows has, by name."""
-    parts = [backward(model, rank, step) for rank in range(world_size) if active is None or rank in active]
-    rows = sum(count for count, _ in parts)
-    return {name: sum(count / rows * own[name] for count, own in parts) for name in parts[0][1]}
-
-
 def is_exact(steps: int, options: dict, limit: float) -> float:
     """Compare each step with one process, at a rank that leaves nothing out; return the largest error."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, apart = network(), network()
+    model, apart = network(widths=SMALL), network(widths=SMALL)
     reduction = dadplug.GradientReduction(model, mode="rankdad", rank=30, tolerance=0.0, merge="owner", **options)
     assert {row.path for row in reduction.plan if len(row.shape) == 2} == {"lowrank"}
     worst = 0.0
@@ -143,16 +121,16 @@ def test_the_residual_is_that_of_the_best_approximation(sites, kind):
 
 def sums_up(options: dict, steps: int) -> float:
     """Largest distance between the mean of many agreed gradients and the true one, by parameter, in its norms."""
-    model = network(torch.float32)
+    model = network(torch.float32, SMALL)
     true = mean_of_sites(model, 0, dist.get_world_size())
     reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for _ in range(steps):
         backward(model, dist.get_rank(), 0)
         reduction.synchronize()
-        assert reduction.first_difference() is None
         for name, p in model.named_parameters():
             sums[name] += p.grad
+    assert reduction.first_difference() is None
     reduction.detach()
     return max(off_by(total / steps, true[name]) for name, total in sums.items())
 
@@ -170,7 +148,7 @@ def test_wire_formats_and_error_memory(sites):
 def arrives_late() -> None:
     """Check steps whose gradients are read, cleared, added to or not finite after their buckets have left."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, apart = network(), network()
+    model, apart = network(widths=SMALL), network(widths=SMALL)
     reduction = dadplug.GradientReduction(model, mode="rankdad", rank=30, tolerance=0.0, merge="owner", bucket_mb=0.001)
     for step in range(7):
         model.zero_grad()
@@ -192,13 +170,8 @@ def arrives_late() -> None:
             continue
         reduction.synchronize()
         if step == 4:
-            weights = [3 + each + step % 2 for each in range(world_size)]
-            parts = [backward(apart, each, step)[1] for each in range(world_size)]
-            weights[0] += 5
-            expected = {
-                name: sum(count * part[name] for count, part in zip(weights, parts, strict=True)) / sum(weights)
-                for name in parts[0]
-            }
+            (count, own), *others = (backward(apart, each, step) for each in range(world_size))
+            expected = mean_of([(count + 5, own), *others])
         for name, p in model.named_parameters():
             assert off_by(p.grad, expected[name]) < 1e-9, (step, name)
     with pytest.raises(ValueError, match="30 at most"):
@@ -213,7 +186,7 @@ def test_what_changes_after_it_was_sent_counts(sites):
 
 def trains(steps: int, state: list | None) -> tuple:
     options = {"rank": 2, "error_feedback": True, "wire": "bf16"}
-    model = network(torch.float32)
+    model = network(torch.float32, SMALL)
     reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
     first = 0
     if state is not None:
@@ -298,7 +271,7 @@ def test_auto_predicts_by_latency_and_bytes():
 
 
 def chooses(merge: str) -> str:
-    model = network(torch.float32)
+    model = network(torch.float32, SMALL)
     reduction = dadplug.GradientReduction(model, mode="rankdad", merge=merge, rank=2)
     for step in range(2):
         backward(model, dist.get_rank(), step)
@@ -309,7 +282,7 @@ def chooses(merge: str) -> str:
 
 
 def refuses(options: dict, message: str) -> None:
-    model = network(torch.float32)
+    model = network(torch.float32, SMALL)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(ValueError, match=message):
         dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
@@ -334,7 +307,7 @@ def test_it_works_over_messages_of_gloo(sites):
 
 
 def is_named() -> None:
-    rank, model = dist.get_rank(), network(torch.float32)
+    rank, model = dist.get_rank(), network(torch.float32, SMALL)
     reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", rank=2)
     backward(model, rank, 0)
     reduction.synchronize()
