@@ -113,8 +113,7 @@ def is_lost() -> None:
 
 def test_what_is_applied_and_kept_is_all_that_was_sent(sites):
     sites(4).run(loses_nothing, {})
-    sites(4).run(loses_nothing, {"bucket_mb": 0.001})
-    sites(4).run(loses_nothing, {"error_feedback": True})
+    sites(4).run(loses_nothing, {"bucket_mb": 0.001, "error_feedback": True})
     sites(4).run(is_lost)
 
 
