@@ -6,11 +6,11 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forkserver
 import numpy as np
 import pytest
 import support
@@ -19,17 +19,16 @@ from dadplug.runners.serving import PredictionClient
 
 from dadplug.serving import FeedbackError, InputError, UnavailableError
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
 BUILDER = "import torch\n\n\ndef net():\n    return torch.nn.Linear(3, 2)\n"
 
 
-def wait_for(condition, process=None):
+def wait_for(condition, server):
     end = time.monotonic() + SECONDS
     while not (found := condition()):
         assert time.monotonic() < end, "it did not happen in time"
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.05)
+        assert server.poll() is None, server.read()
+        time.sleep(0.02)
     return found
 
 
@@ -39,20 +38,14 @@ def test_a_checkpoint_is_served_by_the_command_until_sigterm(tmp_path):
     torch.save({"state_dict": module.state_dict()}, tmp_path / "best.ckpt")
     (tmp_path / "net.py").write_text(BUILDER)
     port = support.free_port()
-    command = [sys.executable, "-m", "dadplug", "serve", "best.ckpt", f"other={tmp_path / 'best.ckpt'}"]
+    command = ["-m", "dadplug", "serve", "best.ckpt", f"other={tmp_path / 'best.ckpt'}"]
     command += ["--builder", "net.py:net", "--slo", "500ms", "--deadline", "60s", "--policy", "exp4"]
     command += ["--context", "site", "--port", str(port), "--input-shape", "3", "--state", "weights.json"]
-    server = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    server = forkserver.start(command, folder=tmp_path)
     client = PredictionClient(f"http://127.0.0.1:{port}", context="site", timeout=SECONDS)
     try:
-        line = server.stdout.readline()
-        assert f"serving best, other on http://127.0.0.1:{port}/predict" in line.decode()
+        line = f"serving best, other on http://127.0.0.1:{port}/predict\n"
+        wait_for(lambda: line in server.read()[0], server)
         state = client.status()  # at once: the address is not printed before
         pids = [model["pid"] for model in state["models"].values()]
         assert set(state["models"]) == {"best", "other"}
@@ -73,7 +66,7 @@ def test_a_checkpoint_is_served_by_the_command_until_sigterm(tmp_path):
         for _ in range(20):
             with contextlib.suppress(UnavailableError):
                 assert client.predict(x + 1, context="ward").models
-        wait_for(lambda: all(model["ready"] for model in client.status()["models"].values()))
+        wait_for(lambda: all(model["ready"] for model in client.status()["models"].values()), server)
         pids += [model["pid"] for model in client.status()["models"].values()]
     finally:
         client.close()
@@ -81,24 +74,25 @@ def test_a_checkpoint_is_served_by_the_command_until_sigterm(tmp_path):
             if server.poll() is None:
                 server.send_signal(signal.SIGTERM)
             time.sleep(0.01)
-        out, errors = server.communicate(timeout=SECONDS)
-    assert server.returncode == 0, errors
-    assert b"Traceback" not in errors
-    assert b"http" not in out
+        status = server.wait(SECONDS)
+        server.kill()
+    output, errors = server.read()
+    assert status == 0, errors
+    assert "Traceback" not in errors
+    assert output == line
     assert "ward" in (tmp_path / "weights.json").read_text()
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_command_with_the_reason(tmp_path):
     pytest.importorskip("litserve")
     torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "m.pt")
-    command = [sys.executable, "-m", "dadplug", "serve", "m.pt", "--port", str(support.free_port())]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    program = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert program.returncode == 1
-    assert "m.pt holds weights and no code" in program.stderr
-    assert "http://" not in program.stdout
-    assert "Traceback" not in program.stderr
+    command = ["-m", "dadplug", "serve", "m.pt", "--port", str(support.free_port())]
+    (program,) = support.run_programs([command], timeout=SECONDS, folder=tmp_path)
+    assert program.status == 1
+    assert "m.pt holds weights and no code" in program.errors
+    assert "http://" not in program.output
+    assert "Traceback" not in program.errors
 
 
 def test_the_extra_is_named_if_litserve_is_missing(monkeypatch):
