@@ -6,24 +6,14 @@ import threading
 
 import numpy as np
 import pytest
-from patient import patient_predictor
+from patient import HeldModel, patient_predictor
 
 from dadplug.serving import ModelError
 from dadplug.serving.cache import Entry, PopularitySketch, PredictionCache, Ticket, digest_of
 
 
-class Counting:
-    """Model that counts its samples, and waits for `go`."""
-
-    def __init__(self, go: bool = True, factor: float = 2.0) -> None:
-        self.go, self.samples, self.factor = threading.Event(), 0, factor
-        if go:
-            self.go.set()
-
-    def __call__(self, batch):
-        assert self.go.wait(60)
-        self.samples += len(batch)
-        return batch * self.factor
+def doubling(go=True, factor=2.0):
+    return HeldModel(go, lambda batch: batch * factor)
 
 
 def key_of(x, name="m", version=1):
@@ -125,7 +115,7 @@ def test_a_result_of_an_older_version_is_not_kept():
 
 
 def test_a_hundred_equal_concurrent_requests_make_one_call():
-    model, answers = Counting(go=False), []
+    model, answers = doubling(go=False), []
     with patient_predictor({"m": model}, task="regression") as predictor:
         for _ in range(100):
             predictor.submit([1.0, 2.0], answers.append)
@@ -143,7 +133,7 @@ def test_a_hundred_equal_concurrent_requests_make_one_call():
 
 
 def test_without_a_cache_each_request_calls_the_model():
-    model = Counting()
+    model = doubling()
     with patient_predictor({"m": model}, task="regression", cache_bytes=0) as predictor:
         for _ in range(3):
             predictor.predict([1.0, 2.0])
@@ -170,7 +160,7 @@ def test_failures_are_not_cached():
 
 
 def test_an_output_that_a_client_has_cannot_be_written_to():
-    with patient_predictor({"m": Counting()}, task="regression") as predictor:
+    with patient_predictor({"m": doubling()}, task="regression") as predictor:
         output = predictor.predict([1.0]).output
     with pytest.raises(ValueError, match="read-only"):
         output[0] = 5
@@ -180,7 +170,7 @@ def test_zipf_requests_with_a_cache_of_a_tenth_of_the_keys_halve_the_calls():
     rng, keys = np.random.default_rng(0), 1000
     drawn = rng.zipf(1.2, size=20_000)
     drawn = drawn[drawn <= keys][:3000]
-    model = Counting()
+    model = doubling()
     entry = 400 + 4
     with patient_predictor({"m": model}, task="regression", cache_bytes=keys // 10 * entry) as predictor:
         for each in drawn:

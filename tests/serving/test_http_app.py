@@ -6,13 +6,12 @@ import asyncio
 import json
 import shutil
 import subprocess
-import threading
 
 import numpy as np
 import pytest
 from dadplug.runners.serving import http_app
 from dadplug.runners.serving.http_app import HttpApp
-from patient import patient_predictor
+from patient import HeldModel, patient_predictor
 
 JSON = ((b"content-type", b"application/json"),)
 
@@ -21,24 +20,24 @@ def identity(batch):
     return batch
 
 
-def face_of(models=None, max_body=10_000, read_seconds=60.0, api_key=None, **options):
+def app_of(models=None, max_body=10_000, read_seconds=60.0, api_key=None, **options):
     return HttpApp(patient_predictor(models or {"m": identity}, **options), max_body, read_seconds, api_key)
 
 
 @pytest.fixture
 def opened():
-    faces = []
+    apps = []
 
-    def open_face(*given, **options):
-        faces.append(face_of(*given, **options))
-        return faces[-1]
+    def open_app(*given, **options):
+        apps.append(app_of(*given, **options))
+        return apps[-1]
 
-    yield open_face
-    for face in faces:
-        face._predictor.close()
+    yield open_app
+    for app in apps:
+        app._predictor.close()
 
 
-async def send(face, method, path, body=b"", headers=JSON, parts=None, query=b""):
+async def send(app, method, path, body=b"", headers=JSON, parts=None, query=b""):
     """Send one request, and return status, content and headers."""
     sent = []
     parts = [body] if parts is None else list(parts)
@@ -53,7 +52,7 @@ async def send(face, method, path, body=b"", headers=JSON, parts=None, query=b""
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": path, "headers": list(headers), "query_string": query}
-    await face(scope, receive, collect)
+    await app(scope, receive, collect)
     start, end, *_ = sent
     kind = dict(start["headers"])[b"content-type"].decode()
     content = json.loads(end["body"]) if kind == http_app.JSON else end["body"].decode()
@@ -67,24 +66,24 @@ def post(path, request, **given):
     return ("POST", path, json.dumps(request).encode()), given
 
 
-def run(face, *requests):
+def run(app, *requests):
     """Send requests one after the other."""
 
     async def every():
-        return [await send(face, *each[0], **each[1]) for each in requests]
+        return [await send(app, *each[0], **each[1]) for each in requests]
 
     return asyncio.run(every())
 
 
 def test_a_prediction_and_its_feedback(opened):
     models = {"a": lambda batch: -batch, "b": identity}
-    face = opened(models, policy="exp4", context="site")
-    ((status, answer, _),) = run(face, post("/predict", {"input": [1.0, 2.0, 0.5], "site": "x"}))
+    app = opened(models, policy="exp4", context="site")
+    ((status, answer, _),) = run(app, post("/predict", {"input": [1.0, 2.0, 0.5], "site": "x"}))
     assert status == 200
     assert set(answer) == {"id", "output", "label", "model", "confidence", "models"}
     assert (answer["models"], answer["confidence"]) == (["a", "b"], 0.5)
     found = run(
-        face,
+        app,
         post("/feedback", {"id": answer["id"], "y": 1}),
         post("/feedback", {"id": answer["id"], "y": 1}),
         post("/feedback", {"id": "unknown", "y": 1}),
@@ -99,19 +98,19 @@ def test_a_prediction_and_its_feedback(opened):
 
 
 def test_numpy_files_are_inputs(opened):
-    face = opened(context="site", input_shape=(2, 2))
+    app = opened(context="site", input_shape=(2, 2))
     npy = ((b"content-type", b"application/x-npy"),)
     x = np.array([[1.0, 2.0], [3.0, 4.0]])
     for given in (x, np.asfortranarray(x), x.astype(">f4")):
         ((status, answer, _),) = run(
-            face, (("POST", "/predict", http_app.dump_npy(given)), {"headers": npy, "query": b"site=a%20b"})
+            app, (("POST", "/predict", http_app.dump_npy(given)), {"headers": npy, "query": b"site=a%20b"})
         )
         assert (status, answer["output"]) == (200, x.tolist())
     ok = http_app.dump_npy(x)
     wrong = (b"", b"\x93NUMPY", ok[:-1], ok + b"x", ok.replace(b"(2, 2)", b"(9, 9)"), b"x" * 100)
     objects = ok.replace(b"'<f8'", b"'|O8'")
     for body in (*wrong, objects, ok.replace(b"{'descr'", b"{[[[[[[[")):
-        ((status, answer, _),) = run(face, (("POST", "/predict", body), {"headers": npy, "query": b"site=a"}))
+        ((status, answer, _),) = run(app, (("POST", "/predict", body), {"headers": npy, "query": b"site=a"}))
         assert (status, "numpy.save" in answer["error"]) == (400, True)
 
 
@@ -138,17 +137,17 @@ def test_numpy_files_are_inputs(opened):
     ],
 )
 def test_garbage_fails_alone(opened, body, status):
-    face = opened(input_shape=(3,), dtype="float32")
-    found = run(face, (("POST", "/predict", body), {}), post("/predict", {"input": [1, 2, 3]}))
+    app = opened(input_shape=(3,), dtype="float32")
+    found = run(app, (("POST", "/predict", body), {}), post("/predict", {"input": [1, 2, 3]}))
     assert [each[0] for each in found] == [status, 200]
     assert found[0][1]["error"]
 
 
 def test_methods_types_and_sizes(opened):
-    face = opened(max_body=100)
+    app = opened(max_body=100)
     large = json.dumps({"input": [0.5] * 100}).encode()
     found = run(
-        face,
+        app,
         (("GET", "/predict"), {}),
         (("POST", "/predict", b'{"input": [1, 2]}'), {"headers": ((b"content-type", b"text/plain"),)}),
         (("POST", "/predict", large), {}),
@@ -161,7 +160,7 @@ def test_methods_types_and_sizes(opened):
 
 
 def test_requests_that_are_refused_before_the_predictor_count_in_the_metrics(opened):
-    face = opened(max_body=100)
+    app = opened(max_body=100)
     predictions = [
         post("/predict", {"input": [1, 2], "unknown": 1}),
         (("POST", "/predict", b"[]"), {}),
@@ -169,26 +168,26 @@ def test_requests_that_are_refused_before_the_predictor_count_in_the_metrics(ope
         (("POST", "/predict", b"a"), {"headers": ((b"content-type", b"text/plain"),)}),
         post("/predict", {"input": [1, 2]}),
     ]
-    run(face, *predictions, post("/feedback", {"id": "a", "y": 1, "unknown": 1}))
-    lines = face._predictor.prometheus().splitlines()
+    run(app, *predictions, post("/feedback", {"id": "a", "y": 1, "unknown": 1}))
+    lines = app._predictor.prometheus().splitlines()
     for status in (422, 400, 413, 415, 200):
         assert f'dadplug_requests_total{{status="{status}"}} 1' in lines
     assert 'dadplug_feedback_total{status="422"} 1' in lines
-    assert sum(each["failures"] for each in face._predictor.metrics.history()) == 4
+    assert sum(each["failures"] for each in app._predictor.metrics.history()) == 4
 
 
 def test_a_key_is_needed_where_one_is_set(opened):
-    face = opened(api_key="secret")
+    app = opened(api_key="secret")
     request = post("/predict", {"input": [1, 2]})
-    found = run(face, request, (request[0], {"headers": (*JSON, (b"x-api-key", b"secret"))}), (("GET", "/status"), {}))
+    found = run(app, request, (request[0], {"headers": (*JSON, (b"x-api-key", b"secret"))}), (("GET", "/status"), {}))
     assert [status for status, _, _ in found] == [401, 200, 401]
 
 
 def test_a_late_body_leaves_no_cancellation_behind(opened):
-    face = opened(read_seconds=0.01)
+    app = opened(read_seconds=0.01)
 
     async def late():
-        status, answer, _ = await send(face, "POST", "/predict", parts=[STALL])
+        status, answer, _ = await send(app, "POST", "/predict", parts=[STALL])
         task = asyncio.current_task()
         return status, answer["error"], task.cancelling() if hasattr(task, "cancelling") else 0
 
@@ -197,12 +196,12 @@ def test_a_late_body_leaves_no_cancellation_behind(opened):
 
 
 def test_slow_clients_do_not_hold_up_others(opened):
-    face = opened(read_seconds=0.5)
+    app = opened(read_seconds=0.5)
 
     async def both():
-        slow = [asyncio.create_task(send(face, "POST", "/predict", parts=[STALL])) for _ in range(20)]
+        slow = [asyncio.create_task(send(app, "POST", "/predict", parts=[STALL])) for _ in range(20)]
         await asyncio.sleep(0)
-        quick = await send(face, *post("/predict", {"input": [1, 2]})[0])
+        quick = await send(app, *post("/predict", {"input": [1, 2]})[0])
         waiting = sum(not each.done() for each in slow)
         return quick[0], waiting, {(await each)[0] for each in slow}
 
@@ -210,56 +209,44 @@ def test_slow_clients_do_not_hold_up_others(opened):
 
 
 def test_concurrent_requests_are_batched_and_each_gets_its_own_answer(opened):
-    started, go, sizes = threading.Event(), threading.Event(), []
-
-    def model(batch):
-        sizes.append(len(batch))
-        started.set()
-        assert go.wait(60)
-        return batch * 2
-
-    face = opened({"m": model})
-    face._predictor._models["m"].limit.value = 50
+    model = HeldModel(compute=lambda batch: batch * 2)
+    app = opened({"m": model})
+    app._predictor._models["m"].limit.value = 50
 
     async def every():
-        requests = [asyncio.create_task(send(face, *post("/predict", {"input": [i, 1.5]})[0])) for i in range(40)]
-        await asyncio.to_thread(started.wait, 60)
-        while len(face._open) < 40:
+        requests = [asyncio.create_task(send(app, *post("/predict", {"input": [i, 1.5]})[0])) for i in range(40)]
+        await asyncio.to_thread(model.started.wait, 60)
+        while len(app._open) < 40:
             await asyncio.sleep(0.001)
-        go.set()
+        model.go.set()
         return [(await each)[1]["output"] for each in requests]
 
     assert asyncio.run(every()) == [[2 * i, 3.0] for i in range(40)]
-    assert sum(sizes) == 40
-    assert len(sizes) <= 10
+    assert model.samples == 40
+    assert len(model.batches) <= 10
 
 
 def test_a_request_past_its_deadline_gets_503(opened):
-    go = threading.Event()
-
-    def model(batch):
-        assert go.wait(60)
-        return batch
-
-    face = opened({"m": model}, slo=0.01, deadline=0.05)
-    ((status, answer, _),) = run(face, post("/predict", {"input": [1, 2]}))
-    go.set()
+    model = HeldModel()
+    app = opened({"m": model}, slo=0.01, deadline=0.05)
+    ((status, answer, _),) = run(app, post("/predict", {"input": [1, 2]}))
+    model.go.set()
     assert (status, "deadline" in answer["error"]) == (503, True)
-    assert face._open == {}
+    assert app._open == {}
 
 
 def test_outputs_that_are_not_finite_become_null(opened):
-    face = opened({"m": lambda batch: np.where(batch > 0, batch, -np.inf)}, task="regression")
+    app = opened({"m": lambda batch: np.where(batch > 0, batch, -np.inf)}, task="regression")
     for _ in range(2):  # from the model, and from the cache
-        ((status, answer, _),) = run(face, post("/predict", {"input": [1.0, -2.0]}))
+        ((status, answer, _),) = run(app, post("/predict", {"input": [1.0, -2.0]}))
         assert (status, answer["output"]) == (200, [1.0, None])
 
 
 def test_the_state_of_the_server(opened):
-    face = opened({"a": identity, "b": identity}, policy="exp4", context="site")
-    ((_, answer, _),) = run(face, post("/predict", {"input": [1.0, 2.0], "site": "<x>"}))
+    app = opened({"a": identity, "b": identity}, policy="exp4", context="site")
+    ((_, answer, _),) = run(app, post("/predict", {"input": [1.0, 2.0], "site": "<x>"}))
     found = run(
-        face,
+        app,
         post("/feedback", {"id": answer["id"], "y": 1}),
         (("GET", "/metrics"), {}),
         (("GET", "/health"), {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -137,55 +136,26 @@ def over_sockets(app, http):
         return run(app, lambda data: exchange(connection, data))
 
 
-def over_asgi(app):
-    def one(data):
-        head, _, body = data.partition(b"\r\n\r\n")
-        first, *lines = head.split(b"\r\n")
-        path, _, query = first.split()[1].partition(b"?")
-        headers = [tuple(each.strip() for each in line.split(b":", 1)) for line in lines]
-        scope = {"method": "POST", "path": path.decode(), "query_string": query}
-        scope |= {"headers": [(name.lower(), value) for name, value in headers]}
-        sent = []
-
-        async def collect(message):
-            sent.append(message)
-
-        async def body_of():
-            return {"type": "http.request", "body": body}
-
-        asyncio.run(app(scope, body_of, collect))
-        return sent[0]["status"], json.loads(sent[1]["body"]), {name for name, _ in sent[0]["headers"]}
-
-    return run(app, one)
-
-
 @pytest.mark.parametrize("policy", ["fixed", "exp3", "exp4"])
-def test_known_bodies_are_answered_as_if_they_were_parsed(policy):
-    (plain, none), (quick, found) = app_of(policy, known=False), app_of(policy, known=True)
-    with contextlib.closing(plain._predictor), contextlib.closing(quick._predictor):
-        assert over_asgi(plain) == over_asgi(quick)
-    assert sum(none) == 0
-    assert sum(found) > 15
-
-
-@pytest.mark.parametrize("policy", ["fixed", "exp3", "exp4"])
-def test_known_requests_on_a_connection_are_answered_as_if_they_were_parsed(policy):
+@pytest.mark.parametrize("quick", [False, True], ids=["parsed by uvicorn", "without a task"])
+def test_known_requests_are_answered_as_if_they_were_parsed(policy, quick):
     pytest.importorskip("httptools")
     pytest.importorskip("uvicorn")
-    (plain, none), (quick, found) = app_of(policy, known=False), app_of(policy, known=True)
+    (plain, none), (knowing, found) = app_of(policy, known=False), app_of(policy, known=True)
     answered = []
-    answer_known = quick.answer_known
+    answer_known = knowing.answer_known
 
     def counted(*given):
         answered.append(answer_known(*given))
         return answered[-1]
 
-    quick.answer_known = counted
-    with contextlib.closing(plain._predictor), contextlib.closing(quick._predictor):
-        assert over_sockets(plain, "auto") == over_sockets(quick, connection_class(quick, Limits()))
+    knowing.answer_known = counted
+    http = connection_class(knowing, Limits()) if quick else "auto"
+    with contextlib.closing(plain._predictor), contextlib.closing(knowing._predictor):
+        assert over_sockets(plain, "auto") == over_sockets(knowing, http)
     assert sum(none) == 0
     assert sum(found) > 15
-    assert sum(each is not None for each in answered) > 10
+    assert (sum(each is not None for each in answered) > 10) is quick
 
 
 def test_requests_in_pieces_and_in_a_row_are_answered_in_order():

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from patient import patient_predictor
+from patient import HeldModel, patient_predictor
 
 from dadplug.serving import InputError, LoadError, ModelError, UnavailableError
 
@@ -63,15 +63,14 @@ def test_integers_have_to_be_in_range():
 
 
 def test_only_the_input_at_fault_fails():
-    started, go, answers = threading.Event(), threading.Event(), {}
+    answers = {}
 
-    def model(batch):
-        started.set()
-        assert go.wait(60)
+    def compute(batch):
         if (batch == 13).any():
             raise RuntimeError("thirteen")
         return batch
 
+    model = HeldModel(compute=compute)
     with patient_predictor({"m": model}) as predictor:
         predictor._models["m"].limit.value = 64
         ended = threading.Event()
@@ -85,10 +84,10 @@ def test_only_the_input_at_fault_fails():
             return done
 
         predictor.submit([0.5, 0.0], collect(-1))
-        assert started.wait(60)
+        assert model.started.wait(60)
         for number in range(30):  # all wait: they are one batch
             predictor.submit([float(number), 0.0], collect(number))
-        go.set()
+        model.go.set()
         assert ended.wait(60)
     failed = [number for number, answer in answers.items() if isinstance(answer, Exception)]
     assert failed == [13]
@@ -119,50 +118,34 @@ def test_an_answer_is_never_invented(model, message):
 
 
 def test_a_request_fails_at_its_deadline():
-    go = threading.Event()
-
-    def model(batch):
-        assert go.wait(60)
-        return batch
-
+    model = HeldModel()
     with patient_predictor({"m": model}) as predictor:
         with pytest.raises(UnavailableError, match="before the deadline") as error:
             predictor.predict([1.0, 2.0], timeout=0.05)
         assert error.value.status == 503
-        go.set()
+        model.go.set()
         assert predictor.predict([2.0, 1.0], timeout=60).label == 0
 
 
 def test_a_waiting_request_past_its_deadline_is_never_computed():
-    go, started, seen, answers = threading.Event(), threading.Event(), [], []
-
-    def model(batch):
-        seen.extend(batch[:, 0].tolist())
-        started.set()
-        assert go.wait(60)
-        return batch
-
+    model, answers = HeldModel(), []
     with patient_predictor({"m": model}, max_batch=1) as predictor:
         first = predictor.submit([1.0, 0.0], answers.append, timeout=60)
-        assert started.wait(60)
+        assert model.started.wait(60)
         late = predictor.submit([2.0, 0.0], answers.append, timeout=0.0)
         late.expire(late.deadline)
         assert isinstance(answers[0], UnavailableError)
-        go.set()
+        model.go.set()
         assert predictor.predict([3.0, 0.0], timeout=60).label == 0
-    assert seen == [1.0, 3.0]
+    assert [batch[0, 0] for batch in model.batches] == [1.0, 3.0]
     assert first.outputs
 
 
 def test_an_ensemble_answers_without_models_that_fail_or_hang():
-    go = threading.Event()
+    hanging = HeldModel()
 
     def broken(batch):
         raise RuntimeError("broken")
-
-    def hanging(batch):
-        assert go.wait(60)
-        return batch
 
     models = {"broken": broken, "hanging": hanging, "fine": identity}
     with patient_predictor(models, policy="exp4", slo=0.05) as predictor:
@@ -172,32 +155,21 @@ def test_an_ensemble_answers_without_models_that_fail_or_hang():
             predictor.feedback(p.id, 1)
         weights = predictor.weights()
         assert weights["fine"] > weights["broken"]
-        go.set()
+        hanging.go.set()
 
 
 @pytest.mark.parametrize(
     "invalid", [lambda batch: batch * np.nan, lambda batch: batch[:, :1]], ids=["nan", "one number"]
 )
 def test_an_ensemble_waits_for_a_slower_model_beside_one_without_a_valid_output(invalid):
-    go, returned, answers = threading.Event(), threading.Event(), []
-
-    def slow(batch):
-        assert go.wait(60)
-        return batch
-
-    def failing(batch):
-        returned.set()
-        return invalid(batch)
-
+    slow, failing, answers = HeldModel(), HeldModel(go=True, compute=invalid), []
     with patient_predictor({"failing": failing, "slow": slow}, policy="exp4") as predictor:
         call = predictor.submit([0.0, 1.0], answers.append, timeout=120)
-        assert returned.wait(60)
         while not (call.errors or call.outputs):  # the listener is called after the model has returned
-            returned.clear()
-            returned.wait(0.01)
+            assert not slow.go.wait(0.01)
         call.expire(call.straggling)
         assert not answers
-        go.set()
+        slow.go.set()
         p = predictor.predict([0.0, 1.0])
         assert (p.label, p.models) == (1, ("slow",))
         predictor.feedback(p.id, 1)
