@@ -109,18 +109,18 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         files = train_all(Path(folder), options.steps)
-        face = stack.enter_context(in_process(files) if options.in_process else served(files, options.port))
+        predictor = stack.enter_context(in_process(files) if options.in_process else served(files, options.port))
         data = {site: tensors(load_dataset("digits").test, digits) for site, digits in SITES.items()}
         right = dict.fromkeys(SITES, 0)
         for number in range(options.requests):
             site = "ab"[number % 2]
             images, labels = data[site]
             index = number // 2 % len(labels)
-            answer = face.predict(images[index], context=site)
+            answer = predictor.predict(images[index], context=site)
             right[site] += answer.label == int(labels[index])
-            face.feedback(answer.id, int(labels[index]))
+            predictor.feedback(answer.id, int(labels[index]))
             if number + 1 in (20, 100, options.requests):
-                show(number + 1, face.status()["weights"])
+                show(number + 1, predictor.status()["weights"])
         for site, count in right.items():
             print(f"site {site}: {100 * count / (options.requests / 2):.1f} % of the answers were right")
 

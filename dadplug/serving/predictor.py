@@ -323,11 +323,6 @@ class Predictor:
             self._cache.learn(body, KnownInput(key, digest), (name, self._models[name].version, digest))
         return call
 
-    @property
-    def recalls(self) -> bool:
-        """Whether `recall` can find requests: there is a cache."""
-        return self._cache.limit > 0
-
     def recall(
         self, body: bytes, render: Callable[[np.ndarray[Any, Any]], bytes], arrived: float
     ) -> Recalled | Choice | None:

@@ -217,7 +217,7 @@ class HttpApp:
 
     def _recall(self, kind: str, scope: Scope, body: bytes, arrived: float) -> bytes | None:
         """Return the answer to a known request; or note its digest, and the models that were chosen for it."""
-        if not self._predictor.recalls or len(body) > _LARGE:
+        if not self._predictor.options.cache_bytes or len(body) > _LARGE:
             return None
         digest = hashlib.blake2b(repr((kind, self._query_context(scope))).encode(), digest_size=32)
         digest.update(body)

@@ -55,6 +55,15 @@ def ended(connection):
     return True
 
 
+def send_until_ended(connection, part):
+    end = time.monotonic() + SECONDS
+    with contextlib.suppress(OSError):
+        while time.monotonic() < end:
+            connection.sendall(part)
+            time.sleep(0.02)
+        pytest.fail("the connection was not ended")
+
+
 def predict(connection):
     connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
     answer = b""
@@ -85,12 +94,7 @@ def test_slow_heads_have_a_time_limit(open_server):
     assert predict(kept)
     slow.sendall(HEAD)
     lines.sendall(b"\r\n")
-    end = time.monotonic() + SECONDS
-    with contextlib.suppress(OSError):  # bytes of a head give it no more time
-        while time.monotonic() < end:
-            slow.sendall(b"X-A: b\r\n")
-            time.sleep(0.02)
-        pytest.fail("the connection was not ended")
+    send_until_ended(slow, b"X-A: b\r\n")  # bytes of a head give it no more time
     assert ended(silent)
     assert ended(lines)
     assert predict(kept)  # the time between two requests is not that of a head
@@ -134,9 +138,15 @@ def test_a_client_without_the_key_reads_so_after_its_body(open_server):
 def test_what_follows_a_refusal_is_read_for_a_limited_time(open_server):
     client = open_server(most=100, seconds=0.2)()
     client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (100 * MEGABYTE))
-    end = time.monotonic() + SECONDS
-    with contextlib.suppress(OSError):
-        while time.monotonic() < end:
-            client.sendall(b"x")
-            time.sleep(0.02)
-        pytest.fail("the connection was not ended")
+    send_until_ended(client, b"x")
+
+
+def test_refused_bodies_and_heads_do_not_keep_others_out(open_server):
+    connect = open_server(most=5, seconds=SECONDS, api_key="secret")
+    refused = [connect() for _ in range(8)]
+    for number, each in enumerate(refused):
+        with contextlib.suppress(OSError):  # perhaps it is ended already
+            each.sendall(HEAD + b"Content-Length: 100\r\n\r\n" if number % 2 else b"X: y\r\n" * 20_000)
+    client = connect()
+    client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-API-Key: secret\r\nConnection: close\r\n\r\n")
+    assert received(client).startswith(b"HTTP/1.1 200")

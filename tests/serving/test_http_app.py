@@ -156,6 +156,7 @@ def test_methods_types_and_sizes(opened):
         post("/predict", {"input": [1, 2]}),
     )
     assert [status for status, _, _ in found] == [405, 415, 413, 413, 413, 200]
+    assert found[0][1]["error"] == "use POST for /predict"
     assert found[2][2][b"connection"] == b"close"
 
 
@@ -168,7 +169,9 @@ def test_requests_that_are_refused_before_the_predictor_count_in_the_metrics(ope
         (("POST", "/predict", b"a"), {"headers": ((b"content-type", b"text/plain"),)}),
         post("/predict", {"input": [1, 2]}),
     ]
-    run(app, *predictions, post("/feedback", {"id": "a", "y": 1, "unknown": 1}))
+    first, *_ = run(app, *predictions)
+    assert "unknown field 'unknown'" in first[1]["error"]
+    run(app, post("/feedback", {"id": "a", "y": 1, "unknown": 1}))
     lines = app._predictor.prometheus().splitlines()
     for status in (422, 400, 413, 415, 200):
         assert f'dadplug_requests_total{{status="{status}"}} 1' in lines
