@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import support
 import torch
-from dadplug.cli.commands import named, seconds, shape
 from dadplug.runners.serving import PredictionClient
 
+from dadplug.cli.commands import named, seconds, shape
 from dadplug.serving import FeedbackError, InputError, UnavailableError
 
 SECONDS = 120.0
