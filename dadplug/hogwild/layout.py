@@ -176,47 +176,56 @@ class StepCounts:
 
     Attributes:
         parameters: the parameters with numbers of steps.
-        initial: their numbers of steps before the training, of shape (parameters,).
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._states: list[dict[str, Any]] = []
-        self.parameters: list[Tensor] = []
-        for optimizer in optimizers:
-            for parameter, state in optimizer.state.items():
-                if STEP in state:
-                    self.parameters.append(parameter)
-                    self._states.append(state)
-        self.initial = self.current
+        found = [each for optimizer in optimizers for each in optimizer.state.items() if STEP in each[1]]
+        self.parameters: list[Tensor] = [parameter for parameter, _ in found]
+        self._states: list[dict[str, Any]] = [state for _, state in found]
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self._tensors = [isinstance(state[STEP], Tensor) for state in self._states]
+        self._shared = self._initial = self._current()
 
-    @property
-    def current(self) -> Tensor:
-        """Numbers of steps in the states of this process, of shape (parameters,)."""
+    def _current(self) -> Tensor:
+        """Return the numbers in the states of this process, of shape (parameters,)."""
         return torch.tensor([int(state[STEP]) for state in self._states], dtype=torch.int64)
 
-    def with_gradient(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Return which parameters the next step of an optimizer changes, as a mask of shape (parameters,)."""
-        mask = torch.zeros(len(self.parameters), dtype=torch.int64)
+    def attach(self, shared: Tensor, *, fill: bool) -> None:
+        """Count in shared memory from now on.
+
+        Args:
+            shared: numbers of steps of all processes, of shape (parameters,).
+            fill: whether to write the numbers before the training; otherwise those that are there are taken.
+        """
+        self._shared = shared
+        if fill:
+            shared.copy_(self._initial)
+        else:
+            self.take()
+
+    def take_next(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the next number for each parameter with a gradient; the caller holds the lock."""
+        if not self.parameters:
+            return
         places = [
             self._place[id(parameter)]
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None and id(parameter) in self._place
         ]
-        mask[places] = 1
-        return mask
+        self._set(places)
+        self._shared[places] += 1
 
-    def set(self, counts: Tensor, mask: Tensor | None = None) -> None:
-        """Set the numbers in the states of this process.
+    def take(self) -> None:
+        """Set the numbers in the states of this process to those of all processes, for checkpoints."""
+        self._set(range(len(self._states)))
 
-        Args:
-            counts: numbers of steps, of shape (parameters,).
-            mask: the parameters to set, as from `with_gradient`; all if None.
-        """
-        places = range(len(self._states)) if mask is None else mask.nonzero()[:, 0].tolist()
-        values = counts.tolist()
+    def give(self) -> None:
+        """Set the numbers of all processes to those of this process, which has loaded them."""
+        self._shared.copy_(self._current())
+
+    def _set(self, places: Iterable[int]) -> None:
+        values = self._shared.tolist()
         for place in places:
             state = self._states[place]
             if self._tensors[place]:
@@ -246,7 +255,7 @@ class Layout:
 
     Attributes:
         size: bytes that are needed.
-        counts: numbers of steps of the parameters; None if each process has its own.
+        counts: numbers of steps of the parameters; of none if each process has its own.
     """
 
     def __init__(
@@ -254,14 +263,14 @@ class Layout:
     ) -> None:
         self.processes = processes
         self._model, self._named = model, dict(_named(model))
-        self.counts = StepCounts(optimizers) if state == "shared" else None
+        self.counts = StepCounts(optimizers if state == "shared" else ())
         counters = {id(buffer) for buffer in model.buffers() if buffer.dtype == torch.int64}
         self._shared: list[_Entry] = []
         self._counters: list[_Entry] = []
         self._board = 0
         self.size = aligned(8 * Board.numbers(processes))
         self._count_places = self.size
-        self.size += aligned(8 * len(self.counts.parameters) if self.counts else 0)
+        self.size += aligned(8 * len(self.counts.parameters))
         for name, tensor in _tensors(model, optimizers, state == "shared"):
             entries = self._counters if id(tensor) in counters else self._shared
             entries.append(_Entry(name, tensor, self.size))
@@ -269,7 +278,6 @@ class Layout:
         self._views: list[Tensor] = []
         self._shared_counters: list[Tensor] = []
         self._seen: list[Tensor] = []
-        self._counts = torch.zeros(0, dtype=torch.int64)
 
     @property
     def signature(self) -> str:
@@ -290,13 +298,7 @@ class Layout:
             memory: the shared memory.
             fill: whether to write this process's values; otherwise it takes those that are there.
         """
-        count = len(self.counts.parameters) if self.counts else 0
-        self._counts = memory.tensor(self._count_places, count, torch.int64)
-        if self.counts:
-            if fill:
-                self._counts.copy_(self.counts.initial)
-            else:
-                self.counts.set(self._counts)
+        self.counts.attach(memory.tensor(self._count_places, len(self.counts.parameters), torch.int64), fill=fill)
         for _, tensor, offset in self._shared:
             view = _view(memory, tensor, offset)
             if fill:
@@ -319,15 +321,7 @@ class Layout:
                 tensor.data = view.clone(memory_format=torch.preserve_format)
         for (_, tensor, _), view in zip(self._counters, self._shared_counters, strict=True):
             tensor.copy_(view)
-        if self.counts:
-            self.counts.set(self._counts)
-
-    def take_step_numbers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the next number of steps for each parameter with a gradient; the caller holds the lock."""
-        if self.counts and self.counts.parameters:
-            mask = self.counts.with_gradient(optimizer)
-            self.counts.set(self._counts, mask)
-            self._counts.add_(mask)
+        self.counts.take()
 
     def share_counters(self) -> None:
         """Add what this process has counted, and take what the others have; the caller holds the lock."""
@@ -341,16 +335,6 @@ class Layout:
         for (_, tensor, _), shared, seen in zip(self._counters, self._shared_counters, self._seen, strict=True):
             shared.copy_(tensor)
             seen.copy_(tensor)
-
-    def take_counts(self) -> None:
-        """Set the numbers of steps to those of all processes, for checkpoints."""
-        if self.counts:
-            self.counts.set(self._counts)
-
-    def give_counts(self) -> None:
-        """Set the numbers of steps of all processes to those of this process, which has loaded them."""
-        if self.counts:
-            self._counts.copy_(self.counts.current)
 
     def check(self) -> None:
         """Check that every tensor is still in the model and in the shared memory.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -51,16 +51,6 @@ class Assignment(NamedTuple):
     threads: int
     descriptor: int
     parent: int
-
-
-class _Training(Protocol):
-    """Interface of the object that trains, as its processes use it; see `dadplug.Hogwild`."""
-
-    def become(self, rank: int, assignment: Assignment) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def worker_states(self) -> list[dict[str, Any]]: ...
 
 
 class _Worker:
@@ -148,7 +138,7 @@ def run_workers(
     assignment: Assignment,
     start: str,
     board: Board,
-    training: _Training,
+    training: Hogwild,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -205,7 +195,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _fork(
-    rank: int, assignment: Assignment, training: _Training, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int, assignment: Assignment, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> _Worker:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
@@ -232,7 +222,7 @@ def _spawn(rank: int, assignment: Assignment, payload: int) -> _Worker:
     return _Worker(process.pid, ours, process.poll)
 
 
-def _pack(assignment: Assignment, training: _Training, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+def _pack(assignment: Assignment, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Write everything that a new interpreter needs into a file without a name; return its descriptor."""
     from numba import cloudpickle  # functions and classes of a script or a notebook travel by value
 
@@ -278,7 +268,7 @@ def _train(
     rank: int,
     pipe: Connection,
     assignment: Assignment,
-    training: _Training,
+    training: Hogwild,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -537,7 +527,7 @@ class Hogwild:
         for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             if self._state == "shared":
-                self._hooks += keep_state(optimizer, layout.give_counts)
+                self._hooks += keep_state(optimizer, layout.counts.give)
             if self._state == "shared" and divides_by_state(optimizer):
                 self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
@@ -666,7 +656,7 @@ class Hogwild:
             coalesce_gradients(optimizer)
         with self._memory.lock():
             self.last_step = self._board.count_step()
-            self._layout.take_step_numbers(optimizer)
+            self._layout.counts.take_next(optimizer)
             self._layout.share_counters()
         if turns:
             self._memory.begin_exclusive()
@@ -680,7 +670,7 @@ class Hogwild:
         if self._memory is not None and self._layout is not None:
             with self._memory.lock():
                 self._layout.share_counters()
-            self._layout.take_counts()
+            self._layout.counts.take()
 
     def worker_states(self) -> list[dict[str, Any]]:
         """Return the states of the optimizers that their own process alone knows: all of it, or the groups alone."""

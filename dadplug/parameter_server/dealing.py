@@ -26,17 +26,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import codec
-from ..signature import check_choice
 from .log import Log
 from .streams import Deal, Frame, Kind
 
 DEALS = ("own", "shared")
 _AHEAD, _MOST_AHEAD = 2, 16  # batches that a site asks for before it needs them
-
-
-def check_deal(deal: object) -> None:
-    """Raise ValueError for an unknown value of the option ``deal``."""
-    check_choice("deal", deal, DEALS)
 
 
 class Answer(NamedTuple):

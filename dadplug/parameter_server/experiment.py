@@ -27,6 +27,9 @@ from .server import ParameterServer
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
+_Report = tuple[list[float], float, dict[str, Tensor]]
+"""Report of the server: accuracies, seconds, and the state of the model."""
+
 
 class Outcome(NamedTuple):
     """Outcome of `launch_ps_and_workers`.
@@ -42,14 +45,6 @@ class Outcome(NamedTuple):
     seconds: float
     accuracies: list[float]
     model: nn.Module
-
-
-class _Report(NamedTuple):
-    """Report of the server: accuracies, seconds, and the state of the model."""
-
-    accuracies: list[float]
-    seconds: float
-    state: dict[str, Tensor]
 
 
 class _Task(NamedTuple):
@@ -124,9 +119,9 @@ def launch_ps_and_workers(
     threads = max(1, torch.get_num_threads() // (world_size - 1))
     address = f"tcp://127.0.0.1:{free_port()}"
     task = _Task(world_size, address, threads, epochs_per_worker, num_gpus, model, **loaders, **settings)
-    report = _run(task)
-    model.load_state_dict(report.state)
-    return Outcome(report.accuracies[-1], report.seconds, report.accuracies, model)
+    accuracies, seconds, state = _run(task)
+    model.load_state_dict(state)
+    return Outcome(accuracies[-1], seconds, accuracies, model)
 
 
 def _check(world_size: int, epochs: int, num_gpus: int, options: dict[str, Any]) -> ServerOptions:
@@ -204,7 +199,7 @@ def _serve(pipe: Connection, rank: int, task: _Task) -> None:
                 flush=True,
             )
         server.detach()
-        return _Report(accuracies, seconds, model.state_dict())
+        return accuracies, seconds, model.state_dict()
 
     _report(pipe, serve)
 

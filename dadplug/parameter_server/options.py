@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..options import Options
-from ..signature import OptionSet, option
-from .dealing import check_deal
+from ..signature import OptionSet, check_choice, option
+from .dealing import DEALS
 from .sequencer import Rules, make_rules
 
 _REDUCTION = {option.name: option for option in dataclasses.fields(Options)}
@@ -87,7 +87,7 @@ class ServerOptions(OptionSet):
     def __post_init__(self) -> None:
         check_mode(self.mode)
         make_rules(self.staleness, self.quorum, self.late, self.gather)
-        check_deal(self.deal)
+        check_choice("deal", self.deal, DEALS)
         self.of_reduction()
 
     @property

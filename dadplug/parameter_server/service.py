@@ -22,7 +22,8 @@ from ..errors import DamagedError, MessageError, SequenceError
 from ..exchange import Traffic, codec
 from ..exchange.handshake import listen
 from ..hub.secure.secure_socket import read_exactly, write_all
-from .dealing import Answer, OwnDealer, SharedDealer, check_deal
+from ..signature import check_choice
+from .dealing import DEALS, Answer, OwnDealer, SharedDealer
 from .log import HUB
 from .sequencer import Decision, Sequencer, make_rules
 from .streams import Frame, FrameLoop, Kind
@@ -78,7 +79,7 @@ def check_settings(found: Any, world_size: int) -> Settings:
     try:
         settings = Settings(*found)
         rules = make_rules(**settings.rules)
-        check_deal(settings.deal)
+        check_choice("deal", settings.deal, DEALS)
         workers = list(settings.workers)
         fine = (
             bool(workers)
