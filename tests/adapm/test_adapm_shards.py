@@ -1,21 +1,27 @@
-"""Sharded checkpoints: each site its own rows, read on any number of sites, and joined."""
+"""Sharded checkpoints: read on any number of sites, joined, and damaged or failed ones that leave the previous one."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import support
 import torch
 from recommender import Recommender
 from shard_programs import KINDS, end, make, same, steps, whole
 
+import dadplug.adapm.shards as shards
 from dadplug.adapm import join_shards, load_shards, save_shards
+from dadplug.adapm.join import main as join
 
 
 def saves(kind, folder):
@@ -223,3 +229,258 @@ def test_lightning_resumes_from_shards(sites, tmp_path):
         "head.weight",
         "head.bias",
     }
+
+
+@contextlib.contextmanager
+def no_room(folder: Path):
+    """Fill the disk that a folder is on, where it is a small one of its own; else forbid files to grow."""
+    if folder.is_mount():
+        filler = folder / "filler"
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        try:
+            yield
+        finally:
+            filler.unlink()
+    else:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def failing(rank: int, phase: str, folder: Path):
+    """Let this site's part of a save fail, where it is its turn."""
+    site, what = phase.split()
+    original = shards.write_whole
+    if str(rank) != site:
+        yield
+    elif what == "shard":
+        with no_room(folder):
+            yield
+    elif what == "memory":
+        shards.write_whole = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
+        yield
+        shards.write_whole = original
+    else:  # the shard still has room, what comes after it has not
+
+        def write(path, item):
+            if "-site-" in path.name:
+                return original(path, item)
+            with no_room(folder):
+                return original(path, item)
+
+        shards.write_whole = write
+        yield
+        shards.write_whole = original
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fails(base: str, phases: list[str], apart: bool) -> None:
+    rank = int(os.environ["RANK"])
+    folder = Path(base) / str(rank) if apart else Path(base)
+    managed, optimizer = make("adagrad")
+    steps(managed, optimizer, range(2))
+    save_shards(managed, folder, optimizer)
+    saved, files = copy.deepcopy(whole(managed, optimizer)), names_in(folder)
+    steps(managed, optimizer, range(2, 4))
+    for phase in phases:
+        with failing(rank, phase, folder), pytest.raises(RuntimeError, match=f"at site {phase[0]}: .*Error: "):
+            save_shards(managed, folder, optimizer)
+        managed.manager.barrier()
+        assert names_in(folder) == files, phase
+        managed.manager.barrier()
+        again, optimizer_again = make("adagrad", seed=3)
+        load_shards(again, folder, optimizer_again)
+        assert same(whole(again, optimizer_again), saved), phase
+        end(again)
+    (folder / f"0badbeef-site-{rank}-of-2.pt").write_text("of a save that was killed")
+    (folder / f"0badbeef-site-{rank}-of-2.pt.part").write_text("so was this")
+    (folder / "notes.txt").write_text("the user's")
+    later = whole(managed, optimizer)
+    managed.manager.barrier()
+    save_shards(managed, folder, optimizer)
+    managed.manager.barrier()
+    assert len(names_in(folder)) == (5 if not apart else 4 if rank == 0 else 2)
+    assert "notes.txt" in names_in(folder)
+    assert not same(later, saved)
+    load_shards(managed, folder, optimizer)
+    assert same(whole(managed, optimizer), later)
+    end(managed)
+
+
+PHASES = ["1 shard", "0 shard", "0 rest", "1 memory"]
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(sites, tmp_path):
+    sites(2).run(fails, str(tmp_path), PHASES, False)
+
+
+def test_full_disks_leave_the_checkpoint_before_them(sites, tmp_path):
+    disks = [tmp_path / "0", tmp_path / "1"]
+    mounted = []
+    try:
+        for disk in disks:
+            disk.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+            with contextlib.suppress(OSError):
+                if subprocess.run(command, capture_output=True, timeout=200).returncode == 0:
+                    mounted.append(disk)
+        sites(2).run(fails, str(tmp_path), PHASES[:3], True)
+    finally:
+        for disk in mounted:
+            subprocess.run(["umount", str(disk)], check=True, timeout=200)
+
+
+KILLED = """
+    import os, signal
+    from pathlib import Path
+    sys.path.insert(0, {helpers!r})
+    from shard_programs import make, steps, whole
+    import dadplug.adapm.shards as shards
+    folder, when = Path({folder!r}), {when!r}
+    managed, optimizer = make("adagrad")
+    steps(managed, optimizer, range(2))
+    shards.save_shards(managed, folder, optimizer)
+    saved = whole(managed, optimizer)
+    if rank == 0:
+        torch.save(saved, folder.parent / "expected.pt")
+    steps(managed, optimizer, range(2, 3))
+
+    def killed(function, before):
+        def call(*args):
+            result = None if before else function(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call
+
+    if when == f"{{rank}} after its shard":
+        shards.write_whole = killed(shards.write_whole, False)
+    elif when == f"{{rank}} before the commit":
+        commit, replace = killed(os.replace, True), os.replace
+        os.replace = lambda old, new: (commit if new.name == "index.json" else replace)(old, new)
+    shards.save_shards(managed, folder, optimizer)
+"""
+
+
+@pytest.mark.parametrize("when", ["1 after its shard", "0 before the commit"])
+def test_a_site_killed_in_a_save_is_named_and_the_checkpoint_before_it_loads(tmp_path, when):
+    folder = tmp_path / "saved"
+    code = KILLED.format(helpers=str(Path(support.__file__).parent), folder=str(folder), when=when)
+    ended = support.run_programs(support.site_scripts(code, tmp_path))
+    killed = int(when[0])
+    assert ended[killed].status == -9, ended[killed].errors
+    assert f"SiteError: site {killed}" in ended[1 - killed].errors
+    managed, optimizer = make("adagrad", seed=7)
+    load_shards(managed, folder, optimizer)
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    assert same(whole(managed, optimizer), expected)
+    assert same(join_shards(folder), expected)
+    save_shards(managed, folder, optimizer)
+    left = [name[8:] for name in names_in(folder) if name != "index.json"]
+    assert left == ["-rest.pt", "-site-0-of-1.pt"]
+    managed.manager.close()
+
+
+class Evil:
+    """Runs code when it is unpickled, were that allowed."""
+
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+
+def rename(index, folder, name):
+    (old,) = index["files"]
+    target = folder / name
+    if not target.exists():
+        shutil.copy(folder / old, target)
+    index["files"] = {name: index["files"][old]}
+
+
+def rewrite(index, folder, change):
+    """Change a shard so that its digest is right."""
+    (name,) = index["files"]
+    content = torch.load(folder / name, weights_only=True)
+    change(content["tables"]["items.weight"], content)
+    torch.save(content, folder / name)
+    index["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+
+def field(name, value):
+    return lambda index, folder: index["tables"]["items.weight"].update({name: value})
+
+
+def part(**new):
+    return lambda index, folder: rewrite(index, folder, lambda table, _: table.update(new))
+
+
+KEYS = torch.arange(40)
+TAMPERED = {
+    "parent": (lambda index, folder: rename(index, folder, "../outside.pt"), "'../outside.pt' is no name of a shard"),
+    "absolute": (lambda index, folder: rename(index, folder, "/tmp/x.pt"), "'/tmp/x.pt' is no name of a shard"),
+    "line": (lambda index, folder: rename(index, folder, next(iter(index["files"])) + "\n"), "is no name of a shard"),
+    "rest outside": (lambda index, folder: index.update(rest={"../rest.pt": "0" * 64}), "is no name of a shard"),
+    "stamp": (lambda index, folder: rename(index, folder, "0badbeef-site-0-of-1.pt"), "with 2 stamps"),
+    "number": (
+        lambda index, folder: rename(index, folder, next(iter(index["files"]))[:8] + "-site-0-of-2.pt"),
+        "it names",
+    ),
+    "digest": (lambda index, folder: index["files"].update(dict.fromkeys(index["files"], 7)), "the digest of"),
+    "files": (lambda index, folder: index.update(files=[1]), "is damaged"),
+    "rows": (field("rows", 10**12), "its tables take .* bytes, the shards have|checkpoint .* holds tables of another"),
+    "negative": (field("rows", -1), "rows of table 'items.weight' is -1"),
+    "fraction": (field("columns", 12.0), "columns of table 'items.weight' is 12.0"),
+    "parts": (field("parts", ["sum", "more", "and", "more"]), r"12 columns, 6 of them weights|of another model"),
+    "names": (field("names", "items.weight"), "has the names"),
+    "keys": (part(keys=KEYS - 1), "has keys from -1 to 38, of 40 rows"),
+    "types": (part(keys=KEYS.int()), "has keys of torch.int32"),
+    "shapes": (part(values=torch.zeros(40, 3)), r"has values of shape \(40, 3\) for 40 keys"),
+    "twice": (part(keys=KEYS % 39), "lacks rows of items.weight, or has them twice"),
+    "no tensors": (part(keys=[1]), "has no keys and values"),
+    "code": (lambda index, folder: rewrite(index, folder, lambda _, all: all.update(site=Evil())), "is damaged"),
+    "tables": (
+        lambda index, folder: rewrite(index, folder, lambda _, all: all["tables"].clear()),
+        "is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_an_index_and_shards_are_checked_before_they_are_used(saved, tmp_path, how, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    index = json.loads((folder / "index.json").read_text())
+    tamper, message = TAMPERED[how]
+    tamper(index, folder)
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        join_shards(folder)
+    if how != "twice":
+        managed, optimizer = make("adagrad", seed=3)
+        before = managed.state_dict()
+        with pytest.raises(ValueError, match=message):
+            load_shards(managed, folder, optimizer)
+        assert same(managed.state_dict(), before)
+    assert join([str(folder), str(tmp_path / "whole.pt")]) == 1
+    assert "error: " in capsys.readouterr().err
+    assert not (tmp_path / "whole.pt").exists()
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_stamp_chooses_the_save_and_another_is_refused(saved):
+    managed, optimizer = make("adagrad", seed=3)
+    stamp = next(iter(json.loads((saved / "index.json").read_text())["files"]))[:8]
+    load_shards(managed, saved, optimizer, stamp)
+    assert join_shards(saved, stamp)["model"].keys() == managed.state_dict().keys()
+    for wrong in ("0badbeef", "../../x"):
+        with pytest.raises(ValueError, match="are of another save than the checkpoint that refers to them"):
+            load_shards(managed, saved, optimizer, wrong)
+        with pytest.raises(ValueError, match="are of another save"):
+            join_shards(saved, wrong)
