@@ -2,10 +2,9 @@
 
 from ..errors import IntentError
 from .initialisers import Columns, Constant, Normal, Uniform
-from .manager import ParameterManager, Pending, Table
+from .manager import ParameterManager, Pending, Sample, Sampler, Table
 from .model import AdaDataLoader, AdaModel
 from .row_optimizers import RowwiseAdagrad
-from .sampling import Sample, Sampler
 from .shards import join_shards, load_shards, save_shards
 from .timeline import Timeline
 

@@ -18,6 +18,8 @@ from ..registry import Registry
 from .initialisers import Initialiser
 from .store import Block, Codes, Keys
 
+NO_PLACES = 'backend="adapm" does not report which keys are at a site'
+
 
 class Done:
     """Event that marks the end of a call, set once; creating it takes a fifth of the time of `threading.Event`.
@@ -98,21 +100,29 @@ class TableEngine(ABC):
             Whether the call has begun (otherwise flush and call again), and its end, None if it is complete.
         """
 
-    @abstractmethod
     def here(self, table: int, keys: Keys) -> NDArray[np.bool_]:
-        """Return for each key whether this site can read it without asking another."""
+        """Return for each key whether this site can read it without asking another.
 
-    @abstractmethod
+        Raises:
+            RuntimeError: if `locates_keys` is false.
+        """
+        raise RuntimeError(NO_PLACES)
+
     def states(self, table: int, keys: Keys) -> Codes:
-        """Return the states of keys as `dadplug.adapm.store.KeyState`, -1 for absent keys."""
+        """Return the states of keys as `dadplug.adapm.store.KeyState`, -1 for absent keys.
+
+        Raises:
+            RuntimeError: if `locates_keys` is false.
+        """
+        raise RuntimeError(NO_PLACES)
 
     @abstractmethod
     def owned(self, table: int) -> tuple[Keys, Block]:
         """Return copies of the keys that this site owns, in ascending order, and of their values."""
 
-    @abstractmethod
     def nbytes(self, table: int) -> int:
-        """Return the bytes of memory that this site has reserved for a table."""
+        """Return the bytes of memory that this site has reserved for a table; 0 if unknown."""
+        return 0
 
 
 @dataclass(frozen=True)

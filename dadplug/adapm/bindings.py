@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exchange.handshake import free_port, reachable_address
@@ -30,13 +29,12 @@ from ..exchange.transport import Transport
 from . import kernels
 from .backends import Backend, Done, TableEngine, TableSpec
 from .engine import COUNTS, TECHNIQUES
-from .store import Block, Codes, Keys
+from .store import Block, Keys
 from .watchdog import Watchdog
 
 _MOST_KEYS = 2**31 - 1  # setup() takes an int
 _CHUNK = 65536  # keys whose initial values are set at a time
 _TRIES = 8  # rounds in which a set value converges, in case of rounding errors
-NO_PLACES = 'backend="adapm" does not report which keys are at a site'
 _set_up = False
 _HOW = (
     'backend="adapm" needs AdaPM\'s Python bindings, a module adapm, which is not installed. Build it from '
@@ -238,22 +236,6 @@ class BindingsEngine(TableEngine):
         if keys.shape[0]:
             self.library.call("intent", self._numbers(table, keys), start, end)
 
-    def here(self, table: int, keys: Keys) -> NDArray[np.bool_]:
-        """Not supported: the library has no call for it.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(NO_PLACES)
-
-    def states(self, table: int, keys: Keys) -> Codes:
-        """Not supported: the library has no call for it.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(NO_PLACES)
-
     def owned(self, table: int) -> tuple[Keys, Block]:
         """Return the keys whose home is this site and their values; the library does not provide the owned keys."""
         spec = self.tables[table]
@@ -266,10 +248,6 @@ class BindingsEngine(TableEngine):
         waiting = self.pull(table, keys, out)
         if isinstance(waiting, Waiting):
             waiting.wait()
-
-    def nbytes(self, table: int) -> int:
-        """Return 0: the library does not provide the size of its memory."""
-        return 0
 
     def _wait_for_pushes(self) -> None:
         while self._pushes:

@@ -7,8 +7,10 @@ Other loops take the arrays out of the store before they begin: reading a field 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..jit import njit
+from .initialisers import STEP, mixed
 from .store import (
     ASKED,
     IDLE,
@@ -623,3 +625,66 @@ def count_pending(r: Rows, since: int) -> int:
         else:
             count += answered[slot] < since
     return count
+
+
+# Samples
+
+
+@njit(cache=True, nogil=True)
+def alias_table(weights: NDArray[np.float64], shares: NDArray[np.float64], aliases: Keys) -> None:
+    """Compute the tables of the alias method, which draws in constant time (Walker 1977, in the form of Vose 1991).
+
+    Args:
+        weights: n weights of at least 0 with mean 1.
+        shares: n numbers, overwritten: probability that column i yields i.
+        aliases: n numbers, overwritten: the number that column i yields otherwise.
+    """
+    n = weights.shape[0]
+    small, large = np.empty(n, np.int64), np.empty(n, np.int64)
+    smalls, larges = 0, 0
+    for i in range(n):
+        shares[i] = weights[i]
+        aliases[i] = i
+        if weights[i] < 1:
+            small[smalls] = i
+            smalls += 1
+        else:
+            large[larges] = i
+            larges += 1
+    while smalls and larges:
+        smalls -= 1
+        less, more = small[smalls], large[larges - 1]
+        aliases[less] = more
+        shares[more] -= 1 - shares[less]
+        if shares[more] < 1:
+            larges -= 1
+            small[smalls] = more
+            smalls += 1
+    for i in range(smalls):  # left over by rounding
+        shares[small[i]] = 1
+    for i in range(larges):
+        shares[large[i]] = 1
+
+
+@njit(cache=True, nogil=True)
+def draw(seed: int, rank: int, first: int, shares: NDArray[np.float64], aliases: Keys, rows: int, out: Keys) -> None:
+    """Draw keys; the key at position p of a site's sequence depends only on (seed, rank, p).
+
+    Args:
+        seed: seed of the sequences.
+        rank: the site.
+        first: position of the first key in the sequence.
+        shares: see `alias_table`; empty for a uniform distribution.
+        aliases: see `alias_table`.
+        rows: number of keys.
+        out: n keys, overwritten.
+    """
+    begin = mixed(mixed(np.uint64(seed)) + np.uint64(rank + 1) * STEP)
+    for i in range(out.shape[0]):
+        state = mixed(begin + np.uint64(first + i) * STEP)
+        column = np.int64(np.float64(state >> np.uint64(11)) * 2.0**-53 * rows)
+        if shares.shape[0]:
+            part = np.float64(mixed(state + STEP) >> np.uint64(11)) * 2.0**-53
+            if part >= shares[column]:
+                column = aliases[column]
+        out[i] = column

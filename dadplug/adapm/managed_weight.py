@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from ..hooks.capture import ForwardOverride
 from ..lowrank import sparse
 from ..model_sync.structure import mark_managed
-from .initialisers import Columns, Initialiser
+from ..reduction import GradientReduction
+from .initialisers import Columns, Constant, Initialiser
 from .manager import ParameterManager
 from .row_optimizers import RowOptimizer
-
-if TYPE_CHECKING:
-    from ..reduction import GradientReduction
 
 _CHUNK = 65536  # rows that are copied at a time
 _INITIAL_ROWS = 1024  # capacity of a table whose rows are created at first use
@@ -160,13 +158,12 @@ class ManagedWeight:
             assert self._first is not None
             out[:] = self._first[keys]
 
-        state = row_optimizer.state_columns(self.width)
-        width = self.width + sum(width for width, _ in state)
+        state = row_optimizer.state_width(self.width)
         if first is None:
             self._first = parameter.detach().cpu().contiguous().numpy()
-        columns = Columns([(self.width, first or from_weights), *state])
+        columns = Columns([(self.width, first or from_weights), (state, Constant(row_optimizer.initial))])
         capacity = None if first is None else _INITIAL_ROWS
-        self.table = manager.table(name, width, rows=self.rows, initialiser=columns, capacity=capacity)
+        self.table = manager.table(name, self.width + state, rows=self.rows, initialiser=columns, capacity=capacity)
 
     def give_up(self) -> None:
         """Fill the table and free the parameter's memory; all tables must have been created."""

@@ -114,7 +114,11 @@ class AdaModel(nn.Module):
         self.managed: dict[str, ManagedWeight] = {}
         self.clock_by_loader = False
         self._overrides: list[ManagedEmbedding | ManagedEmbeddingBag] = []
-        self._recorder = _make_recorder(model, layers)
+        self._recorder: Recorder | Exception
+        try:
+            self._recorder = Recorder(model, {name: [path for path, _ in found] for name, found in layers.items()})
+        except Exception as error:  # the model cannot be copied; it can still be trained with manual intent
+            self._recorder = error
         weights = [modules[0][1].weight for modules in layers.values()]
         self.reduction = _make_reduction(model, weights, mode, always_reduce, options)
         for name, modules in layers.items():
@@ -369,14 +373,6 @@ def parameter_numbers(optimizer: Optimizer) -> dict[int, int]:
     """Return the numbers of an optimizer's parameters in its state, by the id of the parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(parameter): number for number, parameter in enumerate(parameters)}
-
-
-def _make_recorder(model: nn.Module, layers: Mapping[str, Layers]) -> Recorder | Exception:
-    """Return a recorder, or the error if the model cannot be copied; it can still be trained with manual intent."""
-    try:
-        return Recorder(model, {name: [path for path, _ in modules] for name, modules in layers.items()})
-    except Exception as error:
-        return error
 
 
 def _make_reduction(

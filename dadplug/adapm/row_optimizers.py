@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .initialisers import Constant, Initialiser
-
 
 class RowOptimizer(ABC):
     """Step of an optimizer on rows, as deltas, so that the steps of several sites add up.
@@ -19,14 +17,16 @@ class RowOptimizer(ABC):
     Attributes:
         state_names: torch's names of the parts of the state, of equal widths; checkpoints use them.
         counts_steps: whether a checkpoint's state also has a number of steps.
+        initial: initial value of the state.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = False
+    initial = 0.0
 
-    @abstractmethod
-    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
-        """Return the columns of the state for weights of a width: numbers of columns and their initialisers."""
+    def state_width(self, width: int) -> int:
+        """Return the number of columns of the state for weights of a width."""
+        return len(self.state_names) * width
 
     @abstractmethod
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
@@ -46,9 +46,6 @@ class RowOptimizer(ABC):
 class SGDRows(RowOptimizer):
     """Rows stepped as by torch.optim.SGD: ``w -= lr g``."""
 
-    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
-        return []
-
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
         return gradients * -float(options["lr"])
 
@@ -66,9 +63,6 @@ class AdagradRows(RowOptimizer):
     def __init__(self, initial: float) -> None:
         self.initial = initial
 
-    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
-        return [(width, Constant(self.initial))]
-
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
         rate = float(options["lr"]) / (1 + (step - 1) * options["lr_decay"])
         squares = gradients.square()
@@ -81,8 +75,8 @@ class RowwiseAdagradRows(RowOptimizer):
 
     state_names = ("sum",)
 
-    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
-        return [(1, Constant())]
+    def state_width(self, width: int) -> int:
+        return 1
 
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
         squares = gradients.square().mean(1, keepdim=True)
@@ -102,9 +96,6 @@ class AdamRows(RowOptimizer):
 
     def __init__(self, sparse: bool) -> None:
         self.sparse = sparse
-
-    def state_columns(self, width: int) -> list[tuple[int, Initialiser]]:
-        return [(2 * width, Constant())]
 
     def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
         width = gradients.shape[1]

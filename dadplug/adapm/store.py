@@ -67,12 +67,6 @@ def empty_index(size: int) -> Index:
     return index
 
 
-def room_of(index: Index) -> int:
-    """Return the number of keys that fit before the index must grow."""
-    places: int = index.shape[0]
-    return 2 * places // 3
-
-
 @njit(cache=True, nogil=True)
 def _first(index: Index, key: int) -> int:
     place: int = np.int64((np.uint64(key) * STEP) >> _HALF) & (index.shape[0] - 1)
@@ -537,7 +531,7 @@ class Store:
     def make_directory_room(self, keys: int) -> None:
         """Make room for more keys in the directory."""
         needed = int(self.rows.counts[DIRECTORY]) + keys
-        if needed > room_of(self.rows.directory):
+        if needed > 2 * self.rows.directory.shape[0] // 3:
             self.rows = self.rows._replace(directory=_grown(self.rows.directory, int(_GROWTH * needed)))
 
     def locate(self, rank: int, sites: int, keys: Keys) -> tuple[Numbers, Codes, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exchange.codec import register
+from .manager import ParameterManager, Table
 from .store import KeyState
-
-if TYPE_CHECKING:
-    from .manager import ParameterManager, Table
 
 COUNTS = ("pulled", "pulled_remotely", "pushed", "pushed_remotely", "moved", "replicated", "rows", "replicas")
 
@@ -190,13 +188,14 @@ def owners(sites: Sequence[SiteHistory]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def _draw_keys(figure: Any, sites: Sequence[SiteHistory]) -> None:
+    from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
     owner, replicated = owners(sites)
     image = np.full((*owner.shape, 3), 0.85)
     patches = [Patch(color=(0.85,) * 3, label="in transit, or not used yet")]
     for rank in range(len(sites)):
-        full = np.array(_rgb(_color(rank)))
+        full = np.array(to_rgb(_color(rank)))
         light = 0.45 * full + 0.55
         image[(owner == rank) & ~replicated] = full
         image[(owner == rank) & replicated] = light
@@ -210,12 +209,6 @@ def _draw_keys(figure: Any, sites: Sequence[SiteHistory]) -> None:
 
 def _color(rank: int) -> str:
     return f"C{rank % 10}"
-
-
-def _rgb(color: str) -> tuple[float, float, float]:
-    from matplotlib.colors import to_rgb
-
-    return to_rgb(color)
 
 
 def frequent_keys(ids: Tensor, count: int) -> Tensor:

@@ -396,7 +396,7 @@ def test_no_thread_works_on_tables_while_the_interpreter_ends(sites):
     sites(2).run(ends_without_close)
 
 
-PARTS = ("initialisers", "manager", "model", "row_optimizers", "sampling", "shards", "timeline")
+PARTS = ("initialisers", "manager", "model", "row_optimizers", "shards", "timeline")
 
 
 @pytest.mark.parametrize("name", [*(f"adapm.{part}" for part in PARTS), "data", "models"])
