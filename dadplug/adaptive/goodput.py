@@ -229,23 +229,18 @@ def divide(
         found = [(seconds - offset) / cost for offset, cost in zip(offsets, costs, strict=True)]
         return [min(max(each, low), high) for each, (low, high) in zip(found, bounds, strict=True)]
 
-    ratios = sum(offset / cost for offset, cost in zip(offsets, costs, strict=True))
-    late = (batch + ratios) / sum(1 / cost for cost in costs)  # where no bound counts
-    if abs(sum(rows(late)) - batch) > 1e-6 * batch:
-        early = min(offsets)
-        late = max(offset + cost * high for offset, cost, (_, high) in zip(offsets, costs, bounds, strict=True))
-        for _ in range(50):
-            middle = (early + late) / 2
-            early, late = (middle, late) if sum(rows(middle)) < batch else (early, middle)
-    sizes = [max(low, math.floor(each + 1e-6)) for each, (low, _) in zip(rows(late), bounds, strict=True)]
+    sites = list(zip(offsets, costs, bounds, strict=True))
+    ends = sorted(offset + cost * bound for offset, cost, pair in sites for bound in pair)
+    end = float(np.interp(batch, [sum(rows(each)) for each in ends], ends))  # samples are linear between these
+    sizes = [max(low, math.floor(each + 1e-6)) for each, (low, _) in zip(rows(end), bounds, strict=True)]
     while (left := batch - sum(sizes)) != 0:
         sign = 1 if left > 0 else -1
-        ends = {
+        later = {
             site: offsets[site] + costs[site] * (sizes[site] + max(sign, 0))
             for site, (low, high) in enumerate(bounds)
             if low <= sizes[site] + sign <= high
         }
-        sizes[min(ends, key=lambda site: sign * ends[site])] += sign
+        sizes[min(later, key=lambda site: sign * later[site])] += sign
     return sizes
 
 
@@ -315,15 +310,20 @@ def nonnegative_fit(
 
 def _nonnegative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return the least squares solution with coefficients of at least 0, by all subsets of the few features."""
-    best, least = np.zeros(rows.shape[1]), float(wanted @ wanted)
-    for count in range(1, rows.shape[1] + 1):
-        for chosen in itertools.combinations(range(rows.shape[1]), count):
-            found, *_ = np.linalg.lstsq(rows[:, chosen], wanted, rcond=None)
-            error = float(np.square(rows[:, chosen] @ found - wanted).sum())
-            if found.min() >= 0.0 and error < least:
-                best, least = np.zeros(rows.shape[1]), error
-                best[list(chosen)] = found
-    return best
+    lengths = np.linalg.norm(rows, axis=0)
+    scaled = rows / lengths
+    products, targets = scaled.T @ scaled, scaled.T @ wanted
+    best, most = np.zeros(len(lengths)), 0.0
+    for count in range(len(lengths), 0, -1):
+        for chosen in map(list, itertools.combinations(range(len(lengths)), count)):
+            found = np.linalg.solve(products[np.ix_(chosen, chosen)], targets[chosen])
+            explained = float(found @ targets[chosen])  # of the squares of what is wanted
+            if found.min() >= 0.0 and explained > most:
+                best, most = np.zeros(len(lengths)), explained
+                best[chosen] = found
+        if count == len(lengths) and most > 0.0:
+            break  # nothing is better than all of them
+    return best / lengths
 
 
 def _features(rank: int, periods: Sequence[Period]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
