@@ -22,13 +22,6 @@ from dadplug.adaptive.adaptive_loader import BatchController
 from dadplug.exchange import Traffic
 
 
-@pytest.fixture(autouse=True)
-def _anew():
-    reset_progress()
-    yield
-    reset_progress()
-
-
 class Gradients:
     """A reduction whose noise is given, and whose steps take a given time on a clock of its own."""
 

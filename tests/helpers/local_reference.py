@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from dadplug import LocalSGD
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -44,6 +46,19 @@ def train(local: Any, steps: Iterable[int], site: int, rows: int = 8) -> None:
         local.optimizer.zero_grad()
         loss_of(local.model, *batch(step, site, rows, dtype)).backward()
         local.step()
+
+
+def local_steps(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> LocalSGD:
+    """Build local steps of a model and Adam."""
+    model = build(seed, dtype)
+    return LocalSGD(model, adam(model.parameters()), **options)
+
+
+def ends_equal(local: LocalSGD) -> None:
+    """Finish local steps, check that all sites have equal parameters, and remove the hooks."""
+    local.finish()
+    assert local.first_difference() is None
+    local.detach()
 
 
 class Site:

@@ -111,11 +111,19 @@ class Pair:
             each.zero_grad(**settings)
 
     def step(self) -> None:
+        """Take a step with both, and compare."""
         self.local.step()
         self.other.step()
+        self.compare()
 
-    def equal(self) -> bool:
-        """Whether parameters, gradients and states are equal."""
+    def pass_and_step(self, step: int, rows: int = 8) -> None:
+        """Clear the gradients, take a backward pass, and step with both."""
+        self.zero_grad()
+        self.backward(step, rows)
+        self.step()
+
+    def compare(self) -> None:
+        """Check that parameters, gradients and states are equal."""
         for own, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
             assert off_by(own.detach(), other.detach()) < 1e-11
             assert (own.grad is None) == (other.grad is None)
@@ -125,7 +133,6 @@ class Pair:
         assert states[0].keys() == states[1].keys()
         for key, state in states[1].items():
             assert all(off_by(torch.as_tensor(states[0][key][name]), value) < 1e-11 for name, value in state.items())
-        return True
 
     @property
     def formed(self) -> list[str]:
@@ -141,7 +148,6 @@ def test_steps_are_those_of_the_optimizer(name):
         assert pair.formed == []
         pair.step()
         assert not set(LINEAR) & set(pair.formed)
-        assert pair.equal()
     ordinary = OPTIMIZERS[name](pair.model.parameters())  # the states load where steps are ordinary, and back
     ordinary.load_state_dict(pair.optimizer.state_dict())
     pair.local.detach()
@@ -151,10 +157,7 @@ def test_steps_are_those_of_the_optimizer(name):
     pair.other.step()
     pair.optimizer.load_state_dict(ordinary.state_dict())
     pair.local = LocalSGD(pair.model, pair.optimizer, fused=True)
-    pair.zero_grad()
-    pair.backward(8)
-    pair.step()
-    assert pair.equal()
+    pair.pass_and_step(8)
     pair.local.detach()
 
 
@@ -165,16 +168,13 @@ def test_gradients_accumulate_and_are_cleared_as_autograds():
         with pair.local.no_sync():
             pair.backward(2 * step + 1)
         pair.step()
-        assert pair.equal()
     pair.step()  # once more with the same gradients
-    assert pair.equal()
     pair.zero_grad()
     pair.backward(7)
     pair.zero_grad()  # no step
     pair.step()
     pair.backward(8)
     pair.step()
-    assert pair.equal()
     assert not set(LINEAR) & set(pair.formed)
     pair.zero_grad(set_to_none=False)
     pair.backward(9)
@@ -183,7 +183,6 @@ def test_gradients_accumulate_and_are_cleared_as_autograds():
         model[2].weight.grad.mul_(0.5)
         model[4].bias.grad = None
     pair.step()
-    assert pair.equal()
     pair.local.detach()
 
 
@@ -199,13 +198,11 @@ def test_clipping_takes_norms_of_what_is_not_formed():
             pair.backward(9)
         pair.step()
         assert not set(LINEAR) & set(pair.formed)
-        assert pair.equal()
     pair.zero_grad()
     pair.backward(5)
     for model in (pair.model, pair.twin):
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # torch's function reads and changes them
     pair.step()
-    assert pair.equal()
     loss_of(pair.model, batch(0, 0)[0] * float("nan"), batch(0, 0)[1]).backward()
     with pytest.raises(RuntimeError, match="nan"):
         pair.local.clip_grad_norm_(1.0, error_if_nonfinite=True)
@@ -231,7 +228,6 @@ def test_errors_between_forward_and_step_leave_no_trace():
         with pytest.raises(OSError, match="broken"):
             model[2:](Broken.apply(model[:2](batch(0, 0)[0]))).sum().backward()
     pair.step()  # with the gradients of the layers that backward has reached
-    assert pair.equal()
     pair.zero_grad()
     pair.backward(1)
     plain, pair.optimizer.step = pair.optimizer.step, lambda: 1 / 0
@@ -239,7 +235,6 @@ def test_errors_between_forward_and_step_leave_no_trace():
         pair.local.step()
     pair.optimizer.step = plain
     pair.step()
-    assert pair.equal()
     with pytest.raises(RuntimeError, match=r"call local.step\(\) instead"):
         pair.optimizer.step()
     pair.local.detach()
@@ -261,14 +256,14 @@ def test_closures_and_steps_of_the_trainer():
         loss = pair.local.step(closure(pair.model, pair.optimizer))
         assert off_by(loss.detach(), pair.other.step(closure(pair.twin, pair.other)).detach()) < 1e-12
         assert not set(LINEAR) & set(pair.formed)
-        assert pair.equal()
+        pair.compare()
     with pair.local.stepping():  # an ordinary step, with gradients that are formed for it
         pair.optimizer.step()
     pair.other.step()
     with pair.local.stepping():
         pair.optimizer.step(closure(pair.model, pair.optimizer))
     pair.other.step(closure(pair.twin, pair.other))
-    assert pair.equal()
+    pair.compare()
     pair.local.detach()
 
 
@@ -279,7 +274,6 @@ def test_inputs_may_be_overwritten_after_backward():
         loss_of(model, inputs, targets).backward()
     inputs.zero_()
     pair.step()
-    assert pair.equal()
     pair.local.detach()
 
 
@@ -303,7 +297,7 @@ def test_a_grad_scaler_takes_ordinary_steps():
     pair.local.step(scaler=torch.amp.GradScaler("cpu", enabled=False))
     pair.other.step()
     assert pair.local.remarks == ("fused steps: yes",)
-    assert pair.equal()
+    pair.compare()
     pair.local.detach()
 
 
@@ -314,10 +308,7 @@ def test_parameters_may_be_frozen_added_and_tied():
         change(pair.model, pair.optimizer)
         change(pair.twin, pair.other)
         for step in range(2):
-            pair.zero_grad()
-            pair.backward(step)
-            pair.step()
-            assert pair.equal()
+            pair.pass_and_step(step)
 
     both(lambda model, _: model[2].requires_grad_(False))
     both(lambda model, _: model[2].weight.requires_grad_(True))
@@ -341,7 +332,6 @@ def test_what_is_not_fused_has_a_reason():
     pair = Pair(make=lambda weights: torch.optim.RMSprop(weights, lr=0.01))
     pair.backward(0)
     pair.step()
-    assert pair.equal()
     assert pair.local.remarks == ("fused steps: no, RMSprop has no fused step",)
     pair.local.detach()
 
@@ -359,10 +349,7 @@ def test_what_is_not_fused_has_a_reason():
 
     pair = Pair(Net().double())
     for step in range(3):
-        pair.zero_grad()
-        pair.backward(step, 8 if step else 400)
-        pair.step()
-        assert pair.equal()
+        pair.pass_and_step(step, 8 if step else 400)
         assert {"first.weight", "second.weight"} <= set(pair.formed)
     assert "used outside its layer too" in pair.local.remarks[0]
     assert "its 400 rows take more memory than its gradient" in pair.local.remarks[0]

@@ -1,14 +1,23 @@
-"""Local steps between sites, held against a simulation of all sites in one process."""
+"""Local steps between sites, held against a simulation in one process; wires, checkpoints, changes, errors."""
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
-from local_reference import Reference, adam, batch, build, train, vector
+from local_reference import Reference, adam, batch, build, ends_equal, local_steps, loss_of, train, vector
+from running_hub import running_hub
 from torch import nn
 
-from dadplug import LocalSGD
+from dadplug import LocalSGD, MismatchError, NonFiniteError, SiteError
+from dadplug.local_steps.agreement import Agreement
 
 CASES = [
     {"overlap": False},
@@ -63,11 +72,10 @@ def uneven(cases: list[dict]) -> None:
         reference = reference_of(options)
         for first, lasts, last in ((0, (4, 4), False), (4, (8, 5), False), (8, (12, 8), False), (12, (13, 12), True)):
             reference.round([own[: max(0, 13 - 8 * s - first)] for s, own in enumerate(batches(first, lasts))], last)
-        model = build()
-        local = LocalSGD(model, adam(model.parameters()), every=4, **options)
+        local = local_steps(0, every=4, **options)
         train(local, range((13, 5)[site]), site, ROWS[site])
         local.finish()
-        assert off_by(vector(model), reference.sites[site].vector()) < 1e-12, options
+        assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12, options
         assert local.first_difference() is None
         assert local.steps == 13
         local.detach()
@@ -80,12 +88,11 @@ def test_a_site_that_runs_out_of_batches_takes_part_without_weight(sites):
 def scheduled() -> None:
     site = dist.get_rank()
     reference = reference_of({})
-    model = build()
-    local = LocalSGD(model, adam(model.parameters()), every=lambda step: 2 if step < 4 else 5, overlap=False)
+    local = local_steps(0, every=lambda step: 2 if step < 4 else 5, overlap=False)
     for first, last in ((0, 2), (2, 4), (4, 9)):
         reference.round(batches(first, (last, last)))
         train(local, range(first, last), site, ROWS[site])
-        assert off_by(vector(model), reference.sites[site].vector()) < 1e-12
+        assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12
     assert local.agreements == 3
     local.detach()
 
@@ -100,15 +107,14 @@ def warms_up(finish_after: int) -> None:
     reference = reference_of({"overlap": True})
     for step in range(3):
         reference.synchronous_step([batch(step, s, ROWS[s]) if step < finish_after or s == 0 else None for s in (0, 1)])
-    model = build(site)
-    local = LocalSGD(model, adam(model.parameters()), every=4, warm_up=3, warm_up_mode="dad")
+    local = local_steps(site, every=4, warm_up=3, warm_up_mode="dad")
     lasts = (7, 7 if finish_after > 3 else 3)
     train(local, range(7 if site == 0 else min(7, finish_after)), site, ROWS[site])
     reference.round(batches(3, lasts))
     reference.round([[], []], last=True)
     local.finish()
     assert local.steps == 7
-    assert off_by(vector(model), reference.sites[site].vector()) < 1e-12
+    assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12
     assert local.first_difference() is None
     local.detach()
 
@@ -174,10 +180,416 @@ def synchronises_statistics() -> None:
         assert off_by(vector(model), vector(reference)) < 1e-12
         assert off_by(model[1].running_var, reference[1].running_var) < 1e-12
     train(local, range(4, 6 + 4 * site), site, ROWS[site])  # site 0 runs out
-    local.finish()
-    assert local.first_difference() is None
-    local.detach()
+    ends_equal(local)
 
 
 def test_statistics_of_all_rows_in_every_step(sites):
     sites(2).run(synchronises_statistics)
+
+
+# Wires, checkpoints, changes of the model, and errors
+
+
+LOSSY = [
+    {"wire": "bf16"},
+    {"wire": "int8"},
+    {"rank": 2},
+    {"rank": 2, "wire": "int8", "outer_lr": 0.7, "outer_momentum": 0.9},
+    {"rank": 3, "wire": "bf16", "weighting": "uniform"},
+]
+
+
+def agrees_to_the_bit(dtypes: list[str]) -> None:
+    site = dist.get_rank()
+    for dtype in (getattr(torch, name) for name in dtypes):
+        exact = {}
+        for options in [{}, *LOSSY]:
+            model = build(site, dtype)
+            local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.05), every=3, overlap=False, **options)
+            start = vector(model).double()
+            for first in range(0, 9, 3):
+                train(local, range(first, first + 3), site, 8 - 3 * site)
+                assert local.first_difference() is None, (dtype, options)
+            sent = local.traffic.total_bytes_sent
+            train(local, range(9, 11), site)
+            assert local.first_difference() is not None
+            local.finish()
+            assert local.first_difference() is None
+            assert {p.dtype for p in model.parameters()} == {dtype}
+            moved = vector(model).double() - start
+            if not options:
+                exact = {"moved": moved, "bytes": sent}
+            elif "outer_lr" not in options:
+                assert off_by(moved, exact["moved"]) < 0.3, (dtype, options)
+            if options and dtype == torch.float32:
+                assert sent < 0.75 * exact["bytes"], options
+            local.detach()
+
+
+def test_replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire(sites):
+    sites(2).run(agrees_to_the_bit, ["float32", "float64", "bfloat16"])
+
+
+def test_steps_that_are_not_to_be_fused_are_ordinary_after_the_warm_up():
+    local = local_steps(0, every=2, warm_up=2, warm_up_mode="dad", fused=True)
+    local.stop_fusing("a callback reads the gradients")
+    for step in range(4):
+        train(local, [step], 0)
+        assert local.remarks == ("fused steps: no, a callback reads the gradients",)
+        assert {type(each.grad) for each in local.model.parameters()} == {torch.Tensor}
+    local.detach()
+
+
+def run_some(local: LocalSGD, scheduler, steps, site: int) -> None:
+    for step in steps:
+        train(local, [step], site, 8 - 3 * site)
+        scheduler.step()
+
+
+def resumes(options: dict, stop: int) -> None:
+    site = dist.get_rank()
+
+    def make():
+        model = build(site, torch.float32)
+        model.insert(1, nn.BatchNorm1d(20))
+        optimizer = adam([{"params": model[:2].parameters(), "lr": 0.02}, {"params": model[2:].parameters()}])
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        return model, optimizer, scheduler, LocalSGD(model, optimizer, every=4, **options)
+
+    model, _, scheduler, straight = make()
+    run_some(straight, scheduler, range(14), site)
+    straight.finish()
+    straight.detach()
+    first = make()
+    run_some(first[3], first[2], range(stop), site)
+    buffer = io.BytesIO()
+    torch.save([each.state_dict() for each in first], buffer)
+    buffer.seek(0)
+    first[3].finish()
+    first[3].detach()
+    again = make()
+    for each, state in zip(again, torch.load(buffer, weights_only=True)):
+        each.load_state_dict(state)
+    run_some(again[3], again[2], range(stop, 14), site)
+    again[3].finish()
+    assert again[3].steps == straight.steps == 14
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again[0].state_dict()[name]), (options, stop, name)
+    assert again[3].first_difference() is None
+    again[3].detach()
+
+
+@pytest.mark.parametrize("stop", [2, 6, 8])
+def test_a_run_resumes_on_the_same_curve_to_the_bit(sites, stop):
+    sites(2).run(resumes, {"rank": 2, "wire": "int8", "outer_lr": 0.7, "outer_momentum": 0.9}, stop)
+    sites(2).run(resumes, {"overlap": False, "warm_up": 5, "warm_up_mode": "rankdad", "wire": "bf16"}, stop)
+
+
+def discards() -> None:
+    site = dist.get_rank()
+    for overlap in (False, True):
+        local = local_steps(0, every=3, overlap=overlap)
+        train(local, range(5), site)
+        agreed = {name: value.clone() for name, value in local._agreement.agreed.values.items()}
+        if site == 1:
+            with torch.no_grad():
+                local.model[2].bias[4] = float("inf")
+        with pytest.raises(NonFiniteError, match=r"parameter '2.bias' holds NaN or Inf at site 1 \("):
+            train(local, range(5, 6), site)
+        assert local.first_difference() is None
+        if not overlap:  # otherwise the deltas of the round before have arrived since
+            assert all(torch.equal(p, agreed[name]) for name, p in local.model.named_parameters())
+        train(local, range(6, 10), site)
+        local.finish()
+        assert local.first_difference() is None
+        assert all(p.isfinite().all() for p in local.model.parameters())
+        local.detach()
+
+
+def test_a_round_with_nan_is_discarded_on_all_sites(sites):
+    sites(2).run(discards)
+
+
+def changes_its_parameters() -> None:
+    """Freeze, unfreeze, add and share parameters; what is frozen costs nothing, what is trained is agreed on."""
+    site = dist.get_rank()
+    model = build()
+    model[4].requires_grad_(False)
+    model.register_parameter("tied", model[2].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    local = LocalSGD(model, optimizer, every=2)
+    frozen = model[4].weight.clone()
+    train(local, range(4), site)
+    assert torch.equal(model[4].weight, frozen)
+    model[4].requires_grad_(True)
+    model[0].requires_grad_(False)
+    train(local, range(4, 9), site)
+    local.finish()
+    assert local.first_difference() is None
+    assert not torch.equal(model[4].weight, frozen)
+    assert "0.weight" not in local._agreement.agreed.values
+    torch.manual_seed(5)
+    model.append(nn.Linear(3, 3).double())
+    optimizer.add_param_group({"params": model[5].parameters()})
+    train(local, range(9, 12), site)
+    local.finish()
+    assert local.first_difference() is None
+    torch.manual_seed(site)
+    model.append(nn.Linear(3, 3).double())
+    optimizer.add_param_group({"params": model[6].parameters()})
+    with pytest.raises(MismatchError, match=r"'6.weight' has been added .* same values"):
+        train(local, range(12, 14), site)
+    if site:
+        model[0].requires_grad_(True)
+    with pytest.raises(MismatchError, match=r"0\.weight"):
+        train(local, range(14, 16), site)
+    local.detach()
+
+
+def test_parameters_may_be_frozen_added_and_shared(sites):
+    sites(2).run(changes_its_parameters)
+
+
+def optimizes() -> None:
+    site = dist.get_rank()
+    model = build()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    local = LocalSGD(model, optimizer, every=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(0, site))
+        loss.backward()
+        return loss
+
+    losses = [float(local.step(closure)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    with pytest.raises(RuntimeError, match=r"call local.step\(\) instead"):
+        optimizer.step(closure)
+    ends_equal(local)
+    optimizer.step(closure)
+
+    local = LocalSGD(model, adam(model.parameters()), warm_up=1)
+    with pytest.raises(ValueError, match="leave warm_up out"):
+        local.step(closure)
+    local.detach()
+
+
+def test_any_optimizer_takes_the_steps(sites):
+    sites(2).run(optimizes)
+
+
+WRONG = [
+    ({"every": 0}, "every must be a whole number of at least 1 or a function, got 0"),
+    ({"every": 2.5}, "every must be"),
+    ({"every": True}, "every must be"),
+    ({"outer_lr": -1.0}, "outer_lr must be a positive number"),
+    ({"outer_lr": float("nan")}, "outer_lr must be"),
+    ({"outer_momentum": 1.0}, "outer_momentum must be a number from 0 up to"),
+    ({"wire": "fp8"}, "unknown wire 'fp8'; valid ones are 'fp32', 'bf16', 'int8'"),
+    ({"rank": 0}, "rank must be a whole number of at least 1 or None"),
+    ({"warm_up": -1}, "warm_up must be"),
+    ({"warm_up_mode": "localsgd"}, "unknown warm_up_mode"),
+    ({"weighting": "rows"}, "unknown weighting"),
+    ({"overlap": 1}, "overlap must be True or False"),
+    ({"timeout": float("inf")}, "timeout must be a positive number of seconds, got inf"),
+    ({"outer_momentu": 0.9}, "did you mean 'outer_momentum'"),
+]
+
+
+def refuses(cases: list) -> None:
+    site = dist.get_rank()
+    start = vector(build(site))
+    for options, message in cases:
+        for wrong_site in (1, None):  # at one site, then at both
+            model = build(site)
+            own = options if wrong_site in (site, None) else {}
+            with pytest.raises(ValueError, match=message) as caught:
+                LocalSGD(model, adam(model.parameters()), **own)
+            assert ("site 1 (" in str(caught.value)) == (wrong_site == 1 and site == 0)
+            assert torch.equal(vector(model), start)
+    with pytest.raises(MismatchError, match=r"option every is 64 at site 0 .* and 32 at site 1"):
+        LocalSGD(model, adam(model.parameters()), every=64 if site == 0 else 32)
+    with pytest.raises(MismatchError, match=r"tensor 0\.weight"):
+        LocalSGD(wide := nn.Sequential(nn.Linear(3, 3 + site)), adam(wide.parameters()))
+    with pytest.raises(ValueError, match="not the model's"):
+        LocalSGD(model, adam([*model.parameters(), nn.Parameter(torch.zeros(2))]))
+    assert torch.equal(vector(model), start)
+    local = LocalSGD(model, adam(model.parameters()), every=lambda step: 2 + site * (step > 1))
+    with pytest.raises(MismatchError, match=r"the sites agree at different steps, site 0 .* at 4 and site 1 .* at 5"):
+        train(local, range(5), site)
+    local.detach()
+
+
+def test_wrong_arguments_are_errors_on_all_sites_before_anything_has_changed(sites):
+    sites(2).run(refuses, WRONG)
+
+
+def loses_a_site() -> None:
+    site = dist.get_rank()
+    local = local_steps(0, every=3, timeout=30)
+    train(local, range(4), site)
+    if site == 1:
+        local.abort("ValueError: no more memory")
+        return
+    with pytest.raises(SiteError, match=r"site 1 \(.*no more memory"):
+        train(local, range(4, 30), site)
+
+
+def test_a_site_that_exits_is_named_with_its_reason():
+    with support.Sites(2) as group:
+        group.run(loses_a_site)
+
+
+def test_one_process_trains_as_its_optimizer_does():
+    model, plain = build(), build()
+    local = LocalSGD(model, adam(model.parameters()), every=3)
+    train(local, range(7), 0)
+    optimizer = adam(plain.parameters())
+    for step in range(7):
+        optimizer.zero_grad()
+        loss_of(plain, *batch(step, 0)).backward()
+        optimizer.step()
+    local.finish()
+    assert off_by(vector(model), vector(plain)) < 1e-12
+    with pytest.raises(ValueError, match="every must be"):
+        LocalSGD(model, adam(model.parameters()), every=-3)
+
+
+# GradScalers, hubs, schedules that fail, sites that are killed
+
+
+def trains_scaled(local: LocalSGD, site: int, infinite: tuple[int, int]) -> float:
+    """Take seven steps under a GradScaler, one of which has an infinite gradient at a site; return the last scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    for step in range(7):
+        local.optimizer.zero_grad()
+        loss = loss_of(local.model, *batch(step, site, 8 - 3 * site, torch.float32))
+        scaler.scale(loss * float("inf") if (step, site) == infinite else loss).backward()
+        local.step(scaler=scaler)
+        scaler.update()
+    local.finish()
+    return scaler.get_scale()
+
+
+def scales() -> None:
+    """Scales are powers of two, so that a scaled run has the bits of one without a scaler that leaves the step out."""
+    site = dist.get_rank()
+    for overlap in (True, False):
+        model, plain = build(0, torch.float32), build(0, torch.float32)
+        expected = LocalSGD(plain, torch.optim.SGD(plain.parameters(), lr=0.1), every=3, overlap=overlap)
+        for step in range(7):
+            if (step, site) == (4, 1):
+                loss_of(plain, *batch(step, site, 5, torch.float32)).backward()
+                with expected.stepping():
+                    pass
+            else:
+                train(expected, [step], site, 8 - 3 * site)
+        expected.finish()
+        local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3, overlap=overlap)
+        assert trains_scaled(local, site, infinite=(4, 1)) == (512.0 if site else 1024.0)
+        assert torch.equal(vector(model), vector(plain))
+        assert local.first_difference() is None
+        for each in (local, expected):
+            each.detach()
+    model = build(0, torch.float32)
+    options = {"warm_up": 3, "check_finite": False}
+    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3, **options)
+    assert trains_scaled(local, site, infinite=(1, 1)) == 512.0  # a synchronous step is left out at all sites
+    assert vector(model).isfinite().all()
+    assert local.first_difference() is None
+    local.detach()
+
+
+def test_a_grad_scaler_leaves_out_the_steps_of_its_site(sites):
+    sites(2).run(scales)
+
+
+def fails_in_the_schedule() -> None:
+    site = dist.get_rank()
+    for every, message in (
+        (lambda step: 0, r"every\(0\) must be a whole number of at least 1, got 0"),
+        (lambda step: 2.0, r"every\(0\) must be a whole number"),
+        (lambda step: None, r"every\(0\) must be a whole number"),
+    ):
+        for wrong_site in (1, None):
+            model = build()
+            with pytest.raises(ValueError, match=message):
+                LocalSGD(model, adam(model.parameters()), every=every if wrong_site in (site, None) else 4)
+    local = local_steps(0, every=lambda step: 4 if step < 8 else -1, overlap=False)
+    with pytest.raises(ValueError, match=r"every\(8\) must be a whole number of at least 1, got -1"):
+        train(local, range(12), site)
+    assert (local.steps, local.first_difference()) == (8, None)  # the agreement itself has taken place
+    local.detach()
+
+
+def test_what_a_schedule_returns_is_checked(sites):
+    sites(2).run(fails_in_the_schedule)
+
+
+def rounds_and_compresses() -> None:
+    site = dist.get_rank()
+    options = {"rank": 2, "wire": "int8", "warm_up": 2, "warm_up_mode": "rankdad"}
+    local = local_steps(site, dtype=torch.float32, every=3, **options)
+    train(local, range(8 - 2 * site), site)
+    ends_equal(local)
+
+
+def test_local_steps_over_a_hub(tmp_path):
+    names = ("a", "b")
+    with (
+        running_hub(tmp_path / "kits", sites=names) as hub,
+        support.Sites(2, kits=[hub.kits / name for name in names]) as group,
+    ):
+        group.run(equals_reference, [CASES[0], CASES[3]])
+        group.run(rounds_and_compresses)
+
+
+def resume(folder: str) -> LocalSGD:
+    """Build local steps, and load the last checkpoint of this site if there is one."""
+    model = build(0, torch.float32)
+    optimizer = adam(model.parameters())
+    local = LocalSGD(model, optimizer, every=3, rank=2, wire="int8", timeout=60)
+    path = Path(folder) / f"{dist.get_rank()}.pt"
+    if path.exists():
+        for each, state in zip((model, optimizer, local), torch.load(path, weights_only=True)):
+            each.load_state_dict(state)
+    return local
+
+
+def is_killed(folder: str, place: str) -> None:
+    """Save a checkpoint after four steps; then site 1 kills itself, between agreements or in one."""
+    site = dist.get_rank()
+    local = resume(folder)
+    train(local, range(4), site)
+    torch.save([each.state_dict() for each in (local.model, local.optimizer, local)], Path(folder) / f"{site}.pt")
+    hits = {"before the headers": (Agreement, "_exchange_headers"), "before the deltas": (Agreement, "_launch")}
+    if site and place == "between":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if site:
+        setattr(*hits[place], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(SiteError, match=r"site 1 \("):
+        train(local, range(4, 30), site)
+
+
+def goes_on(folder: str) -> None:
+    site = dist.get_rank()
+    local, straight = resume(folder), resume("nowhere")
+    assert (local.steps, local.agreements) == (4, 1)
+    train(local, range(4, 9), site)
+    train(straight, range(9), site)
+    for each in (local, straight):
+        each.finish()
+    assert torch.equal(vector(local.model), vector(straight.model))
+    for each in (local, straight):
+        each.detach()
+
+
+@pytest.mark.parametrize("place", ["between", "before the headers", "before the deltas"])
+def test_a_killed_site_is_named_and_the_last_checkpoint_loads(sites, tmp_path, place):
+    with support.Sites(2) as group:
+        group.start(is_killed, str(tmp_path), place)
+        survivor, victim = group.outcomes()
+    assert survivor.kind == "ok", survivor.value
+    assert victim.kind == "ended"
+    sites(2).run(goes_on, str(tmp_path))

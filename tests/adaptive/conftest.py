@@ -1,0 +1,14 @@
+"""Fixtures of the tests of adaptive training."""
+
+from __future__ import annotations
+
+import pytest
+
+from dadplug.adaptive import reset_progress
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    reset_progress()
+    yield
+    reset_progress()
