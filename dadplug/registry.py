@@ -1,9 +1,16 @@
-"""Registries: named choices that can be added to, with one error for a name that is not registered."""
+"""Registries: named choices that can be added to; and objects by the name of their file or module."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
+
+from .errors import LoadError
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -68,3 +75,46 @@ class Registry(dict[K, T]):
     def _normalised(self, key: K) -> Any:
         exact = self._exact or not isinstance(key, str)
         return key if exact else key.lower().replace("-", "").replace("_", "")  # type: ignore[attr-defined]
+
+
+def import_named(name: str) -> Any:
+    """Import the object that FILE.py:NAME or MODULE:NAME names.
+
+    The folder of a file is in the module path afterwards, for the modules beside it and for other processes.
+
+    Raises:
+        LoadError: if there is none.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise LoadError(f"{name!r} does not read like FILE.py:NAME or MODULE:NAME")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise LoadError(f"there is no file {place}")
+        module = _import_file(Path(place).resolve())
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise LoadError(f"{name}: {error}") from error
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise LoadError(f"{place} has no {attribute}")
+        found = getattr(found, part)
+    return found
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file under its own name, once, so that what is pickled is found there again."""
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

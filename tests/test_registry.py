@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from dadplug.registry import Registry
+from dadplug.errors import LoadError
+from dadplug.registry import Registry, import_named
 
 
 @pytest.fixture
@@ -55,3 +58,18 @@ def test_keys_need_not_be_names():
     assert types[int] == "whole"
     with pytest.raises(ValueError, match="unknown type <class 'str'>"):
         types[str]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "'nothing' does not read like FILE.py:NAME or MODULE:NAME"),
+        ("none.py:net", r"there is no file none\.py"),
+        ("nowhere_to_be_found:net", "nowhere_to_be_found:net: No module named"),
+        ("json:JSONDecoder.net", r"json has no JSONDecoder\.net"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(name, message):
+    assert import_named("json:JSONDecoder.decode") is json.JSONDecoder.decode
+    with pytest.raises(LoadError, match=message):
+        import_named(name)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ..errors import KitError, SiteError
 from ..hub.pki.project import AUTHORITY, HUB, Project
+from ..registry import import_named
 from .arguments import KIT, Argument, Group, argument, place_of, plain_errors
 
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback
@@ -494,13 +495,13 @@ def compare(arguments: argparse.Namespace) -> int:
     from ..data import DATASETS, load_dataset
 
     with plain_errors(ValueError, TypeError):
-        build = _load(arguments.build)
+        build = import_named(arguments.build)
         if arguments.dataset in DATASETS:
             dataset: Any = load_dataset(arguments.dataset, arguments.data_dir).train
         else:
             if arguments.data_dir is not None:
                 raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
-            dataset = _load(arguments.dataset)
+            dataset = import_named(arguments.dataset)
             if not hasattr(dataset, "__getitem__"):
                 dataset = dataset()
         if arguments.kit or arguments.dist_url or "RANK" in os.environ:
@@ -518,27 +519,6 @@ def compare(arguments: argparse.Namespace) -> int:
         result.picture(arguments.picture)
         print(f"picture: {arguments.picture}")
     return 0 if result.finalists else 1
-
-
-def _load(name: str) -> Any:
-    """Return the object that FILE.py:NAME or MODULE:NAME names.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise ValueError(f"{name!r} does not read like FILE.py:NAME or MODULE:NAME")
-    path = Path(place)
-    if path.suffix == ".py":
-        if not path.is_file():
-            raise ValueError(f"there is no file {place}")
-        sys.path.insert(0, str(path.resolve().parent))  # other processes import it by its name, too
-        place = path.stem
-    module = importlib.import_module(place)
-    if not hasattr(module, attribute):
-        raise ValueError(f"{module.__name__} has no {attribute}")
-    return getattr(module, attribute)
 
 
 @command(

@@ -6,12 +6,9 @@ Tables in the files of a sharded checkpoint are mapped: their rows are not loade
 from __future__ import annotations
 
 import ctypes
-import importlib
-import importlib.util
 import inspect
 import mmap
 import pickle
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, LoadError
 from ..models import MODELS
+from ..registry import import_named
 from .backends import Array, dtype_of, runner_of
 from .options import Schema
 from .schedule import onnx_session, scheduled
@@ -79,42 +77,12 @@ def _build(description: Mapping[str, Any], arguments: Mapping[str, Any], state: 
     """
     if description["builder"] is None:
         return _known_model(state, description["path"])
-    builder = _import_builder(description["builder"])
+    builder = import_named(description["builder"])
     given = description["arguments"]
     model = builder(**(_accepted(builder, arguments) if given is None else given))
     if not isinstance(model, nn.Module):
         raise LoadError(f"{description['builder']} returns {type(model).__name__}, not a torch.nn.Module")
     return model
-
-
-def _import_builder(name: str) -> Callable[..., Any]:
-    """Import a class or function by FILE.py:NAME or MODULE:NAME.
-
-    Raises:
-        LoadError: if it cannot be found.
-    """
-    place, _, attribute = name.rpartition(":")
-    if place.endswith(".py"):
-        path = Path(place)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise LoadError(f"there is no file {place}")
-        sys.path.insert(0, str(path.parent))  # for the modules beside it
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise LoadError(f"{name}: {error}") from error
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise LoadError(f"{place} has no {attribute}")
-        found = getattr(found, part)
-    builder: Callable[..., Any] = found
-    return builder
 
 
 def _accepted(builder: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -252,7 +252,7 @@ def test_a_comparison_on_this_machine_by_the_command(tmp_path):
     assert lines[6].startswith(("fastest: ", "no difference beyond noise between "))
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert "Exception" not in found.errors
-    assert (wrong.status, wrong.errors) == (1, "error: task has no missing\n")
+    assert (wrong.status, wrong.errors) == (1, "error: task.py has no missing\n")
     assert embedded.errors.startswith("error: unknown way to train 'none'")
     assert folder.errors.startswith("error: --data-dir is for a data set of ")
     assert "there is no folder 'none' that may be written to" in nowhere.errors  # before any run
