@@ -356,7 +356,6 @@ MAX_BYTES = 1 << 34  # of what is sent of tensors, whose sizes follow from the m
 MAX_OBJECT_BYTES = 1 << 30  # of one process's object, such as metrics or predictions
 
 
-@register
 class Refusal(NamedTuple):
     """Placeholder of an object that cannot be sent.
 
@@ -365,6 +364,9 @@ class Refusal(NamedTuple):
     """
 
     reason: str
+
+
+register(Refusal, "dadplug.exchange.objects.Refusal")  # as other versions call it
 
 
 def gather_objects(

@@ -167,9 +167,9 @@ def connect_sockets(
     addresses = gather_objects(address)
     sockets: dict[int, socket.socket] = {}
     if listeners and all(addresses):
-        deadline = Deadline(min(_CONNECT_SECONDS, timeout))
-        with suppress(OSError):
-            sockets = _connect_all(rank, listeners, [_Address(*each) for each in addresses], near, deadline)
+        with suppress(SiteError):
+            places = [_Address(*each) for each in addresses]
+            sockets = _connect_all(rank, listeners, places, near, min(_CONNECT_SECONDS, timeout), str)
     for each in listeners:
         each.close()
     if all(gather_objects(len(sockets) == len(addresses) - 1)):
@@ -210,20 +210,7 @@ def connect_sites(
         place = ("", 0) if near else listener.getsockname()[:2]
         own = (*place, secrets.token_bytes(16), listener.getsockname() if near else b"")
         addresses = [_Address(*each) for each in gather_objects(own)]
-        deadline, sockets = Deadline(timeout), {}
-        for peer, address in enumerate(addresses[:rank]):
-            try:
-                sockets[peer] = _connect(address, True, deadline)
-                sockets[peer].sendall(_HELLO.pack(address.token, rank))
-            except OSError as error:
-                at = address.name[1:].decode() or f"{address.host}:{address.port}"
-                raise SiteError(f"{name(peer)} cannot be reached at {at} within {timeout:g} s: {error}") from error
-        expected = set(range(rank + 1, len(addresses)))
-        sockets.update(_accept([listener], addresses[rank].token, expected, deadline))
-    if expected:
-        names = ", ".join(map(name, sorted(expected)))
-        raise SiteError(f"waited {timeout:g} s for a connection from {names}")
-    return sockets
+        return _connect_all(rank, [listener], addresses, range(rank), timeout, name)
 
 
 def reachable_address(gather_objects: Callable[[Any], list[Any]]) -> str:
@@ -276,7 +263,8 @@ def _connect_all(
     listeners: Sequence[socket.socket],
     addresses: Sequence[_Address],
     near: Collection[int],
-    deadline: Deadline,
+    timeout: float,
+    name: Callable[[int], str],
 ) -> dict[int, socket.socket]:
     """Connect to the sites of lower rank, and accept the connections of the others.
 
@@ -285,19 +273,34 @@ def _connect_all(
         listeners: this site's listening sockets.
         addresses: address of every site, by rank.
         near: ranks that may be reached by Unix sockets.
-        deadline: end of the wait.
+        timeout: seconds for all sites to reach one another.
+        name: function that returns the name of a site for messages.
 
     Returns:
-        Connected sockets by rank; without those of sites that have not connected in time.
+        Connected sockets by rank.
 
     Raises:
-        OSError: if a site cannot be reached.
+        SiteError: if a site cannot be reached, or does not connect in time.
     """
+    deadline = Deadline(timeout)
     sockets: dict[int, socket.socket] = {}
-    for peer, address in enumerate(addresses[:rank]):
-        sockets[peer] = _connect(address, peer in near, deadline)
-        sockets[peer].sendall(_HELLO.pack(address.token, rank))
-    sockets.update(_accept(listeners, addresses[rank].token, set(range(rank + 1, len(addresses))), deadline))
+    try:
+        for peer, address in enumerate(addresses[:rank]):
+            try:
+                sockets[peer] = _connect(address, peer in near, deadline)
+                sockets[peer].sendall(_HELLO.pack(address.token, rank))
+            except OSError as error:
+                at = address.name[1:].decode() or f"{address.host}:{address.port}"
+                raise SiteError(f"{name(peer)} cannot be reached at {at} within {timeout:g} s: {error}") from error
+        expected = set(range(rank + 1, len(addresses)))
+        sockets.update(_accept(listeners, addresses[rank].token, expected, deadline))
+        if expected:
+            names = ", ".join(map(name, sorted(expected)))
+            raise SiteError(f"waited {timeout:g} s for a connection from {names}")
+    except SiteError:
+        for connected in sockets.values():
+            connected.close()
+        raise
     return sockets
 
 

@@ -33,7 +33,6 @@ from .handshake import close_in_children, listen
 _SESSIONS = 8  # that a history covers
 
 
-@codec.register
 class Report(NamedTuple):
     """Exit report of one process to another.
 
@@ -51,6 +50,9 @@ class Report(NamedTuple):
     session: int
     reason: str | None
     lost: bytes = b""
+
+
+codec.register(Report, "dadplug.exchange.exit_reports.Report")  # as other versions call it
 
 
 class ReportHistory:
