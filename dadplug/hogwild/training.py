@@ -673,7 +673,7 @@ class Hogwild:
             self._layout.counts.take()
 
     def worker_states(self) -> list[dict[str, Any]]:
-        """Return the states of the optimizers that their own process alone knows: all of it, or the groups alone."""
+        """Return the states of the optimizers that only their own process has: all of it, or the groups alone."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         return states if self._state == "own" else [state | {"state": {}} for state in states]
 

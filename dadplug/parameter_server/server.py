@@ -44,7 +44,7 @@ _DETACHED = "it has called detach()"
 _UNFINISHED = "it has called detach() without finish(), so that its replica differs from the others"
 _MOST_HELD = 64  # batches: their rows take memory
 _LIFETIME = 2  # times `staleness` + 1: a site that takes part has committed another batch by then
-_SLACK = 4  # part of `staleness` by which a site may be further than the sequencer knows
+_SLACK = 4  # part of `staleness` by which a site may be ahead of the version that it has reported
 _GATHERED = b"G"  # first byte of what a site sends for a gather; that of buffers is another one
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +14,16 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 SAMPLES, BATCH, EPOCHS = 90, 8, 2
 BATCHES = 12
+
+
+def run_here(file: str, name: str, *args: object) -> str:
+    """Run a function of a file of tests in a program of its own; return what it has printed."""
+    import support  # not in the processes that train
+
+    code = f"import sys; sys.path[:] = {sys.path!r}; import support; support.load({file!r}).{name}(*{args!r})"
+    (program,) = support.run_programs([["-c", code]], timeout=240)
+    assert program.status == 0, program.output + program.errors
+    return program.output
 
 
 class Numbered(Dataset):

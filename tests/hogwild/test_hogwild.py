@@ -11,22 +11,12 @@ from pathlib import Path
 
 import hogwild_training as training
 import pytest
-import support
 import torch
 from torch import nn
 
 import dadplug
 from dadplug import Hogwild, ProcessFailedError
 from dadplug.hogwild.training import choose_start
-
-
-def run_here(name: str, *args: object) -> str:
-    """Run a function of this file in a program of its own; return what it has printed."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; import support; support.load({__file__!r}).{name}(*{args!r})"
-    (program,) = support.run_programs([["-c", code]], timeout=240)
-    assert program.status == 0, program.output + program.errors
-    return program.output
-
 
 # One process: the bits of a plain loop
 
@@ -54,7 +44,7 @@ def one_process() -> None:
 
 
 def test_one_process_has_the_bits_of_a_plain_loop():
-    run_here("one_process")
+    training.run_here(__file__, "one_process")
 
 
 # Several processes
@@ -88,7 +78,7 @@ def several_processes() -> None:
 
 
 def test_every_sample_is_used_once_an_epoch_and_every_step_counts():
-    run_here("several_processes")
+    training.run_here(__file__, "several_processes")
 
 
 def learning() -> None:
@@ -121,7 +111,7 @@ def learn(hogwild: Hogwild) -> None:
 
 
 def test_several_processes_learn_one_model():
-    run_here("learning")
+    training.run_here(__file__, "learning")
 
 
 def rare_features() -> None:
@@ -143,7 +133,7 @@ def rare_features() -> None:
 
 
 def test_processes_divide_by_squares_that_contain_their_gradients():
-    run_here("rare_features")
+    training.run_here(__file__, "rare_features")
 
 
 def closures() -> None:
@@ -172,7 +162,7 @@ def closures() -> None:
 
 
 def test_steps_with_a_closure_count():
-    run_here("closures")
+    training.run_here(__file__, "closures")
 
 
 # Memory and starts
@@ -195,7 +185,7 @@ def without_memfd(folder: str) -> None:
 
 
 def test_a_deleted_file_serves_where_there_is_no_memfd(tmp_path):
-    run_here("without_memfd", str(tmp_path))
+    training.run_here(__file__, "without_memfd", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,7 +199,7 @@ def starts() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
 def test_a_fork_is_chosen_where_it_can_train():
-    run_here("starts")
+    training.run_here(__file__, "starts")
 
 
 # Failures
@@ -240,7 +230,7 @@ def failures(folder: str) -> None:
 
 
 def test_a_process_that_fails_is_named_and_ends_the_others(tmp_path):
-    run_here("failures", str(tmp_path))
+    training.run_here(__file__, "failures", str(tmp_path))
 
 
 def train_replaced(hogwild: Hogwild, kind: str) -> None:
@@ -267,7 +257,7 @@ def replaced() -> None:
 
 
 def test_a_tensor_that_a_process_replaces_is_an_error():
-    run_here("replaced")
+    training.run_here(__file__, "replaced")
 
 
 def interrupted(folder: str) -> None:
@@ -296,7 +286,7 @@ def training_without_end(hogwild: Hogwild, folder: str) -> None:
 
 
 def test_an_interrupt_ends_all_processes(tmp_path):
-    run_here("interrupted", str(tmp_path))
+    training.run_here(__file__, "interrupted", str(tmp_path))
 
 
 def uneven(folder: str) -> None:
@@ -311,7 +301,7 @@ def uneven(folder: str) -> None:
 
 
 def test_processes_that_train_for_different_numbers_of_epochs_are_an_error(tmp_path):
-    run_here("uneven", str(tmp_path))
+    training.run_here(__file__, "uneven", str(tmp_path))
 
 
 # Refusals, before anything is changed

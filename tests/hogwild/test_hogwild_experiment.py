@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import hogwild_training as training
@@ -58,10 +57,7 @@ def experiment() -> None:
 
 
 def test_train_model():
-    code = f"import sys; sys.path[:] = {sys.path!r}; import support; support.load({__file__!r}).experiment()"
-    (program,) = support.run_programs([["-c", code]])
-    assert program.status == 0, program.output + program.errors
-    lines, _, rest = program.output.partition("no logs\n")
+    lines, _, rest = training.run_here(__file__, "experiment").partition("no logs\n")
     assert not rest
     assert lines.count("test data: average loss") == 3
     assert "process 0 (pid" in lines

@@ -83,9 +83,7 @@ def tables() -> None:
 
 
 def test_sparse_tables_have_each_update_once():
-    code = f"import sys; sys.path[:] = {sys.path!r}; import support; support.load({__file__!r}).tables()"
-    (program,) = support.run_programs([["-c", code]], timeout=240)
-    assert program.status == 0, program.output + program.errors
+    training.run_here(__file__, "tables")
 
 
 # Programs

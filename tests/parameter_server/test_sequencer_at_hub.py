@@ -19,6 +19,7 @@ import dadplug
 from dadplug.parameter_server import connect
 
 RETURNING = support.load(str(Path(__file__).with_name("test_returning.py")))
+ON_ONE_NETWORK = support.load(str(Path(__file__).with_name("test_parameter_server.py")))
 NAMES = ("a", "b", "c")
 SECONDS = 60.0
 
@@ -41,6 +42,24 @@ def backward(model: nn.Module, step: int) -> None:
 
 def bits(model: nn.Module) -> bytes:
     return b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+
+
+def test_without_staleness_it_has_the_bits_of_the_reduction_over_a_hub(tmp_path):
+    with running_hub(tmp_path / "kits", NAMES[:2]) as hub, support.Sites(2, kits=kits(hub)[:2]) as group:
+        group.run(ON_ONE_NETWORK.follows_reduction, "rankdad", 50, {})
+        found = group.run(ON_ONE_NETWORK.follows_its_log, "dad", {"staleness": 4})
+    assert 0 <= found[0]["oldest"] <= 4
+
+
+def test_the_others_go_on_without_a_killed_site_over_a_hub(tmp_path):
+    with running_hub(tmp_path / "kits", NAMES) as hub, support.Sites(3, kits=kits(hub)) as group:
+        ON_ONE_NETWORK.check_others_go_on(group, 3)
+
+
+def test_a_killed_site_returns_over_a_hub(tmp_path):
+    with running_hub(tmp_path / "kits", NAMES) as hub:
+        RETURNING.check_return(tmp_path, kits(hub), quorum=2, late="keep")
+        assert (tmp_path / "address2").read_text().startswith(f"hub:{kits(hub)[2].resolve()}/")
 
 
 def test_site_0_is_killed_and_returns_to_the_bits_of_the_others(tmp_path):
