@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ..runners._lightning.registration import needs_lightning
+from ..runners._lightning import needs_lightning
 
 if TYPE_CHECKING:
     from .catalyst import (

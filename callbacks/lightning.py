@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from ._lightning_adapters import build_adapters, by_environment
+from ._lightning import build_adapters, by_environment
 
 BatchTimer, TrafficMonitor, RankMonitor, RankSchedule, ReplicaCheck, AdaptiveBatchSize = build_adapters(
     Callback, __name__

@@ -297,16 +297,15 @@ class AdaptiveBatchSize(_StepMonitor):
         self.loader: AdaptiveDataLoader | None = None
         self.history: list[dict[str, float]] = []
 
-    def convert(self, loader: Any, sites: int, seed: int, sampler: Any = None) -> AdaptiveDataLoader:
+    def convert(self, loader: Any, sites: int, seed: int) -> AdaptiveDataLoader:
         """Return the adaptive loader that replaces a training loader.
 
         Args:
             loader: the loader of one site.
             sites: number of sites.
             seed: seed of the order.
-            sampler: sampler of the order, before it was divided over the sites.
         """
-        self.loader = adaptive_loader(loader, sites, seed, sampler)
+        self.loader = adaptive_loader(loader, sites, seed)
         self.loader.autoscale_batch_size(*self._limits)
         if self._saved is not None:
             self.loader.load_state_dict(self._saved)

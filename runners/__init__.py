@@ -6,22 +6,20 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from ._lightning.registration import needs_lightning, packages_in_use
-from ._lightning.registration import register_strategies as register_strategies
+from ._lightning import STRATEGIES, needs_lightning, packages_in_use, strategy_base
+from ._lightning import register_strategies as register_strategies
 
 if TYPE_CHECKING:
     from .adapm_runner import AdaPMRunner
+    from .adapm_strategy import AdaPMStrategyBase as AdaPMStrategy
+    from .dad_strategy import DADStrategyBase as DADStrategy
     from .distributed_runner import DistributedRunner
     from .hogwild_runner import HogwildRunner
+    from .hogwild_strategy import HogwildStrategyBase as HogwildStrategy
     from .local_sgd_runner import LocalSGDRunner
+    from .local_sgd_strategy import LocalSGDStrategyBase as LocalSGDStrategy
     from .parameter_server_runner import ParameterServerRunner
-    from .pytorch_lightning import (
-        AdaPMStrategy,
-        DADStrategy,
-        HogwildStrategy,
-        LocalSGDStrategy,
-        ParameterServerStrategy,
-    )
+    from .parameter_server_strategy import ParameterServerStrategyBase as ParameterServerStrategy
 
 _RUNNERS = {
     "AdaPMRunner": "adapm_runner",
@@ -29,13 +27,6 @@ _RUNNERS = {
     "HogwildRunner": "hogwild_runner",
     "LocalSGDRunner": "local_sgd_runner",
     "ParameterServerRunner": "parameter_server_runner",
-}
-_STRATEGIES = {
-    "AdaPMStrategy": "adapm_strategy",
-    "DADStrategy": "dad_strategy",
-    "HogwildStrategy": "hogwild_strategy",
-    "LocalSGDStrategy": "local_sgd_strategy",
-    "ParameterServerStrategy": "parameter_server_strategy",
 }
 
 __all__ = [
@@ -53,8 +44,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _STRATEGIES:
-        return _strategy(name)
+    if name in STRATEGIES:
+        single = len(packages_in_use()) == 1
+        return getattr(needs_lightning(name, __name__), name) if single else _StrategyFactory(name)
     if name not in _RUNNERS:
         raise AttributeError(f"module 'dadplug.runners' has no attribute {name!r}")
     try:
@@ -68,33 +60,30 @@ def __getattr__(name: str) -> Any:
         raise
 
 
-def _strategy(name: str) -> Any:
-    """Return the strategy for the package of Lightning in use, or a factory that chooses the package when called."""
-    if len(packages_in_use()) == 1:
-        return getattr(needs_lightning(name, __name__), name)
-    base = getattr(importlib.import_module(f".{_STRATEGIES[name]}", __name__), f"{name}Base")
-    return _StrategyFactory(name, base)
-
-
 class _StrategyFactory:
-    """Factory of strategies for the package of Lightning that is in use when it is called.
+    """Factory of strategies for the package of Lightning that is in use when it is called or subclassed.
 
     It stands for the class as long as the package is not known: both are installed, and the program has imported
-    neither. If it has imported both, a call raises an error.
+    neither. If it has imported both, a call raises an error, and so does a class statement.
 
     Args:
         name: name of the strategy.
-        base: base class of the strategy for each package.
     """
 
-    def __init__(self, name: str, base: type) -> None:
+    def __init__(self, name: str) -> None:
+        self._base = strategy_base(name)
         self.__name__ = self.__qualname__ = name
-        self.__doc__ = base.__doc__
-        self.__signature__ = inspect.signature(base)
-        self._base = base
+        self.__doc__ = self._base.__doc__
+        self.__signature__ = inspect.signature(self._base)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(needs_lightning(self.__name__, __name__), self.__name__)(*args, **kwargs)
+        return self._chosen()(*args, **kwargs)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
+        return (self._chosen(),)
 
     def __instancecheck__(self, strategy: object) -> bool:
         return isinstance(strategy, self._base)
+
+    def _chosen(self) -> Any:
+        return getattr(needs_lightning(self.__name__, __name__), self.__name__)

@@ -12,10 +12,10 @@ from torch import nn
 from ..adapm import AdaModel
 from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.runner_arguments import RunnerArguments
+from ._catalyst.engine import plain
+from ._catalyst.runner import RunnerArguments
 from .distributed_runner import DistributedRunner
-from .lookahead_loader import LookaheadLoader
-from .management import Management, Stub, check_names, clip, embeddings_of, give_back
+from .management import LookaheadLoader, Management, Stub, check_names, clip, embeddings_of, give_back
 
 
 class AdaPMRunner(DistributedRunner):
@@ -73,8 +73,7 @@ class AdaPMRunner(DistributedRunner):
             raise ValueError("managed rows have no part in a GradScaler: leave fp16 out, or use mixed precision bf16")
         if isinstance(self.model, dict):
             raise ValueError("AdaPMRunner trains one model: put several into one nn.Module")
-        given = list(self.optimizer.values()) if isinstance(self.optimizer, dict) else [self.optimizer]
-        self._owner = embeddings_of("AdaPMRunner", model, [_plain(optimizer) for optimizer in given])
+        self._owner = embeddings_of("AdaPMRunner", model, self._optimizers)
         self.managed = self._management.manage("AdaPMRunner", model, self._owner, settings | {"always_reduce": True})
         if self.managed.managed and self._management.intent is not None and self.engine.num_processes > 1:
             for name, loader in self.loaders.items():
@@ -141,7 +140,7 @@ class AdaPMRunner(DistributedRunner):
         if isinstance(self.optimizer, dict) and "optimizer" in own:
             given = self.optimizer.items()
             rows = own["optimizer"]
-            own["optimizer"] = {key: rows if _plain(each) is self._owner else each for key, each in given}
+            own["optimizer"] = {key: rows if plain(each) is self._owner else each for key, each in given}
         return parts | own
 
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
@@ -158,10 +157,7 @@ class _Lookahead(LookaheadLoader):
     """`LookaheadLoader` that calls a copy of the model as a runner does."""
 
     def __init__(self, loader: Any, model: AdaModel, management: Management, runner: AdaPMRunner) -> None:
-        assert management.intent is not None
-        super().__init__(
-            loader, model, management.intent, management.lookahead, owner="AdaPMRunner", step="handle_batch"
-        )
+        super().__init__(loader, model, management, owner="AdaPMRunner", step="handle_batch")
         self._runner = runner
 
     def _step(self, model: Any, batch: Any) -> None:
@@ -187,8 +183,3 @@ class _Part:
     def load_state_dict(self, state: Any) -> None:
         assert self._load is not None
         self._load(state)
-
-
-def _plain(optimizer: Any) -> Any:
-    """Return the optimizer that Accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)

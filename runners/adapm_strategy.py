@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import shutil
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..adapm import AdaModel, IntentError, join_shards, load_shards
+from ..adapm.shards import ShardSave, on_all_sites, put_in_place
 from ..errors import SiteError
 from ..signature import takes_keywords_of
 from .dad_strategy import DADStrategyBase
-from .management import Management, check_names, embeddings_of, give_back
+from .management import LookaheadLoader, Management, Stub, check_names, embeddings_of, give_back, nothing, shape_only
 
-if TYPE_CHECKING:
-    from ..adapm import AdaModel
+_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
+# Methods that need a trainer, and look up nothing.
+_SILENT = ("log", "log_dict", "print", "manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer")
 
 
 class AdaPMStrategyBase(DADStrategyBase):
@@ -84,22 +90,18 @@ class AdaPMStrategyBase(DADStrategyBase):
         self._optimizer = embeddings_of("AdaPMStrategy", self.lightning_module, self.optimizers)
         options = dataclasses.asdict(self.options)
         self.managed = self._management.manage("AdaPMStrategy", self.lightning_module, self._optimizer, options)
-        self.reduction = self.managed.reduction
+        self.reduction = self._exchange = self.managed.reduction
         self._load_states()
         if self.managed.managed:  # the norm is that of all sites' rows
-            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
-
-    def _load_states(self) -> None:
-        if self._states is not None and self.reduction is not None:
-            self.reduction.load_states(self._states)
-        self._states = None
+            self._replace_clipping()
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        assert self.managed is not None
-        self.managed.clip_grad_norm_(clip_val, parameters=self.precision_plugin.main_params(optimizer))
+        if self.managed is None or not self.managed.managed or self._exchange.holds:
+            super()._clip_by_norm(optimizer, clip_val)
+        else:
+            self.managed.clip_grad_norm_(clip_val, parameters=self.precision_plugin.main_params(optimizer))
 
     def teardown(self) -> None:
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         managed, self.managed = self.managed, None
         if managed is not None:
             give_back(managed, self._optimizer, self._interrupted)  # other sites may have exited after an error
@@ -119,10 +121,7 @@ class AdaPMStrategyBase(DADStrategyBase):
             or self.world_size == 1
         ):
             return dataloader
-        from ._lightning.lookahead import LightningLookahead
-
-        intent, lookahead = self._management.intent, self._management.lookahead
-        self._loader = LightningLookahead(dataloader, managed, intent, lookahead, trainer)
+        self._loader = _Lookahead(dataloader, managed, self._management, trainer)
         return self._loader
 
     def on_train_start(self) -> None:
@@ -164,14 +163,10 @@ class AdaPMStrategyBase(DADStrategyBase):
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self._shards is not None and self.managed is not None:
-            from ..adapm import load_shards
-
             load_shards(self.managed, self._shards, self._optimizer, self._stamp)
             self._shards = None
             self._load_states()
         elif self._shards is not None:
-            from ..adapm import join_shards
-
             whole = {**checkpoint, "state_dict": join_shards(self._shards, self._stamp)["model"]}
             super().load_model_state_dict(whole, strict=strict)
         elif self.managed is None:
@@ -182,7 +177,8 @@ class AdaPMStrategyBase(DADStrategyBase):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         plain = getattr(optimizer, "_optimizer", optimizer)
         if self.managed is None or plain is not self._optimizer:
-            return super().optimizer_state(optimizer)
+            state: dict[str, Any] = super().optimizer_state(optimizer)
+            return state
         return {} if self._sharded else self.managed.optimizer_state_dict(plain)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -198,8 +194,6 @@ class AdaPMStrategyBase(DADStrategyBase):
         if not self._sharded or self.managed is None:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
-        from ..adapm.shards import ShardSave, on_all_sites
-
         save = ShardSave(self.managed, shards_of(filepath), self._optimizer)
         checkpoint["dadplug_shards"] = save.write()
         try:  # the older file, which refers to the older shards, is replaced before they go
@@ -214,8 +208,6 @@ class AdaPMStrategyBase(DADStrategyBase):
 
     def _write_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Write Lightning's file atomically."""
-        from ..adapm.shards import put_in_place
-
         if type(self.checkpoint_io).__name__ != "TorchCheckpointIO":  # it may write later, or no file
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
@@ -244,3 +236,69 @@ class AdaPMStrategyBase(DADStrategyBase):
 def shards_of(path: Any) -> str:
     """Return the folder of the shards that belong to a checkpoint file."""
     return f"{path}.shards"
+
+
+class _Lookahead(LookaheadLoader):
+    """`LookaheadLoader` that calls a copy of a module as Lightning does.
+
+    Args:
+        loader: train loader.
+        model: managed Lightning module.
+        management: options of the managed embeddings.
+        trainer: Lightning's trainer.
+    """
+
+    def __init__(self, loader: Any, model: AdaModel, management: Management, trainer: Any) -> None:
+        super().__init__(loader, model, management, owner="AdaPMStrategy", step="training_step")
+        try:
+            len(loader)
+        except (TypeError, NotImplementedError):
+            self._held = 1  # Lightning holds a batch of such a loader, to know which is the last
+        self._trainer = trainer
+        self._prepared: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):  # a position that is ahead of training's
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "worker_init_fn":
+            setattr(self.loader, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _step(self, module: Any, batch: Any) -> None:
+        """Call the copy of the module as Lightning calls the module."""
+        if self._prepared is not module:
+            _prepare(module, len(self._trainer.optimizers), len(self._trainer.lr_scheduler_configs))
+            self._prepared = module
+        for hook in _HOOKS:
+            if self._trainer.datamodule is not None and _is_users(self._trainer.datamodule, hook):
+                raise IntentError(f"the data module has a hook {hook} of its own")
+            batch = getattr(module, hook)(batch, 0)
+        parameters = inspect.signature(module.training_step).parameters
+        several = len(parameters) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+        module.training_step(*((batch, self._number) if several else (batch,)))
+
+
+def _prepare(module: Any, optimizers: int, schedules: int) -> None:
+    """Replace what a training step calls besides lookups by stubs, in a copy of the module."""
+    for name in _SILENT:
+        setattr(module, name, nothing)
+    if not module.automatic_optimization:
+        module.optimizers = functools.partial(_stubs, optimizers)
+        module.lr_schedulers = functools.partial(_stubs, schedules)
+    metrics = sys.modules.get("torchmetrics")
+    for child in module.modules():
+        if metrics is not None and isinstance(child, metrics.Metric):
+            child.forward = child.update = child.compute = shape_only
+
+
+def _is_users(item: Any, name: str) -> bool:
+    module = str(getattr(getattr(type(item), name, None), "__module__", ""))
+    return module.split(".")[0] not in ("lightning", "pytorch_lightning")
+
+
+def _stubs(count: int, *args: Any, **kwargs: Any) -> Any:
+    return Stub() if count == 1 else [Stub() for _ in range(count)] or None

@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
-from ..exchange import Transport
 from ..exchange.transport import Requirements
-from ..model_sync import sameness
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
-from ._lightning.elastic_fit import ElasticFit
-from ._lightning.fused_steps import FusedFit, reason_against
-from ._lightning.site_strategy import SiteStrategy, StrategyArguments
+from ._lightning.strategy import SiteStrategy, StrategyArguments
 
 
 class DADStrategyBase(SiteStrategy):
@@ -66,9 +62,6 @@ class DADStrategyBase(SiteStrategy):
     options: Options
     reduction: GradientReduction | None = None
     _sites_may_leave = True
-    _fuses = False
-    _unfused: bool | None = None  # whether a fit cannot fuse its steps, once that is known
-    _fused: FusedFit | None = None  # of a fit that does
 
     @takes_keywords_of(StrategyArguments, Options)
     def __init__(self, mode: str = "rankdad", *, fused: bool = False, **arguments: Any) -> None:
@@ -80,17 +73,13 @@ class DADStrategyBase(SiteStrategy):
         super().__init__(checked, given)
         if self.options.min_sites is not None and self.cluster_environment is None:
             raise ValueError(
-                "min_sites needs a hub, which knows who is there: dadplug.connect(kit=...) before the strategy is built"
+                "min_sites needs a hub, which tracks the sites that are present: dadplug.connect(kit=...) before the "
+                "strategy is built"
             )
-        self._elastic: ElasticFit | None = None  # where sites may leave and return
-        self._fuses = fused
+        self._wants_fused = fused
 
     def _check_names(self, options: dict[str, Any]) -> None:
         """Raise ValueError for unknown options; `Options.create` does if this does not."""
-
-    @property
-    def _exchange(self) -> GradientReduction | None:
-        return self.reduction
 
     @property
     def _requirements(self) -> Requirements | None:
@@ -98,103 +87,40 @@ class DADStrategyBase(SiteStrategy):
 
     # Start and end
 
-    def setup(self, trainer: Any) -> None:
-        if self._elastic_transport is None:
-            super().setup(trainer)
-            return
-        self._elastic = ElasticFit(self, trainer, self._elastic_transport)
-        self._elastic.begin(self._run, fits=trainer.state.fn == "fit")
-        if trainer.state.fn == "fit":
-            super().setup(trainer)
-            self._elastic.restore(self._run)
-        else:
-            self._set_up_evaluation(trainer)
-
-    def _set_up_evaluation(self, trainer: Any) -> None:
-        """Prepare an evaluation as ``DDPStrategy`` does, which waits for site 0."""
-        assert self._transport is not None
-        self.accelerator.setup(trainer)
-        self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        sameness.broadcast_model(self.model, self._transport)
-        self.setup_precision_plugin()
-
     def configure_ddp(self) -> None:
         """Build the reduction, where DDP would wrap the model."""
         if getattr(self.precision_plugin, "scaler", None) is not None:  # it looks for Inf itself
             self.options = dataclasses.replace(self.options, check_finite=False)
-        if self._transport is not None:
-            self._transport.gather_objects(None)  # a site that has failed by now builds no reduction
+        super().configure_ddp()
         state = None if self._elastic is None else {"trainer": self._elastic}
         self.reduction = GradientReduction(self.lightning_module, state=state, **dataclasses.asdict(self.options))
-        if self._states is not None and not self._joins:
-            self.reduction.load_states(self._states)
-        self._states = None
-        self._unfused = self._fused = None
+        self._exchange = self.reduction
+        self._load_states()
 
-    @property
-    def _joins(self) -> bool:
-        """Whether this site joins others in mid-training, up to the end of its first step."""
-        return self._elastic is not None and self._elastic.joins
-
-    def on_train_start(self) -> None:
-        if self._elastic is not None:
-            self._elastic.prepare_validation()
-        super().on_train_start()
+    def _build(self) -> None:
+        """Take fused steps, if they are wanted, or let the plan say why not."""
+        if not self._wants_fused or self.reduction is None:
+            return
+        if reason := self._reason_against_fusing():
+            self.reduction.remarks = (f"fused steps: no, {reason}",)
+        else:
+            self.reduction.remark_on(self.optimizers)
+        if self.reduction.remarks[0] == "fused steps: yes":
+            self._fuse()
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this site prints and logs: site 0, or the first one that is present where sites may leave."""
         transport = self._elastic_transport
-        return self.global_rank == (0 if transport is None else transport.lowest)
+        return bool(self.global_rank == (0 if transport is None else transport.lowest))
 
     # Training
-
-    def _match_lengths(self, dataloader: Any, transport: Transport) -> Any:
-        if self._elastic is None:
-            return super()._match_lengths(dataloader, transport)
-        loader = self._elastic.wrap(dataloader)
-        self._steps = loader.place
-        return loader
-
-    def _synchronize(self) -> None:
-        due = self.reduction is not None and self.reduction.syncing
-        if due and self._fused is not None and self._fused.optimizer is not None:
-            self._fused.synchronize()
-        else:
-            super()._synchronize()
-        if due and self._elastic is not None:
-            self._elastic.end_step()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step an optimizer; one that uses the loss gets the mean over sites, so that all sites decide alike."""
         if self._transport is not None and isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
             closure = self._with_mean_loss(closure)
-        if not self._fuses or self.reduction is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        return self._fused_step(self.reduction, optimizer, closure, model, kwargs)
-
-    def _fused_step(
-        self,
-        reduction: GradientReduction,
-        optimizer: Any,
-        closure: Callable[[], Any],
-        model: Any,
-        keywords: dict[str, Any],
-    ) -> Any:
-        """Take a step whose factored gradients are not formed, or an ordinary one where the plan says why."""
-        if self._unfused is None:
-            reason = reason_against(self._trainer, self.precision_plugin, self._elastic is not None)
-            if reason:
-                reduction.remarks = (f"fused steps: no, {reason}",)
-            else:
-                reduction.remark_on([optimizer])
-            self._unfused = reduction.remarks[0] != "fused steps: yes"
-            self._fused = None if self._unfused else FusedFit(reduction, self.precision_plugin)
-        step = super().optimizer_step
-        if self._fused is None:
-            return step(optimizer, closure, model, **keywords)
-        return self._fused.take(optimizer, lambda: step(optimizer, closure, model, **keywords))
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def agreed() -> Any:

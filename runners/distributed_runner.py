@@ -13,13 +13,10 @@ from ..hub.site.transport import TrainerTransport
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.elastic_runner import ElasticRunner
-from ._catalyst.elastic_training import ElasticTraining
-from ._catalyst.fused_steps import FusedRunner
-from ._catalyst.runner_arguments import RunnerArguments
+from ._catalyst.runner import BaseRunner, ElasticTraining, RunnerArguments
 
 
-class DistributedRunner(FusedRunner, ElasticRunner):
+class DistributedRunner(BaseRunner):
     """Catalyst runner that trains one model between sites; a drop-in replacement for `SupervisedRunner`.
 
     Every site runs the same script. The sites are connected by `dadplug.connect`, by torchrun's environment, or by an

@@ -11,15 +11,13 @@ from catalyst.callbacks.scheduler import SchedulerCallback
 from catalyst.core.misc import get_original_callback
 from torch import nn
 
-from ..errors import MismatchError
 from ..exchange.failure_reports import describe
 from ..hogwild import Hogwild
 from ..hogwild.dealing import check_loader
 from ..hogwild.training import HogwildOptions
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.base_runner import BaseRunner
-from ._catalyst.runner_arguments import RunnerArguments
-from .hogwild_loader import HogwildLoader
+from ._catalyst.runner import BaseRunner, RunnerArguments
+from .loaders import HogwildLoader
 
 
 class HogwildRunner(BaseRunner):
@@ -70,7 +68,6 @@ class HogwildRunner(BaseRunner):
         given, options = split_keywords(RunnerArguments, arguments)
         checked = HogwildOptions.create(state=state, **options)
         super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
-        self._given_loaders: dict[str, Any] = {}
         self._place, self._group = 0, 1  # of the batch among those of an update, and their number
 
     # Start and end
@@ -92,23 +89,13 @@ class HogwildRunner(BaseRunner):
                 self.hogwild.abort(describe(error))
             raise
 
-    def get_loaders(self) -> Any:
-        """Return the loaders, and keep the given ones, since Hogwild! deals their batches."""
-        loaders = super().get_loaders()
-        self._given_loaders = {name: loader for name, loader in loaders.items() if name.startswith("train")}
-        return loaders
-
     def _setup_loaders(self) -> None:
+        """Leave the training loaders as they were given, since their batches are dealt."""
         super()._setup_loaders()
-        if self.engine.num_processes == 1:
-            return
-        for name, loader in self._given_loaders.items():
-            check_loader(loader)
-            if self.engine.splits[name] is None:
-                raise MismatchError(
-                    f"the processes have different data sets in loader {name!r}: Hogwild! deals the batches of one"
-                )
-            self.loaders[name] = loader
+        if self.engine.num_processes > 1:
+            for name, loader in self._shared_loaders("Hogwild!").items():
+                check_loader(loader)
+                self.loaders[name] = loader
 
     def _build_exchange(self, model: nn.Module, scaled: bool) -> None:
         """Share the memory of model and optimizer; nothing is exchanged."""
@@ -119,9 +106,8 @@ class HogwildRunner(BaseRunner):
                 "Hogwild! shares the memory of CPU processes: pass cpu=True and no fp16, or take DistributedRunner for "
                 "GPUs"
             )
-        given = list(self.optimizer.values()) if isinstance(self.optimizer, dict) else [self.optimizer]
-        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in given]  # Accelerate wraps them
-        self.hogwild = Hogwild(model, optimizers, state=self.options.state, threads=self.options.threads)
+        state, threads = self.options.state, self.options.threads
+        self.hogwild = Hogwild(model, self._optimizers, state=state, threads=threads)
 
     def _setup_callbacks(self) -> None:
         super()._setup_callbacks()
@@ -133,7 +119,7 @@ class HogwildRunner(BaseRunner):
                     "with Hogwild! each process takes its own steps, and a scheduler of mode 'batch' would follow "
                     'those of one process: use SchedulerCallback(mode="epoch")'
                 )
-        for name in self._given_loaders:
+        for name in self._shared_loaders("Hogwild!"):
             self.loaders[name] = _DealtLoader(self.loaders[name], self.hogwild, ahead=self._accumulation - 1)
 
     def on_experiment_end(self, runner: Any) -> None:

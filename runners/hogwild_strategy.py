@@ -7,15 +7,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..exchange import Transport
 from ..exchange.failure_reports import describe
 from ..hogwild import Hogwild
+from ..hogwild.dealing import check_loader
+from ..hogwild.layout import check_model, check_optimizer
 from ..hogwild.training import HogwildOptions
 from ..signature import split_keywords, takes_keywords_of
-from ._lightning.hogwild_fit import Schedules, check_trainer, check_training, count_batches
-from ._lightning.site_strategy import SiteStrategy, StrategyArguments
-from .hogwild_loader import HogwildLoader
+from ._lightning.strategy import SiteStrategy, StrategyArguments
+from .loaders import HogwildLoader
 
 
 class HogwildStrategyBase(SiteStrategy):
@@ -50,9 +52,9 @@ class HogwildStrategyBase(SiteStrategy):
         >>> trainer.fit(module, loader)
     """
 
-    hogwild: Hogwild | None = None
-
     options: HogwildOptions
+    hogwild: Hogwild | None = None
+    _in_step_with_others = False
 
     @takes_keywords_of(StrategyArguments, HogwildOptions)
     def __init__(self, state: str = HogwildOptions.state, **arguments: Any) -> None:
@@ -68,23 +70,10 @@ class HogwildStrategyBase(SiteStrategy):
         self._in_epoch = False
 
     @property
-    def _exchange(self) -> None:
-        """Nothing is exchanged: the processes share memory."""
+    def _deals(self) -> bool:
+        return True
 
     # Start and end
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of Lightning's samplers: batches of the whole data set in training, a share of it in evaluation."""
-        trainer = self._trainer
-        if trainer is not None and trainer.training:
-            return {"num_replicas": 1, "rank": 0}
-        return super().distributed_sampler_kwargs
-
-    def configure_ddp(self) -> None:
-        """Wrap nothing: memory is shared once there is an optimizer."""
-        if self._transport is not None:
-            self._transport.gather_objects(None)  # a process that has failed by now shares none
 
     def setup(self, trainer: Any) -> None:
         fits = trainer.state.fn == "fit" and self._transport is not None
@@ -94,11 +83,6 @@ class HogwildStrategyBase(SiteStrategy):
             check_trainer(trainer, self._layer_sync)
         super().setup(trainer)
         self._preparing = False
-        if fits:
-            module, configs = self.lightning_module, self.lr_scheduler_configs
-            check_training(module, self.optimizers, configs, self.precision_plugin, self.options.state)
-            self._schedules = Schedules(module, configs)
-            self._prepare_loops(trainer)
 
     def _check_devices(self) -> None:
         if self.root_device.type != "cpu":
@@ -106,6 +90,15 @@ class HogwildStrategyBase(SiteStrategy):
                 f"Hogwild! shares the memory of CPU processes, and this trainer uses {self.root_device}: pass "
                 'accelerator="cpu", or take DADStrategy or DDPStrategy for GPUs'
             )
+
+    def _build(self) -> None:
+        """Check what is trained; nothing is exchanged, and memory is shared when the training loader is asked for."""
+        if self._transport is not None:
+            self._check_one_optimizer()
+            module, configs = self.lightning_module, self.lr_scheduler_configs
+            check_training(module, self.optimizers, configs, self.precision_plugin, self.options.state)
+            self._schedules = Schedules(module, configs)
+            self._prepare_loops(self._trainer)
 
     def _prepare_loops(self, trainer: Any) -> None:
         """Have the processes meet after the batches of an epoch and before a validation, for the time of this run."""
@@ -144,11 +137,9 @@ class HogwildStrategyBase(SiteStrategy):
 
     # Training
 
-    def process_dataloader(self, dataloader: Any) -> Any:
+    def _wrap_train_loader(self, dataloader: Any, transport: Transport) -> Any:
         """Have the batches of the training loader dealt."""
-        dataloader = super(SiteStrategy, self).process_dataloader(dataloader)
-        trainer = self._trainer
-        if trainer is None or not trainer.training or self._transport is None or self._preparing:
+        if self._preparing:
             return dataloader
         if self._new_loader:
             raise ValueError("Hogwild! deals the batches of one training loader: put the data sets into one")
@@ -218,49 +209,18 @@ class HogwildStrategyBase(SiteStrategy):
 
     # Collectives, which need all processes
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._check_between_epochs("a barrier")
-        super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._check_between_epochs("a broadcast")
-        return super().broadcast(obj, src)
+    @property
+    def _alone(self) -> bool:
+        return self._in_epoch and self.hogwild is not None and bool(self._trainer.training) and not self._interrupted
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the processes; within an epoch return it, since the others are at other steps."""
-        if not self._trains:
-            return super().reduce(tensor, group, reduce_op)
-        warnings.warn(
-            "with Hogwild! the processes are at different steps: sync_dist=True has no effect on values of a step",
-            stacklevel=2,
-        )
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._check_between_epochs("a common decision")
-        return super().reduce_boolean_decision(decision, all)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        self._check_between_epochs("all_gather")
-        return super().all_gather(tensor, group, sync_grads)
-
-    @property
-    def _trains(self) -> bool:
-        """Whether this process is within the batches of an epoch."""
-        return self._in_epoch and self.hogwild is not None and bool(self._trainer.training) and not self._interrupted
-
-    def _check_between_epochs(self, what: str) -> None:
-        """Raise RuntimeError within the batches of an epoch, where other processes would never answer."""
-        if self._trains:
-            raise RuntimeError(
-                f"{what} was called in training: with Hogwild! the processes are at different steps, and can wait for "
-                "one another between epochs only, as in on_train_epoch_end or in validation"
+        if self._alone:
+            warnings.warn(
+                "with Hogwild! the processes are at different steps: sync_dist=True has no effect on values of a step",
+                stacklevel=2,
             )
-
-    def _share_sigterm(self) -> None:
-        """Stop this process if it has got SIGTERM; the others stop since it is gone."""
-        if self._trainer.received_sigterm:
-            raise self._sigterm()
+        return super().reduce(tensor, group, reduce_op)
 
     # Checkpoints
 
@@ -271,8 +231,113 @@ class HogwildStrategyBase(SiteStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the state of this process's optimizer; that of process 0 if the checkpoint has no other."""
-        states, self._states = self._states, None
-        own = states[self.global_rank] if states is not None and self.global_rank < len(states) else None
-        if self.options.state == "own" and own is not None and "optimizer" in own:
-            checkpoint = dict(checkpoint) | {"optimizer_states": [own["optimizer"]]}
-        super().load_optimizer_state_dict(checkpoint)
+        own = self.options.state == "own"
+        super().load_optimizer_state_dict(self._with_own_optimizer(checkpoint) if own else checkpoint)
+
+
+def check_trainer(trainer: Any, layer_sync: Any) -> None:
+    """Check the settings of a trainer; all processes find the same.
+
+    Args:
+        trainer: the trainer.
+        layer_sync: what ``Trainer(sync_batchnorm=True)`` has asked for, or None.
+
+    Raises:
+        ValueError: for a setting that processes which do not train in step cannot follow.
+    """
+    for wrong, problem in (
+        (trainer.max_steps != -1, "max_steps and fast_dev_run count steps of one process: use max_epochs"),
+        (trainer.min_steps is not None, "min_steps counts steps of one process: use min_epochs"),
+        (
+            trainer.val_check_interval != 1.0,
+            "val_check_interval must be 1.0: they validate together",
+        ),
+        (trainer.check_val_every_n_epoch is None, "check_val_every_n_epoch must be a number"),
+        (layer_sync is not None, "sync_batchnorm is for processes in step; running statistics are shared anyway"),
+    ):
+        if wrong:
+            raise ValueError(f"with Hogwild! each process takes its own steps; {problem}")
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if getattr(callback, "_every_n_train_steps", 0) or getattr(callback, "_train_time_interval", None):
+            raise ValueError(
+                f"with Hogwild! each process takes its own steps, and {name} would write checkpoints in the middle of "
+                "those of others: leave every_n_train_steps and train_time_interval out, so that it writes after epochs"
+            )
+        if getattr(callback, "_interval", None) == "step" and callback.time_remaining() is not None:
+            raise ValueError(
+                "with Hogwild! each process takes its own steps, and max_time asks in each of them whether all stop: "
+                'use the callback Timer(duration, interval="epoch")'
+            )
+
+
+def check_training(module: Any, optimizers: list[Any], configs: list[Any], precision: Any, state: str) -> None:
+    """Check what is to be trained; all processes find the same.
+
+    Args:
+        module: the LightningModule.
+        optimizers: its optimizers.
+        configs: Lightning's settings of the learning-rate schedulers.
+        precision: the precision plug-in.
+        state: as in `Hogwild`.
+
+    Raises:
+        ValueError: for what Hogwild! cannot train.
+    """
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError("Hogwild! has no part in a GradScaler: use precision 'bf16-mixed' or '32-true'")
+    check_optimizer(optimizers[0], module, state)
+    check_model(module, optimizers)
+    for config in configs:
+        if config.interval == "step" and (config.frequency != 1 or config.reduce_on_plateau):
+            raise ValueError(
+                "with Hogwild! a learning-rate scheduler of interval 'step' follows the steps of all processes and "
+                "needs frequency 1, and may not be ReduceLROnPlateau"
+            )
+
+
+def count_batches(loader: Any, limit: int | float, processes: int) -> int:
+    """Return the number of batches of an epoch, of all processes together.
+
+    Args:
+        loader: the training loader.
+        limit: ``Trainer(limit_train_batches=)``: a number of batches, or a share of them.
+        processes: number of processes.
+
+    Raises:
+        TypeError: if it is no DataLoader.
+        ValueError: if its batches cannot be dealt, or are fewer than the processes.
+    """
+    check_loader(loader)
+    batches = len(loader)
+    batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    if batches < processes:
+        raise ValueError(f"an epoch of {batches} batches is too short for {processes} processes: use smaller batches")
+    return batches
+
+
+class Schedules:
+    """Learning-rate schedulers of interval "step", which follow the steps of all processes.
+
+    Lightning steps them once after each step of this process. Here they are stepped for those of the others.
+
+    Args:
+        module: the LightningModule, whose ``lr_scheduler_step`` is called.
+        configs: Lightning's settings of the schedulers.
+    """
+
+    def __init__(self, module: nn.Module, configs: list[Any]) -> None:
+        self._module: Any = module
+        self._schedulers = [config.scheduler for config in configs if config.interval == "step"]
+        self._steps = 0
+
+    def count(self) -> None:
+        """Count a step of this process, after which Lightning steps the schedulers."""
+        self._steps += 1
+
+    def catch_up(self, steps: int) -> None:
+        """Step the schedulers until they have been stepped a number of times."""
+        while self._steps < steps:
+            self._steps += 1
+            for scheduler in self._schedulers:
+                self._module.lr_scheduler_step(scheduler, None)

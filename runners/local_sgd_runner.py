@@ -10,11 +10,10 @@ import torch
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.fused_steps import FusedRunner
-from ._catalyst.runner_arguments import RunnerArguments
+from ._catalyst.runner import BaseRunner, RunnerArguments
 
 
-class LocalSGDRunner(FusedRunner):
+class LocalSGDRunner(BaseRunner):
     """Catalyst runner for local steps (local SGD, DiLoCo); a drop-in replacement for `SupervisedRunner`.
 
     Sites train alone for ``every`` steps and then agree on their parameters. After each training loader they agree, so
@@ -67,20 +66,15 @@ class LocalSGDRunner(FusedRunner):
         return self.options
 
     def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> LocalSGD:
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise ValueError("local steps need one optimizer; DistributedRunner takes several")
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
         own = vars(self.options) | {"check_finite": self.options.check_finite and not scaled}
-        return LocalSGD(model, optimizer, process_group=self._process_group, **own)
+        return LocalSGD(model, self._one_optimizer(), process_group=self._process_group, **own)
 
     @property
     def _fuses(self) -> bool:
         return self.options.fused
 
-    def _setup_callbacks(self) -> None:
-        super()._setup_callbacks()
-        if self._fused is not None and self._fused.reason:
-            self.reduction.stop_fusing(self._fused.reason)
+    def _stop_fusing(self, reason: str) -> None:
+        self.reduction.stop_fusing(reason)
 
     def step_optimizer(self, optimizer: Any) -> None:
         """Step the optimizer, and agree with the other sites if it is time."""

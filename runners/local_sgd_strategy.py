@@ -10,8 +10,7 @@ from typing import Any
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
 from ..signature import split_keywords, takes_keywords_of
-from ._lightning.fused_steps import FusedFit, reason_against
-from ._lightning.site_strategy import SiteStrategy, StrategyArguments
+from ._lightning.strategy import SiteStrategy, StrategyArguments
 
 
 class LocalSGDStrategyBase(SiteStrategy):
@@ -46,7 +45,6 @@ class LocalSGDStrategyBase(SiteStrategy):
 
     options: LocalOptions
     local: LocalSGD | None = None
-    _fused: FusedFit | None = None  # of a fit whose steps are fused
 
     @takes_keywords_of(StrategyArguments, LocalOptions)
     def __init__(self, every: int | Schedule = LocalOptions.every, **arguments: Any) -> None:
@@ -59,32 +57,16 @@ class LocalSGDStrategyBase(SiteStrategy):
         """The options of the local steps."""
         return self.options
 
-    @property
-    def _exchange(self) -> LocalSGD | None:
-        return self.local
-
-    # Start and end
-
-    def configure_ddp(self) -> None:
-        """Wrap nothing: the local steps are built once there is an optimizer."""
-        if self._transport is not None:
-            self._transport.gather_objects(None)  # a site that has failed by now builds no local steps
-
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        if trainer.state.fn != "fit":
-            return
-        if not self.lightning_module.automatic_optimization or len(self.optimizers) != 1:
-            raise ValueError("local steps need automatic optimization and one optimizer; DADStrategy takes any module")
+    def _build(self) -> None:
+        self._check_one_optimizer()
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         self.options = dataclasses.replace(self.options, check_finite=self.options.check_finite and not scaled)
-        self.local = LocalSGD(self.lightning_module, self.optimizers[0], **vars(self.options))
-        self._fused = None
+        self.local = self._exchange = LocalSGD(self.lightning_module, self.optimizers[0], **vars(self.options))
         if self.options.fused:
-            if reason := reason_against(trainer, self.precision_plugin, sites_may_leave=False):
+            if reason := self._reason_against_fusing():
                 self.local.stop_fusing(reason)
             else:
-                self._fused = FusedFit(self.local, self.precision_plugin)
+                self._fuse()
         if self._states is not None:
             self.local.load_states([state and state["local"] for state in self._states])
 
@@ -97,28 +79,17 @@ class LocalSGDStrategyBase(SiteStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer, and agree with the other sites if it is time."""
-        step = super().optimizer_step
         if self.local is None:
-            return step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         trains, self._has_trained = self._has_trained or self._has_batch, False
         if trains or self.local.synchronous:
             with self.local.stepping():
-                if self._fused is None:
-                    output = step(optimizer, closure, model, **kwargs)
-                else:
-                    output = self._fused.take(optimizer, lambda: step(optimizer, closure, model, **kwargs))
+                output = super().optimizer_step(optimizer, closure, model, **kwargs)
         else:  # a batch that this site has had before, as its loader repeats it
             output = closure()
             self.local.idle()
         self._has_trained = False
         return output
-
-    def _synchronize(self) -> None:
-        if self._fused is not None and self._fused.optimizer is not None and self.local is not None:
-            if self.local.syncing:
-                self._fused.synchronize()
-        else:
-            super()._synchronize()
 
     def on_train_end(self) -> None:
         self._average_buffers()
@@ -135,12 +106,9 @@ class LocalSGDStrategyBase(SiteStrategy):
         if self._in_fit:  # after an error, changes that are in transit would not arrive
             super()._add_states(checkpoint)
 
-    def _own_state(self, exchange: Any) -> Any:
-        return {"local": exchange.state_dict(), "optimizer": exchange.optimizer.state_dict()}
+    def _own_state(self) -> Any:
+        return {"local": self._exchange.state_dict(), "optimizer": self._exchange.optimizer.state_dict()}
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the state of this site's optimizer; that of site 0 if the checkpoint has no other."""
-        states, self._states = self._states, None
-        if states is not None and self.global_rank < len(states) and states[self.global_rank] is not None:
-            checkpoint = dict(checkpoint) | {"optimizer_states": [states[self.global_rank]["optimizer"]]}
-        super().load_optimizer_state_dict(checkpoint)
+        super().load_optimizer_state_dict(self._with_own_optimizer(checkpoint))

@@ -1,21 +1,24 @@
-"""Managed embeddings in any trainer: options, and the life of the managed model during a training."""
+"""Managed embeddings in any trainer: options, the managed model during a training, and the loader that reads ahead."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..adapm import AdaDataLoader, AdaModel, IntentError, ParameterManager
+from ..adapm.backends import BACKENDS
+from ..adapm.engine import TECHNIQUES
+from ..adapm.model import Ids, find_layers
+from ..adapm.recorder import count_missing
 from ..options import Options
 from ..signature import check_choice, split_keywords, unknown_option
-
-if TYPE_CHECKING:
-    from ..adapm import AdaModel
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,6 @@ class Management:
     backend: str = "builtin"
 
     def __post_init__(self) -> None:
-        from ..adapm.backends import BACKENDS
-        from ..adapm.engine import TECHNIQUES
-
         BACKENDS[self.backend]  # or an error
         if self.intent is not None and self.intent != "auto" and not callable(self.intent):
             raise ValueError(f"intent must be 'auto', a function from a batch to its ids, or None, got {self.intent!r}")
@@ -75,8 +75,6 @@ class Management:
             optimizer: optimizer of the embeddings.
             options: options of `AdaModel` for all other parameters.
         """
-        from ..adapm import AdaModel, ParameterManager
-
         manager = ParameterManager(
             backend=self.backend,
             technique=self.technique,
@@ -116,8 +114,6 @@ def embeddings_of(owner: str, model: nn.Module, optimizers: list[Any]) -> Any:
     Raises:
         ValueError: if there is no optimizer, or several have embeddings.
     """
-    from ..adapm.model import find_layers
-
     if not optimizers:
         raise ValueError(f"{owner} needs an optimizer")
     owners = [optimizer for optimizer in optimizers if find_layers(model, optimizer)]
@@ -159,6 +155,84 @@ def clip(model: AdaModel, function: Callable[..., Any]) -> Any:
     if called is not nn.utils.clip_grad_norm_:
         return function(model.parameters())
     return model.clip_grad_norm_(options["max_norm"], options.get("norm_type", 2.0))
+
+
+class LookaheadLoader(AdaDataLoader):
+    """`AdaDataLoader` of a trainer's batches.
+
+    If automatic intent cannot find a batch's ids, the loader warns once, and rows are pulled when they are used.
+
+    Args:
+        loader: train loader.
+        model: managed model.
+        management: options of the managed embeddings, with an intent.
+        owner: name of the user's runner or strategy, for messages.
+        step: name of the function that looks up ids, for messages.
+    """
+
+    def __init__(self, loader: Any, model: AdaModel, management: Management, *, owner: str, step: str) -> None:
+        assert management.intent is not None
+        super().__init__(loader, model, intent=management.intent, forward=self._step, lookahead=management.lookahead)
+        self._owner, self._looks_up = owner, step
+        self._held = 0
+        self._number = 0
+        self._announced: dict[int, Ids] = {}
+        self._warned = False
+
+    def _step(self, model: Any, batch: Any) -> None:
+        """Call a copy of the model as the trainer calls the model."""
+        raise NotImplementedError
+
+    def announce(self, batch: Any, clock: int, number: int) -> None:
+        self._number = number
+        try:
+            ids = self.ids(batch)
+        except IntentError as error:
+            if callable(self._intent):
+                raise
+            text = str(error).replace("Give AdaDataLoader intent=", f"Give {self._owner} intent=")
+            self._warn(f"{text}. Until then rows are pulled when they are used, which is right, and slower")
+            return
+        self._announced[clock] = ids
+        self.model.intent(ids, clock, clock + 1 + self._held)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Check in a context whether the lookups of a training step have been announced; warn once if not."""
+        weights = self.model.managed.values()
+        for weight in weights:
+            weight.recorded = []
+        try:
+            yield
+            self._compare()
+        finally:
+            for weight in weights:
+                weight.recorded = None
+
+    def _compare(self) -> None:
+        clock = self.model.manager.current_clock
+        now = [self._announced[at] for at in range(clock - self._held, clock + 1) if at in self._announced]
+        for old in [at for at in self._announced if at < clock - self._held]:
+            del self._announced[old]
+        if self._warned or not now:
+            return
+        for name, weight in self.model.managed.items():
+            parts = [ids[name].reshape(-1).long().cpu() for ids in now if name in ids]
+            announced = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+            for keys in weight.recorded or ():
+                if missed := count_missing(keys, announced):
+                    whose = "the function intent" if callable(self._intent) else "automatic intent"
+                    self._warn(
+                        f"{whose} has not seen {missed} of {keys.numel()} rows of {name} that {self._looks_up} looked "
+                        "up. They were pulled when they were used, which is right, and slower. Give "
+                        f"{self._owner} intent=, a function from a batch to all its ids by weight"
+                    )
+                    return
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(text, stacklevel=2)
 
 
 class Stub:

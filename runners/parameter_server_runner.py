@@ -8,19 +8,25 @@ from typing import Any
 
 import torch
 
-from ..errors import MismatchError
 from ..exchange import Transport
 from ..parameter_server import ParameterServer, ServerOptions
 from ..parameter_server.server import ServerTransport
 from ..signature import split_keywords, takes_keywords_of
-from ._catalyst.elastic_runner import ElasticRunner
-from ._catalyst.elastic_training import ServerTraining
-from ._catalyst.runner_arguments import RunnerArguments
+from ._catalyst.runner import BaseRunner, ElasticTraining, RunnerArguments
+from .loaders import NO_ACCUMULATION, ServerLoader
 from .return_file import ReturnFile
-from .server_loader import NO_ACCUMULATION, ServerLoader
 
 
-class ParameterServerRunner(ElasticRunner):
+class ServerTraining(ElasticTraining):
+    """One training with a parameter server, which sends the optimizer's state itself, and deals batches."""
+
+    parts = ("criterion", "scheduler")
+
+    def _prepare(self, name: str, split: str | None) -> Any:
+        return self._runner.loaders[name] if name in self._runner.dealt else super()._prepare(name, split)
+
+
+class ParameterServerRunner(BaseRunner):
     """Catalyst runner for asynchronous steps; a drop-in replacement for `SupervisedRunner`.
 
     Each site sends its gradients and applies those of all sites in the order of one log; none waits for another one's
@@ -102,13 +108,8 @@ class ParameterServerRunner(ElasticRunner):
         self.dealt.clear()
         if self.options.deal != "shared" or self.engine.num_processes == 1:
             return
-        for name in [name for name in self.loaders if name.startswith("train")]:
-            if self.engine.splits[name] is None:
-                raise MismatchError(
-                    f"the sites have different data sets in loader {name!r}: deal='shared' deals the batches of one"
-                )
-            dealt = ServerLoader(self.undivided[name], lambda: self.reduction, pads=False)
-            self.loaders[name] = self.engine.on_device(dealt)
+        for name, loader in self._shared_loaders("deal='shared'").items():
+            self.loaders[name] = self.engine.on_device(ServerLoader(loader, lambda: self.reduction, pads=False))
             self.dealt.add(name)
 
     def _setup_callbacks(self) -> None:
@@ -117,14 +118,12 @@ class ParameterServerRunner(ElasticRunner):
             raise ValueError(NO_ACCUMULATION)
 
     def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> ParameterServer:
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise ValueError("a parameter server needs one optimizer; DistributedRunner takes several")
+        optimizer = self._one_optimizer()
         if scaled:
             raise ValueError(
                 "a parameter server cannot train with a GradScaler, whose scale each site changes on its own: use "
                 "bf16, which needs none"
             )
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
         self._clip = None
         self._hook = optimizer.register_step_pre_hook(self._before_commit)
         options = {"process_group": self._process_group} | vars(self.options)
@@ -138,7 +137,8 @@ class ParameterServerRunner(ElasticRunner):
         if self._file is None or not self._file.returns:
             super()._connect()
 
-    def _open_with(self, open_first: Callable[[], Transport]) -> Transport:
+    def _open_transport(self) -> Transport:
+        open_first = super()._open_transport
         if self._file is None:
             return open_first()
         return self._file.open_transport(torch.device("cpu"), self.options.timeout, open_first)

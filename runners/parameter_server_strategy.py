@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange import Transport
@@ -15,16 +15,49 @@ from ..model_sync.samples import batches_before
 from ..parameter_server import ParameterServer, ServerOptions
 from ..parameter_server.server import ServerTransport
 from ..signature import split_keywords, takes_keywords_of
-from ._lightning.environment import ReturnedEnvironment
-from ._lightning.server_fit import ServerFit
-from ._lightning.site_strategy import SiteStrategy, StrategyArguments
+from ._lightning.elastic import ElasticFit
+from ._lightning.strategy import SiteEnvironment, SiteStrategy, StrategyArguments
+from .loaders import NO_ACCUMULATION, ServerLoader
 from .return_file import ReturnFile
-from .server_loader import NO_ACCUMULATION, ServerLoader
 
 _MEETS_TOO_EARLY = (
     "with deal='shared' the sites meet at the end of an epoch only: no evaluations, checkpoints or collectives in the "
     "middle of one"
 )
+
+
+class ReturnedEnvironment(SiteEnvironment):
+    """Cluster environment of a site that returns into a training, and has no process group with the others.
+
+    Args:
+        rank: this site.
+        world_size: number of sites.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._rank, self._world_size = rank, world_size
+
+    def begin(self) -> None:
+        """Start a process group of this process alone, without which metrics would not ask for the other sites'."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return self._rank
+
+
+class ServerFit(ElasticFit):
+    """One fit, whose state is that of a step of site 0. The optimizer's state is part of the server's."""
+
+    option = "return_file"
+    sends_optimizers = False
 
 
 class ParameterServerStrategyBase(SiteStrategy):
@@ -73,6 +106,8 @@ class ParameterServerStrategyBase(SiteStrategy):
 
     options: ServerOptions
     server: ParameterServer | None = None
+    _elastic_class = ServerFit
+    _in_step_with_others = False
 
     @takes_keywords_of(StrategyArguments, ServerOptions)
     def __init__(
@@ -82,10 +117,8 @@ class ParameterServerStrategyBase(SiteStrategy):
         self._file = None if return_file is None else ReturnFile(return_file)
         if self._file is not None and self._file.rank is not None:
             given["cluster_environment"] = ReturnedEnvironment(self._file.rank, len(self._file.names))
-        checked = ServerOptions.create(mode=mode, **options)
-        super().__init__(checked, given)
+        super().__init__(ServerOptions.create(mode=mode, **options), given)
         self._dealt: ServerLoader | None = None
-        self._fit: ServerFit | None = None  # where sites may leave and return
         self._in_step = False
         self._has_stepped = False  # since the sites held one model
 
@@ -94,16 +127,7 @@ class ParameterServerStrategyBase(SiteStrategy):
         """The options of the server."""
         return self.options
 
-    @property
-    def _exchange(self) -> ParameterServer | None:
-        return self.server
-
     # Start and end
-
-    def configure_ddp(self) -> None:
-        """Wrap nothing: the server is built once there is an optimizer."""
-        if self._transport is not None:
-            self._transport.gather_objects(None)  # a site that has failed by now builds no server
 
     def setup_environment(self) -> None:
         if isinstance(self.cluster_environment, ReturnedEnvironment):
@@ -117,82 +141,49 @@ class ParameterServerStrategyBase(SiteStrategy):
         return self._file.open_transport(self.root_device, self.options.timeout, open_first)
 
     def setup(self, trainer: Any) -> None:
-        fits = trainer.state.fn == "fit"
-        self._fit = None
-        if fits and isinstance(self._transport, ServerTransport):
-            self._fit = ServerFit(self, trainer, self._transport)
-            self._fit.begin(self._run, fits)
-        if fits:
-            self._check()
-            if self._deals and trainer.accumulate_grad_batches != 1:
-                raise ValueError(NO_ACCUMULATION)
-            if self._deals and trainer.val_check_interval != 1.0:
-                raise ValueError(_MEETS_TOO_EARLY)
+        if trainer.state.fn == "fit":
+            self._check(trainer)
             self._dealt = None
         super().setup(trainer)
-        if not fits:
-            return
-        if len(self.optimizers) != 1:
-            raise ValueError("a parameter server needs one optimizer; DADStrategy takes several")
-        (optimizer,) = self.optimizers
-        self._run.callback(optimizer.register_step_pre_hook(self._before_commit).remove)
-        self.server = self._build_server(self.lightning_module, optimizer)
-        if self._states is not None and not (self._fit is not None and self._fit.joins):
-            self.server.load_states(self._states)
-        self._states = None
-        if self._fit is not None:
-            self._fit.restore(self._run)
 
-    def _build_server(self, *arguments: Any) -> ParameterServer:
-        if self._fit is None or self._file is None:
-            return ParameterServer(*arguments, in_trainer=True, **vars(self.options))
-        assert isinstance(self._transport, ServerTransport)
-        return self._file.build(self._transport, self._fit, *arguments, **vars(self.options))
-
-    def on_train_start(self) -> None:
-        if self._fit is not None:
-            self._fit.prepare_validation()
-        super().on_train_start()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of Lightning's samplers: all of the data where they are dealt, a share of them otherwise."""
-        trainer = self._trainer
-        if self._deals and trainer is not None and trainer.training:
-            return {"num_replicas": 1, "rank": 0}
-        return super().distributed_sampler_kwargs
-
-    @property
-    def _deals(self) -> bool:
-        return self.options.deal == "shared" and self._transport is not None
-
-    def _match_lengths(self, dataloader: Any, transport: Transport) -> Any:
-        """Have the batches of the training loader dealt, or match the lengths of all sites' loaders."""
-        if not self._deals and self._fit is not None:
-            loader = self._fit.wrap(dataloader)
-            self._steps = loader.place
-            return loader
-        if not self._deals:
-            return super()._match_lengths(dataloader, transport)
-        if self._dealt is not None and self._dealt.unused:
-            raise ValueError("deal='shared' deals the batches of one training loader: put the data sets into one")
-        first = int if self._fit is None else self._fit.first_batch
-        self._dealt = ServerLoader(dataloader, self._current_server, True, first)
-        return self._dealt
-
-    def _current_server(self) -> ParameterServer:
-        assert self.server is not None
-        return self.server
-
-    def _check(self) -> None:
-        """Raise ValueError for a module or a precision that cannot be used."""
-        if not self.lightning_module.automatic_optimization:
-            raise ValueError("a parameter server needs automatic optimization; DADStrategy takes any module")
+    def _check(self, trainer: Any) -> None:
+        """Raise ValueError for a setting of the trainer that cannot be used."""
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
                 "a parameter server cannot train with a GradScaler, whose scale each site changes on its own: use "
                 "precision='bf16-mixed', which needs none"
             )
+        if self._deals and trainer.accumulate_grad_batches != 1:
+            raise ValueError(NO_ACCUMULATION)
+        if self._deals and trainer.val_check_interval != 1.0:
+            raise ValueError(_MEETS_TOO_EARLY)
+
+    def _build(self) -> None:
+        self._check_one_optimizer()
+        (optimizer,) = self.optimizers
+        self._run.callback(optimizer.register_step_pre_hook(self._before_commit).remove)
+        self.server = self._exchange = self._build_server(self.lightning_module, optimizer)
+        self._load_states()
+
+    def _build_server(self, *arguments: Any) -> ParameterServer:
+        if self._elastic is None or self._file is None:
+            return ParameterServer(*arguments, in_trainer=True, **vars(self.options))
+        assert isinstance(self._transport, ServerTransport)
+        return self._file.build(self._transport, self._elastic, *arguments, **vars(self.options))
+
+    @property
+    def _deals(self) -> bool:
+        return self.options.deal == "shared" and self._transport is not None
+
+    def _wrap_train_loader(self, dataloader: Any, transport: Transport) -> Any:
+        """Have the batches of the training loader dealt, or match the lengths of all sites' loaders."""
+        if not self._deals:
+            return super()._wrap_train_loader(dataloader, transport)
+        if self._dealt is not None and self._dealt.unused:
+            raise ValueError("deal='shared' deals the batches of one training loader: put the data sets into one")
+        first = int if self._elastic is None else self._elastic.first_batch
+        self._dealt = ServerLoader(dataloader, lambda: self._exchange, True, first)
+        return self._dealt
 
     def _before_commit(self, optimizer: Any, *_: Any) -> None:
         """Call the hooks and the clipping that precede a step of the optimizer, with a commit's merged gradient."""
@@ -207,14 +198,10 @@ class ParameterServerStrategyBase(SiteStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, unless this site has no batch in this step."""
         self._skipped = not self._has_batch
-        if self._skipped:  # Lightning refuses None between processes
-            return torch.zeros((), device=self.root_device, requires_grad=True)
-        with self._stepping():
+        if self._skipped:
+            return self._no_loss()
+        with self._in_step_alone():
             return super().training_step(*args, **kwargs)
-
-    @property
-    def _waits_in_backward(self) -> bool:
-        return False  # it takes the statistics that others have committed
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; the gradient of an update is the mean over the batches that this site has in it."""
@@ -237,24 +224,32 @@ class ParameterServerStrategyBase(SiteStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         output = closure()
         self._has_stepped = True
-        with self._stepping():
+        with self._in_step_alone():
             self.server.step()
-        if self._fit is None:
+        if self._elastic is None:
             self.server.require_all()
         else:
-            self._fit.end_step()
+            self._elastic.end_step()
         if self._trainer.is_last_batch:  # before metrics of the epoch, which need all sites
             self._end_phase()
         return output
 
     @contextmanager
-    def _stepping(self) -> Iterator[None]:
+    def _in_step_alone(self) -> Iterator[None]:
         """Return a context in which this site is alone, since the others are at other steps."""
         before, self._in_step = self._in_step, self._trainer.state.fn == "fit"
         try:
             yield
         finally:
             self._in_step = before
+
+    @property
+    def _alone(self) -> bool:
+        return self._in_step
+
+    def _begin_collective(self, name: str) -> None:
+        super()._begin_collective(name)
+        self._end_phase()
 
     def _average_buffers(self) -> None:
         """Wait until all sites hold one model, before an evaluation or a checkpoint."""
@@ -270,7 +265,7 @@ class ParameterServerStrategyBase(SiteStrategy):
             if self._meets_too_early:
                 raise ValueError(_MEETS_TOO_EARLY)
             self._has_stepped = False
-            with self._stepping():
+            with self._in_step_alone():
                 self.server.finish()
 
     @property
@@ -281,61 +276,18 @@ class ParameterServerStrategyBase(SiteStrategy):
             return False
         return not trainer.fit_loop.epoch_loop._is_training_done
 
-    # Collectives
-
-    def _share_sigterm(self) -> None:
-        """Stop this site if it has got SIGTERM; Lightning asks the first one before each batch."""
-        if self._trainer.received_sigterm:
-            raise self._sigterm()
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the sites; within a step return this site's own."""
-        if self._in_step:
-            return tensor
-        self._end_phase()
-        return super().reduce(tensor, group, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all sites decide so, or any of them; an error within a step."""
-        self._begin_collective("reduce_boolean_decision")
-        return super().reduce_boolean_decision(decision, all)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor from all sites; an error within a step."""
-        self._begin_collective("all_gather")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all sites; an error within a step."""
-        self._begin_collective("barrier")
-        super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return one site's object on all sites; an error within a step."""
-        self._begin_collective("broadcast")
-        return super().broadcast(obj, src)
-
-    def _begin_collective(self, name: str) -> None:
-        if self._in_step:
-            raise RuntimeError(
-                f"{name} within a training step would wait for the other sites, which are at other batches: call it in "
-                "hooks of an epoch, or use DADStrategy"
-            )
-        self._end_phase()
-
     # Checkpoints
 
     def _add_states(self, checkpoint: dict[str, Any]) -> None:
         if not self._in_fit:  # after an error, contributions that are in transit would not arrive
             return
-        if self._fit is None or self.server is None:
+        if self._elastic is None or self._transport is None:
             super()._add_states(checkpoint)
         else:
-            assert self._transport is not None
-            checkpoint["dadplug"] = self._transport.gather_objects(self.server.state_dict())
+            checkpoint["dadplug"] = self._transport.gather_objects(self._own_state())
 
     def on_train_end(self) -> None:
         self._end_phase()
-        if self._file is not None and self._fit is not None:
+        if self._file is not None and self._elastic is not None:
             self._file.remove()
         super().on_train_end()

@@ -1,25 +1,28 @@
-"""Catalyst engine of one site: Accelerate runs as a single process, and dadplug communicates with the other sites."""
+"""Catalyst engine of one site: Accelerate works as if alone, and dadplug communicates with the other sites.
+
+It also merges the sites' metrics, for which stock Catalyst is patched while a runner trains.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from catalyst.core.engine import Engine
 
-from ...exchange import Traffic, Transport, open_transport
+from ...exchange import Transport
 from ...exchange.failure_reports import describe
 from ...exchange.handshake import gloo_interface
-from ...exchange.transport import Requirements
 from ...reduction import GradientReduction
+from ..patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
 from .loaders import DeviceLoader, site_loader
-from .metrics import merge_metrics
-from .patches import patched_metrics
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "OMPI_", "MV2_", "MPI_")
 
@@ -27,17 +30,26 @@ _HASH_SEED = "PYTHONHASHSEED"
 _REPLACED = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
+# Modules that import `all_gather` by name. Catalyst's own sends all tensors through CUDA.
+_GATHERING = ("_auc", "_classification", "_confusion_matrix", "_segmentation")
+# Metrics with several gathers.
+_REPEATED = (
+    ("_auc", "AUCMetric"),
+    ("_classification", "BinaryPrecisionRecallF1Metric"),
+    ("_classification", "MulticlassPrecisionRecallF1SupportMetric"),
+    ("_classification", "MultilabelPrecisionRecallF1SupportMetric"),
+    ("_segmentation", "RegionBasedMetric"),
+)
+
+
 class SiteEngine(Engine):
     """Engine that uses no distributed function of Accelerate, and so works with every version of it.
 
     Args:
+        transport: transport to the other sites, for everything but gradients.
         cpu: whether to use the CPU even if there is a GPU.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``, as in Accelerate.
-        timeout: seconds without an answer after which a site counts as lost.
         split_data: whether to split the data set of the sites' loaders over the sites: True, False or ``"auto"``.
-        process_group: process group of the sites; the default group if None.
-        requirements: what training requires to go on without a site that leaves; None where all must stay.
-        open_with: opens the transport, by a function that opens the usual one.
 
     Attributes:
         transport: transport for everything but gradients.
@@ -48,33 +60,21 @@ class SiteEngine(Engine):
         splits: fingerprints of the data sets that are split over the sites, by the names of loaders; None for others.
     """
 
-    transport: Transport
     _place = 0, 1  # rank and number of sites; Accelerate, which is to work as if alone, asks for them while it is built
 
     def __init__(
-        self,
-        *,
-        cpu: bool = False,
-        mixed_precision: str = "no",
-        timeout: float,
-        split_data: bool | str = "auto",
-        process_group: dist.ProcessGroup | None = None,
-        requirements: Requirements | None = None,
-        open_with: Callable[[Callable[[], Transport]], Transport] = lambda open_first: open_first(),
+        self, transport: Transport, *, cpu: bool = False, mixed_precision: str = "no", split_data: bool | str = "auto"
     ) -> None:
         with _alone():
             super().__init__(cpu=cpu or not torch.cuda.is_available(), mixed_precision=mixed_precision)
-        self._timeout = timeout
         self._split_data = split_data
-        self._process_group = process_group
         self._prepared: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.reduction: GradientReduction | None = None
         self.fused_optimizers: Callable[[], list[torch.optim.Optimizer]] = list
         self.loader_samples: Callable[[], int] = lambda: 1
         self.seed = 0
         self.splits: dict[str, str | None] = {}
-        arguments = process_group, Traffic(), torch.device("cpu"), timeout
-        self.transport = open_with(lambda: open_transport(*arguments, requirements=requirements, for_trainer=True))
+        self.transport = transport
         self._place = self.transport.rank, self.transport.world_size
 
     @contextmanager
@@ -85,10 +85,14 @@ class SiteEngine(Engine):
         """
         hash_seed = os.environ.get(_HASH_SEED)
         try:
-            with patched_metrics(self.transport), gloo_interface():
+            with metrics_of_present_sites(self.transport, _METRICS), gloo_interface():
                 yield
         except BaseException as error:
-            self._leave(describe(error))
+            reason = describe(error)
+            self.transport.sites.announce(reason)
+            if self.reduction is not None:
+                self.reduction.abort(reason)
+            self.transport.close()
             raise
         finally:
             if self.reduction is not None:
@@ -96,12 +100,6 @@ class SiteEngine(Engine):
             _restore(os.environ, {_HASH_SEED: hash_seed})  # Catalyst sets it with each seed
             while self._prepared:
                 _restore(*self._prepared.pop())
-
-    def _leave(self, reason: str) -> None:
-        self.transport.sites.announce(reason)
-        if self.reduction is not None:
-            self.reduction.abort(reason)
-        self.transport.close()
 
     @property
     def use_fp16(self) -> bool:
@@ -219,7 +217,7 @@ class SiteEngine(Engine):
         self.end_step()
 
     def end_step(self) -> None:
-        """Take note that a step of the reduction is over."""
+        """Count a step of the reduction, where sites may leave and return."""
         if self.transport.elastic:
             self.transport.end_step()
 
@@ -242,6 +240,12 @@ def save_whole(item: Any, path: str | Path) -> None:
     os.replace(partial, path)
 
 
+def plain(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that Accelerate has wrapped."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
 def _restore(mapping: Any, before: dict[str, Any]) -> None:
     """Restore values of a mapping; None stands for a missing one."""
     for name, value in before.items():
@@ -261,3 +265,66 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def merge_metrics(by_site: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
+    """Merge metrics that are means over samples.
+
+    Values that are equal on all sites are unchanged. ``X/std`` beside ``X`` is merged to the deviation of all samples.
+
+    Args:
+        by_site: for each site, its metrics and the number of samples that they are means over.
+
+    Returns:
+        The metrics over all sites, the same on each of them.
+    """
+    merged: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics, _ in by_site for name in metrics):
+        values = [(metrics, samples) for metrics, samples in by_site if name in metrics]
+        mean = name.removesuffix("/std")
+        if name.endswith("/std") and all(mean in metrics for metrics, _ in values):
+            merged[name] = _deviation([(metrics[mean], metrics[name], samples) for metrics, samples in values])
+        else:
+            merged[name] = _mean([(metrics[name], samples) for metrics, samples in values])
+    return merged
+
+
+def _mean(values: Sequence[tuple[float, int]]) -> float:
+    first = values[0][0]
+    if all(value == first for value, _ in values):
+        return first
+    total = sum(samples for _, samples in values)
+    return sum(value * samples for value, samples in values if samples) / total if total else first
+
+
+def _deviation(values: Sequence[tuple[float, float, int]]) -> float:
+    """Return the standard deviation over all samples, from each site's mean, deviation and number of samples."""
+    if all(value[:2] == values[0][:2] for value in values) and len({value[2] for value in values}) == 1:
+        return values[0][1]
+    total = sum(samples for *_, samples in values)
+    if total < 2:
+        return values[0][1]
+    mean = sum(mean * samples for mean, _, samples in values) / total
+    squares = sum(dev**2 * max(0, n - 1) + n * (site_mean - mean) ** 2 for site_mean, dev, n in values)
+    return math.sqrt(squares / (total - 1))
+
+
+def _gathering(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """Replace the function by which Catalyst's metrics gather, for any device and any number of samples."""
+
+    @functools.wraps(original)
+    def all_gather(data: Any) -> list[Any]:
+        transport = metrics_transport.get()
+        return original(data) if transport is None else gather(transport, data)
+
+    return all_gather
+
+
+def _metric(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"catalyst.metrics.{module}"), name)
+
+
+_METRICS = [
+    SharedPatch(functools.partial(importlib.import_module, f"catalyst.metrics.{name}"), "all_gather", _gathering)
+    for name in _GATHERING
+] + [SharedPatch(functools.partial(_metric, module, name), "compute", repeating) for module, name in _REPEATED]

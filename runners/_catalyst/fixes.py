@@ -1,23 +1,26 @@
-"""Fixed versions of stock Catalyst callbacks: clipping, accumulation, and checkpoints written by one site."""
+"""Fixed versions of stock Catalyst callbacks: clipping, accumulation, checkpoints by one site, and fused steps."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from catalyst.callbacks.backward import BackwardCallback
 from catalyst.callbacks.checkpoint import Checkpoint, CheckpointCallback
+from catalyst.callbacks.metrics.accuracy import AccuracyCallback
 from catalyst.callbacks.misc import TqdmCallback
 from catalyst.callbacks.optimizer import OptimizerCallback
-from catalyst.core.callback import Callback, CallbackWrapper, IOptimizerCallback
+from catalyst.core.callback import Callback, CallbackOrder, CallbackWrapper, IOptimizerCallback
 from catalyst.utils.torch import pack_checkpoint, unpack_checkpoint
 from tqdm.auto import tqdm
 
+from ..patches import SharedPatch
 from .engine import save_whole
-from .site_runner import SiteRunner
 
 
 def adapt(callback: Callback) -> Callback:
@@ -61,7 +64,7 @@ def accumulation_steps(callbacks: Iterable[Callback]) -> int:
 class FixedBackward(BackwardCallback):
     """Backward callback that accumulates without traffic until an update is due, and clips the agreed gradients."""
 
-    def on_batch_end(self, runner: SiteRunner) -> None:
+    def on_batch_end(self, runner: Any) -> None:
         if not runner.is_train_loader:
             return
         loss = runner.batch_metrics[self.metric_key] / runner.micro_batches
@@ -84,7 +87,7 @@ class FixedOptimizer(OptimizerCallback):
     def _get_lr_momentum_stats(self) -> dict[str, Any]:
         return {name: value for name, value in super()._get_lr_momentum_stats().items() if value is not None}
 
-    def on_batch_end(self, runner: SiteRunner) -> None:
+    def on_batch_end(self, runner: Any) -> None:
         if runner.is_train_loader and runner.update_due:
             runner.take_part()
             norm = _clip(self.grad_clip_fn, runner)
@@ -95,7 +98,7 @@ class FixedOptimizer(OptimizerCallback):
         runner.batch_metrics.update(self._get_lr_momentum_stats())
 
 
-def _clip(clip: Any, runner: SiteRunner) -> Any:
+def _clip(clip: Any, runner: Any) -> Any:
     if clip is None:
         return None
     runner.engine.unscale_gradients()
@@ -113,7 +116,7 @@ class FixedCheckpoint(CheckpointCallback):
         """Method that the stock callback has chosen, bound to this callback instead of the user's."""
         return types.MethodType(vars(self)["on_epoch_end"].__func__, self)
 
-    def _save(self, runner: SiteRunner, obj: Any, logprefix: str) -> str:
+    def _save(self, runner: Any, obj: Any, logprefix: str) -> str:
         logpath = f"{logprefix}.pth"
         states = runner.reduction_states() if self.mode == "runner" else None
         parts = runner.checkpoint_parts(saving=True)
@@ -127,7 +130,7 @@ class FixedCheckpoint(CheckpointCallback):
             save_whole(parts["model"].state_dict(), logpath)
         return logpath
 
-    def _handle_epoch(self, runner: SiteRunner, score: float) -> None:
+    def _handle_epoch(self, runner: Any, score: float) -> None:
         if runner.engine.writes:
             super()._handle_epoch(runner, score)
             return
@@ -141,7 +144,7 @@ class FixedCheckpoint(CheckpointCallback):
 
     def _load(
         self,
-        runner: SiteRunner,
+        runner: Any,
         resume_logpath: Any = None,
         resume_model: str | None = None,
         resume_runner: str | None = None,
@@ -160,13 +163,13 @@ class FixedTqdm(TqdmCallback):
 
     tqdm: Any
 
-    def on_loader_start(self, runner: SiteRunner) -> None:
+    def on_loader_start(self, runner: Any) -> None:
         self.tqdm = None
         if runner.engine.is_main_process:
             title = f"{runner.epoch_step}/{runner.num_epochs} * Epoch ({runner.loader_key})"
             self.tqdm = tqdm(total=runner.loader_batch_len, desc=title)
 
-    def on_batch_end(self, runner: SiteRunner) -> None:
+    def on_batch_end(self, runner: Any) -> None:
         if self.tqdm is None:
             return
         values = {name: float(value) for name, value in sorted(runner.batch_metrics.items())}
@@ -174,17 +177,17 @@ class FixedTqdm(TqdmCallback):
         self.tqdm.set_postfix(**shown | ({"sites": runner.engine.sites} if runner.engine.sites else {}))
         self.tqdm.update()
 
-    def on_loader_end(self, runner: SiteRunner) -> None:
+    def on_loader_end(self, runner: Any) -> None:
         if self.tqdm is not None:
             self.tqdm.clear()
             self.tqdm.close()
             self.tqdm = None
 
-    def on_exception(self, runner: SiteRunner) -> None:
+    def on_exception(self, runner: Any) -> None:
         self.on_loader_end(runner)
 
 
-def load_model(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
+def load_model(runner: Any, checkpoint: dict[str, Any]) -> None:
     """Load a model from a checkpoint of either mode."""
     if any(str(key).startswith("model") and str(key).endswith("state_dict") for key in checkpoint):
         unpack_checkpoint(checkpoint=checkpoint, model=runner.checkpoint_parts(saving=False)["model"])
@@ -192,7 +195,7 @@ def load_model(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
         runner.checkpoint_parts(saving=False)["model"].load_state_dict(checkpoint)
 
 
-def load_runner(runner: SiteRunner, checkpoint: dict[str, Any]) -> None:
+def load_runner(runner: Any, checkpoint: dict[str, Any]) -> None:
     """Load the whole state of a checkpoint of mode ``"runner"``, from which training continues."""
     if "epoch_step" not in checkpoint:
         raise ValueError(
@@ -212,3 +215,51 @@ _FIXED = {
     CheckpointCallback: FixedCheckpoint,
     TqdmCallback: FixedTqdm,
 }
+
+
+# Fused steps
+
+_CLIPPING = {"max_norm", "norm_type"}
+
+
+def fused_callbacks(callbacks: Iterable[Callback]) -> tuple[list[FixedOptimizer], str]:
+    """Return the callbacks that step, and why their steps cannot be fused; the reason is empty if they can.
+
+    Args:
+        callbacks: the callbacks of a run.
+    """
+    chosen = [each for each in callbacks if CallbackOrder.Backward <= each.order <= CallbackOrder.Optimizer]
+    stepping = [each for each in chosen if type(each) is FixedOptimizer]
+    reason = next(filter(None, map(_reason_against, chosen)), "")
+    return stepping, reason or ("" if stepping else "there is no OptimizerCallback")
+
+
+def _reason_against(callback: Callback) -> str:
+    """Return why gradients are formed for a callback from backward to the step; empty if they need not be."""
+    inner = callback.callback if isinstance(callback, CallbackWrapper) else callback
+    if type(callback) not in (FixedBackward, FixedOptimizer):
+        return f"{type(inner).__name__} may read the gradients"
+    clip = callback.grad_clip_fn
+    if clip is None:
+        return ""
+    known = isinstance(clip, functools.partial) and clip.func is torch.nn.utils.clip_grad_norm_ and not clip.args
+    return "" if known and clip.keywords.keys() <= _CLIPPING else "gradients are not clipped by clip_grad_norm_"
+
+
+# Names of older versions
+
+
+def _accepting(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "topk_args" in kwargs:
+            kwargs.setdefault("topk", kwargs.pop("topk_args"))
+        original(self, *args, **kwargs)
+
+    return init
+
+
+# Scripts for Catalyst before version 22 write ``AccuracyCallback(topk_args=)``, which is ``topk=`` now. They build the
+# callback after the runner and before `train`, so that the patch is open from a runner's constructor to the end of its
+# training.
+OLDER_NAMES = SharedPatch(lambda: AccuracyCallback, "__init__", _accepting)

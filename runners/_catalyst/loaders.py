@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from catalyst.utils.torch import any2device
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from ...adaptive import ElasticDataLoader
+from ...adaptive.loader import seeded
 from ...errors import MismatchError
 from ...exchange import Transport
+from ..loaders import DelegatingLoader
 
 SPLIT_DATA = ("auto", True, False)
 _PROBES = 8  # samples of a fingerprint
@@ -50,7 +51,7 @@ class SiteSampler(Sampler[Any]):
     def order(self) -> list[Any]:
         """Order of the samples of all sites in this epoch."""
         if self._order is None:
-            with seeded(self.seed + self.epoch):
+            with seeded((self.seed + self.epoch) % 2**32):
                 self._order = list(self.base)
         return self._order
 
@@ -188,41 +189,23 @@ def _samplers(loader: Any) -> list[Any]:
     return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU's random states in a context, and restore them after it."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would change those of GPUs for good
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-
-
-class DeviceLoader:
-    """Loader whose batches are moved to a device; all other attributes are those of the wrapped loader.
+class DeviceLoader(DelegatingLoader):
+    """Loader whose batches are moved to a device.
 
     Args:
         loader: the loader.
         device: the device.
     """
 
+    _OWN = (*DelegatingLoader._OWN, "_device")
+
     def __init__(self, loader: Any, device: torch.device) -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._device = device
 
     def __iter__(self) -> Iterator[Any]:
-        from catalyst.utils.torch import any2device
-
         for batch in self._loader:
             yield any2device(batch, self._device)
 
     def __len__(self) -> int:
         return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)

@@ -1,1 +1,172 @@
-"""Internal parts of the Lightning strategies."""
+"""Registration of the strategies with Lightning's packages, and the classes of the strategies for each package."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Lightning's packages, and the module here with the strategies for each.
+PACKAGES = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
+# The modules of the strategies, each with a class NAMEBase that is the same for both packages.
+STRATEGIES = {
+    "AdaPMStrategy": "adapm_strategy",
+    "DADStrategy": "dad_strategy",
+    "HogwildStrategy": "hogwild_strategy",
+    "LocalSGDStrategy": "local_sgd_strategy",
+    "ParameterServerStrategy": "parameter_server_strategy",
+}
+# Registered names beside those of methods: the strategy, its options, and a description.
+_NAMES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "adapm": ("AdaPMStrategy", {"mode": "dsgd"}, "embeddings in tables spread over the sites (AdaPM)"),
+    "parameter_server": ("ParameterServerStrategy", {}, "asynchronous steps by one log of gradients"),
+    "localsgd": ("LocalSGDStrategy", {}, "sites train alone and agree on parameters now and then"),
+    "diloco": (
+        "LocalSGDStrategy",
+        {"outer_lr": 0.7, "outer_momentum": 0.9},
+        "local steps as in DiLoCo",
+    ),
+    "hogwild": ("HogwildStrategy", {}, "processes of this machine train one model in shared memory (Hogwild!)"),
+}
+# Beside the plain name, which starts a site's processes by running the script again.
+_STARTS = {"": "popen", "_spawn": "spawn", "_notebook": "fork"}
+
+
+def strategy_base(name: str) -> Any:
+    """Import the class of a strategy that is the same for both of Lightning's packages."""
+    return getattr(importlib.import_module(f"..{STRATEGIES[name]}", __name__), f"{name}Base")
+
+
+@functools.cache
+def strategy_class(name: str, parent: type, module: str) -> type:
+    """Derive the class of a strategy for one of Lightning's packages.
+
+    Args:
+        name: name of the strategy.
+        parent: the package's ``DDPStrategy``.
+        module: name of the module that offers it.
+
+    Raises:
+        AttributeError: if there is no such strategy.
+    """
+    if name not in STRATEGIES:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    base = strategy_base(name)
+    return type(name, (base, parent), {"__doc__": base.__doc__, "__module__": module})
+
+
+def register_strategies() -> None:
+    """Register every mode with the imported packages of Lightning, and with installed ones once they are imported.
+
+    As long as an installed package has not been imported, a finder on `sys.meta_path` watches for its import. Lightning
+    has no entry points for strategies and resolves names when a Trainer is built, before it calls any other plugin; and
+    an import of Lightning here would make ``import dadplug`` slow. The finder removes itself after the last package.
+    """
+    for package in PACKAGES:
+        if f"{package}.strategies" in sys.modules:
+            _register(package)
+    if _missing() and not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher())
+
+
+def _missing() -> list[str]:
+    """List the packages that are installed and whose strategies have not been imported."""
+    return [
+        package
+        for package in PACKAGES
+        if f"{package}.strategies" not in sys.modules and importlib.util.find_spec(package.split(".")[0])
+    ]
+
+
+def _register(package: str) -> None:
+    from ...methods import method_names, on_registration
+
+    registry = sys.modules[f"{package}.strategies"].StrategyRegistry
+
+    def add(name: str, strategy: str, options: dict[str, Any], description: str) -> None:
+        for suffix, start in _STARTS.items():
+            make = functools.partial(_make, package, strategy, start_method=start, **options)
+            registry.register(name + suffix, make, description=f"dadplug: {description}", override=True)
+
+    def add_mode(mode: str) -> None:
+        if mode != "auto":  # Lightning's own word for a strategy that it chooses
+            add(mode, "DADStrategy", {"mode": mode}, f"gradients agreed by {mode}")
+
+    for name, settings in _NAMES.items():
+        add(name, *settings)
+    for mode in method_names():
+        add_mode(mode)
+    on_registration(add_mode)
+
+
+def _make(package: str, strategy: str, **options: Any) -> Any:
+    module: Any = importlib.import_module(f"..{PACKAGES[package]}", __name__)
+    return getattr(module, strategy)(**options)
+
+
+def packages_in_use() -> list[str]:
+    """Return those of Lightning's packages that have been imported; if none has, those that are installed."""
+    packages = [package for package in PACKAGES if sys.modules.get(package) is not None]
+    return packages or [package for package in PACKAGES if importlib.util.find_spec(package.split(".")[0])]
+
+
+def needs_lightning(name: str, parent: str) -> ModuleType:
+    """Import the module for the package of Lightning that is in use.
+
+    Args:
+        name: name of the strategy or callback, for messages.
+        parent: name of the package with a module for each of Lightning's packages.
+
+    Raises:
+        ImportError: if Lightning is not installed.
+        RuntimeError: if both packages are in use, or installed and none in use.
+    """
+    packages = packages_in_use()
+    if not packages:
+        raise ImportError(f"{name} needs Lightning, which is not installed: pip install 'dadplug[lightning]'")
+    if len(packages) > 1:
+        raise RuntimeError(
+            f"both pytorch_lightning and lightning are here: say which one is meant, by `from {parent}."
+            f"pytorch_lightning import {name}` or `from {parent}.lightning import {name}`"
+        )
+    return importlib.import_module(f"{parent}.{PACKAGES[packages[0]]}")
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Import finder that adds the registration to Lightning's modules of strategies, which other finders find."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package = fullname.removesuffix(".strategies")
+        if package not in PACKAGES or package == fullname:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    break
+        else:
+            return None
+        if spec.loader is not None:
+            self._follow(spec.loader, package)
+        return spec
+
+    def _follow(self, loader: Any, package: str) -> None:
+        """Make a module loader register the strategies after it has executed its module."""
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            _register(package)
+            if not _missing() and self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        loader.exec_module = exec_module

@@ -189,7 +189,7 @@ class Averaging(Callback):
     ],
 )
 def test_what_a_site_cannot_return_into_is_refused(settings, reason):
-    from dadplug.runners._lightning.elastic_fit import ElasticFit
+    from dadplug.runners._lightning.elastic import ElasticFit
 
     automatic = settings.pop("automatic", True)
     module = SimpleNamespace(automatic_optimization=automatic, training_step=lambda batch: None)

@@ -246,7 +246,7 @@ def fits_by_lightning(stock: bool) -> tuple:
     import warnings
 
     import pytorch_lightning as pl
-    from dadplug.runners._lightning.environment import SiteEnvironment
+    from dadplug.runners._lightning.strategy import SiteEnvironment
     from dadplug.runners.pytorch_lightning import DADStrategy
     from pytorch_lightning.strategies import DDPStrategy
     from torch.utils.data import DataLoader, TensorDataset

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
-from dadplug.runners._lightning.fused_steps import clipping, reason_against
+from dadplug.runners._lightning.strategy import SiteStrategy
 from torch import nn
 
 from dadplug.fused import fused_remarks
@@ -27,8 +28,13 @@ def reason(module=None, precision=None, callbacks=(), *, manual=False, may_leave
     module = module or type("Net", (Module,), {})()
     module.automatic_optimization = not manual
     settings = {"gradient_clip_val": None, "gradient_clip_algorithm": None} | trainer
-    fake = SimpleNamespace(lightning_module=module, callbacks=list(callbacks), **settings)
-    return reason_against(fake, precision or SimpleNamespace(), may_leave)
+    strategy = SimpleNamespace(
+        lightning_module=module,
+        precision_plugin=precision or SimpleNamespace(),
+        _trainer=SimpleNamespace(callbacks=list(callbacks), **settings),
+        _elastic=object() if may_leave else None,
+    )
+    return SiteStrategy._reason_against_fusing(strategy)
 
 
 def test_what_needs_gradients_has_a_reason():
@@ -66,12 +72,16 @@ def test_clipping_is_restored():
         def main_params(self, optimizer):
             return [1, 2]
 
-    precision, reduction = Precision(), SimpleNamespace(holds=True, clip_held=lambda *given: calls.append(given))
+    strategy = SiteStrategy.__new__(SiteStrategy)
+    strategy.precision_plugin = precision = Precision()
+    strategy._exchange = SimpleNamespace(holds=True, clip_held=lambda *given: calls.append(given))
+    strategy._run = ExitStack()
 
     def steps():
-        with clipping(precision, reduction):
+        with strategy._run:
+            strategy._fuse()
             precision.clip_grad_by_norm(None, 0.5)
-            reduction.holds = False
+            strategy._exchange.holds = False
             precision.clip_grad_by_norm(None, 0.25)
             raise KeyError
 

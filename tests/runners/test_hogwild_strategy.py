@@ -203,7 +203,7 @@ def stops() -> None:
     assert current.current_epoch == 2  # the second epoch is the last one, also in the process that has not asked
     assert gather_objects(current.global_step) == [current.global_step] * 2
     assert BATCHES <= current.global_step <= 2 * BATCHES
-    with pytest.raises(RuntimeError, match="the processes are at different steps, and can wait"):
+    with pytest.raises(RuntimeError, match="all_gather was called in training, where the sites are at different steps"):
         trainer("hogwild").fit(Failing("gather"), numbers())
 
 

@@ -206,15 +206,22 @@ def test_both_packages_at_once_need_a_choice():
 
 
 LATER = """
+import pickle
 from dadplug import AdaPMStrategy, DADStrategy
 import lightning.pytorch as pl
+class Mine(DADStrategy):
+    def __init__(self):
+        super().__init__(rank=5)
+assert isinstance(Mine(), DADStrategy) and Mine().options.rank == 5
+from dadplug.runners.lightning import DADStrategy as Chosen
+assert issubclass(Mine, Chosen) and pickle.loads(pickle.dumps(Chosen)) is Chosen
 strategy = DADStrategy(rank=3)
 assert isinstance(strategy, DADStrategy) and not isinstance(strategy, AdaPMStrategy)
 print(type(pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False).strategy).__module__)
 """
 
 
-def test_the_package_may_be_imported_after_the_strategy():
+def test_the_package_may_be_imported_after_the_strategy_which_may_be_subclassed():
     support.need("lightning")
     (only,) = support.run_programs([["-c", LATER]], bare=True)
     assert only.status == 0, only.errors

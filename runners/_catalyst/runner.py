@@ -1,15 +1,20 @@
-"""Common part of the Catalyst runners for training between sites: engine, callbacks, loaders, metrics, checkpoints."""
+"""Base of the Catalyst runners: engine, loaders, the loop, fused steps, checkpoints, sites that leave and return."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import io
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from catalyst.callbacks.scheduler import SchedulerCallback
 from catalyst.core.callback import Callback, ICheckpointCallback, ISchedulerCallback
 from catalyst.core.misc import get_original_callback
@@ -18,24 +23,134 @@ from catalyst.runners.supervised import SupervisedRunner
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...errors import MismatchError
-from ...exchange import Transport, connect
+from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
 from ...model_sync.samples import batches_before, takes_part
-from ..position import batches_from
-from .engine import SiteEngine
-from .fixes import accumulation_steps, adapt, load_model, load_runner
-from .loaders import begin_epoch
-from .metrics import merge_metrics
-from .patches import OLDER_NAMES
-from .runner_arguments import RunnerArguments
-from .shared_checkpoint import shared_checkpoint
+from ..loaders import batches_from
+from .engine import SiteEngine, merge_metrics, plain
+from .fixes import OLDER_NAMES, FixedOptimizer, accumulation_steps, adapt, fused_callbacks, load_model, load_runner
+from .loaders import SPLIT_DATA, begin_epoch
+
+_AS_IN_SUPERVISED = {"help": "as in `SupervisedRunner`"}
+_SPLIT = {
+    "help": "True: all sites' loaders hold the same data set, which is split over the sites; False: each site has data "
+    'of its own; ``"auto"``: split those loaders that hold the same data set on all sites'
+}
+_GROUP = {"help": "process group of the sites; the default group if None"}
+
+
+@dataclass(frozen=True)
+class RunnerArguments:
+    """Arguments that every runner has beside model, criterion, optimizer and its own options.
+
+    Raises:
+        ValueError: if `split_data` is neither True, False nor ``"auto"``.
+    """
+
+    input_key: Any = field(default="features", metadata=_AS_IN_SUPERVISED)
+    output_key: Any = field(default="logits", metadata=_AS_IN_SUPERVISED)
+    target_key: str = field(default="targets", metadata=_AS_IN_SUPERVISED)
+    loss_key: str = field(default="loss", metadata=_AS_IN_SUPERVISED)
+    split_data: bool | str = field(default="auto", metadata=_SPLIT)
+    process_group: dist.ProcessGroup | None = field(default=None, metadata=_GROUP)
+
+    def __post_init__(self) -> None:
+        if self.split_data not in SPLIT_DATA:
+            valid = ", ".join(map(repr, SPLIT_DATA))
+            raise ValueError(f"unknown split_data {self.split_data!r}; valid ones are {valid}")
+
+
+_COUNTERS = ("batch_step", "sample_step")
+
+
+class ElasticTraining:
+    """One training in which sites leave and return. An object with state, for `GradientReduction`.
+
+    The state is that of the beginning of a step: a site that joins repeats the batch that the others are at.
+
+    Args:
+        runner: the runner.
+        transport: transport for everything but gradients.
+    """
+
+    parts: tuple[str, ...] = ("criterion", "optimizer", "scheduler")
+
+    def __init__(self, runner: Any, transport: Transport) -> None:
+        self._runner, self._transport = runner, transport
+        self._joined: dict[str, Any] | None = None
+
+    @property
+    def joined(self) -> dict[str, Any] | None:
+        """State of the others up to the end of this site's first step; None afterwards, and if it does not join."""
+        return self._joined if self._transport.joins else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the runner at the beginning of a step, besides the model."""
+        runner = self._runner
+        measured = {name: dict(runner.epoch_metrics[name]) for name in runner.loaders if name in runner.epoch_metrics}
+        return {
+            "place": self._transport.place,
+            "epoch": runner.epoch_step,
+            "loader": runner.loader_key,
+            "steps": runner.steps,
+            "micro_step": runner.micro_step,
+            "splits": runner.engine.splits,
+            "metrics": measured,
+            "counters": {name: getattr(runner, name) for name in _COUNTERS},
+            "parts": {name: _state_of(getattr(runner, name)) for name in self.parts},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the state of another site until `restore`.
+
+        Raises:
+            MismatchError: if the others are at another place of the program, such as a second training.
+        """
+        if state["place"] != self._transport.place:
+            raise MismatchError(
+                "the other sites are in another training of the program than the first one, into which a site cannot "
+                "return"
+            )
+        self._joined = state
+
+    def restore(self) -> None:
+        """Restore the state of another site, if this one joins."""
+        if (state := self.joined) is None:
+            return
+        runner = self._runner
+        for name, own in state["parts"].items():
+            _load(getattr(runner, name), own)
+        for name, value in state["counters"].items():
+            setattr(runner, name, value)
+        runner.epoch_step = state["epoch"] - 1  # the epoch begins once more here
+        runner.loaders = {name: self._prepare(name, state["splits"][name]) for name in runner.loaders}
+
+    def _prepare(self, name: str, split: str | None) -> Any:
+        """Return a loader whose data are split over the sites as at the others."""
+        return self._runner.engine.prepare_data_loader(self._runner.undivided[name], name=name, known=split)
+
+
+def _state_of(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {name: each.state_dict() for name, each in part.items()}
+    return None if not hasattr(part, "state_dict") else {**part.state_dict()}
+
+
+def _load(part: Any, state: Any) -> None:
+    if isinstance(part, dict):
+        for name, each in part.items():
+            each.load_state_dict(state[name])
+    elif state is not None:
+        part.load_state_dict(state)
 
 
 class BaseRunner(SupervisedRunner):
-    """Catalyst runner that trains one model between sites; the base of those for a family of exchange.
+    """Catalyst runner that trains one model between sites; the base of those for each way to train.
 
-    It connects the sites, divides data, merges metrics, and puts the state of every site into checkpoints. A subclass
-    builds the exchange in `_build_exchange`.
+    It connects the sites, divides data, merges metrics, takes fused steps, and puts the state of every site into
+    checkpoints. A way is a subclass, which builds what the sites exchange in `_build_exchange`: an object with the
+    members that `dadplug.GradientReduction` has for trainers, those of `dadplug.fused.HeldGradients` if steps may be
+    fused. Where sites leave and return, it also sets `_elastic`.
 
     Args:
         model: model to train, or None if `train` gets it.
@@ -56,6 +171,8 @@ class BaseRunner(SupervisedRunner):
     reduction: Any
     need_early_stop: bool
     loggers: dict[str, Any]
+    _elastic: ElasticTraining | None = None  # of a training in which sites leave and return
+    _fused: list[FixedOptimizer] | None = None  # callbacks that take fused steps; None if steps are not fused
 
     def __init__(self, model: Any, criterion: Any, optimizer: Any, options: Any, arguments: RunnerArguments) -> None:
         super().__init__(
@@ -88,9 +205,9 @@ class BaseRunner(SupervisedRunner):
         return None
 
     @property
-    def _joins(self) -> bool:
-        """Whether this site joins others in mid-training, up to the end of its first step."""
-        return False
+    def _joined(self) -> dict[str, Any] | None:
+        """State of the other sites that this one joins in mid-training, up to the end of its first step; else None."""
+        return None if self._elastic is None else self._elastic.joined
 
     def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> Any:
         """Build what the sites exchange in training.
@@ -104,9 +221,17 @@ class BaseRunner(SupervisedRunner):
     def take_part(self) -> None:
         """Take part in the other sites' step if this site has skipped its batch, without a backward pass."""
 
-    def step_optimizer(self, optimizer: Any) -> None:
-        """Step an optimizer with the agreed gradients."""
-        optimizer.step()
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, as torch has them."""
+        given = list(self.optimizer.values()) if isinstance(self.optimizer, dict) else [self.optimizer]
+        return [plain(optimizer) for optimizer in given]
+
+    def _one_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer; raise ValueError if there are several."""
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ValueError(f"{type(self).__name__} needs one optimizer; DistributedRunner takes several")
+        return plain(self.optimizer)
 
     # What the user calls
 
@@ -164,18 +289,22 @@ class BaseRunner(SupervisedRunner):
                 "leave engine out, or pass a CPUEngine or GPUEngine"
             )
         return SiteEngine(
+            self._open_transport(),
             cpu=cpu,
             mixed_precision=precision,
-            timeout=self.options.timeout,
             split_data=self._split_data if split_data is None else split_data,
-            process_group=self._process_group,
-            requirements=self._requirements,
-            open_with=self._open_with,
         )
 
-    def _open_with(self, open_first: Callable[[], Transport]) -> Transport:
-        """Open the transport for everything but gradients, by a function that opens the usual one."""
-        return open_first()
+    def _open_transport(self) -> Transport:
+        """Open the transport for everything but gradients."""
+        return open_transport(
+            self._process_group,
+            Traffic(),
+            torch.device("cpu"),
+            self.options.timeout,
+            requirements=self._requirements,
+            for_trainer=True,
+        )
 
     def _run(self) -> None:
         with self._engine.running():
@@ -211,6 +340,23 @@ class BaseRunner(SupervisedRunner):
             raise MismatchError(f"the sites do not have the same loaders: {'; '.join(map(str, names))}")
         self.loaders = {name: self.engine.prepare_data_loader(loader, name=name) for name, loader in loaders.items()}
 
+    def _shared_loaders(self, dealer: str) -> dict[str, Any]:
+        """Return the training loaders as they were given, since their batches are dealt.
+
+        Args:
+            dealer: what deals them, for the message.
+
+        Raises:
+            MismatchError: if the sites have different data sets in one.
+        """
+        loaders = {name: loader for name, loader in self.undivided.items() if name.startswith("train")}
+        for name in loaders:
+            if self.engine.splits[name] is None:
+                raise MismatchError(
+                    f"the sites have different data sets in loader {name!r}: {dealer} deals the batches of one"
+                )
+        return loaders
+
     def undivided_loader(self, name: str) -> tuple[Any, int]:
         """Return a loader as it was given, before its data were divided, and the number of sites that share them.
 
@@ -235,19 +381,87 @@ class BaseRunner(SupervisedRunner):
         if any(name.startswith("train") for name in self.loaders) and self.optimizer is not None:
             self.reduction = self._build_exchange(model, getattr(self.engine, "scaler", None) is not None)
             self.engine.reduction = self.reduction
-        if self._resume is not None and not self._joins:
+        if self._resume is not None and self._joined is None:
             checkpoint = self.load_shared(self._resume)
             (load_runner if "epoch_step" in checkpoint else load_model)(self, checkpoint)
 
+    def on_experiment_start(self, runner: Any) -> None:
+        """Restore the state of the other sites, if this one joins them in mid-training."""
+        super().on_experiment_start(runner)
+        if self._elastic is not None:
+            self._elastic.restore()
+
+    # Fused steps
+
+    @property
+    def _fuses(self) -> bool:
+        """Whether the user asks for fused steps."""
+        return False
+
+    def _reason_against_fusing(self) -> str:
+        """Return why steps cannot be fused whatever the callbacks are; empty if they can."""
+        return "" if getattr(self.engine, "scaler", None) is None else "a GradScaler scales the loss"
+
+    def _setup_callbacks(self) -> None:
+        super()._setup_callbacks()
+        self._fused = None
+        if self._fuses and self.engine.reduction is not None:
+            stepping, reason = fused_callbacks(self.callbacks.values())
+            reason = self._reason_against_fusing() or reason
+            if reason:
+                self._stop_fusing(reason)
+            else:
+                self._fused = stepping
+                self.engine.fused_optimizers = self._fused_optimizers
+
+    def _stop_fusing(self, reason: str) -> None:
+        """Take ordinary steps, for a reason that the exchange shows."""
+        self.reduction.remarks = (f"fused steps: no, {reason}",)
+
+    def _fused_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that step after the next backward pass; let the exchange show their weights once."""
+        found = [plain(callback.optimizer) for callback in self._fused or ()]
+        if not self.reduction.remarks:
+            self.reduction.remark_on(found)
+        return found
+
+    def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
+        """Clip the agreed gradients by a function of the parameters, held ones among them; return what it returns."""
+        weights = self.reduction.model.parameters()
+        if self._fused is None or not self.reduction.holds:
+            return function(weights)
+        assert isinstance(function, functools.partial)  # as `fused_callbacks` has accepted it
+        return self.reduction.clip_held(weights, **function.keywords)
+
+    def step_optimizer(self, optimizer: Any) -> None:
+        """Step an optimizer with the agreed gradients, held ones among them."""
+        if self._fused is not None and self.reduction.holds:
+            self.reduction.apply_held(plain(optimizer), optimizer.step)
+        else:
+            optimizer.step()
+
     # The loop
 
+    def _run_epoch(self) -> None:
+        loaders = self.loaders
+        if (state := self._joined) is not None:  # others have gone through the loaders before this one
+            self.loaders = dict([*loaders.items()][[*loaders].index(state["loader"]) :])
+            self.epoch_metrics.update(state["metrics"])
+        try:
+            super()._run_epoch()
+        finally:
+            self.loaders = loaders
+
     def on_loader_start(self, runner: Any) -> None:
-        """Compute the number of steps with the other sites, and set the samplers' epoch."""
+        """Compute the number of steps with the other sites, or take over that of the sites that this one joins."""
         super().on_loader_start(runner)
         self._loader_samples = 0
         self.micro_step = 0
         self._own_steps = len(self.loader)
         self.steps = begin_epoch(self.loader, self.loader_key, self.epoch_step, self.engine.transport)
+        if (state := self._joined) is not None:
+            self.steps, self.micro_step = state["steps"], state["micro_step"]
+            self._own_steps = min(self._own_steps, self.steps)
 
     def on_batch_start(self, runner: Any) -> None:
         """Count the samples of this site."""
@@ -314,10 +528,6 @@ class BaseRunner(SupervisedRunner):
         """Participate in a step without data."""
         raise NotImplementedError
 
-    def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
-        """Clip the agreed gradients by a function of the parameters; return what it returns."""
-        return function(self.reduction.model.parameters())
-
     @property
     def update_due(self) -> bool:
         """Whether the gradients of this batch complete an update, at the end of an accumulation or of the epoch."""
@@ -377,5 +587,25 @@ class BaseRunner(SupervisedRunner):
         return {"model": model} | rest
 
     def load_shared(self, path: str | Path) -> dict[str, Any]:
-        """Load a checkpoint of the first site that is present on all sites; see `shared_checkpoint`."""
-        return shared_checkpoint(path, self.engine.transport)
+        """Load a checkpoint of the first site that is present on all sites; all sites must call it.
+
+        Args:
+            path: path of the file at that site.
+
+        Raises:
+            FileNotFoundError: on all sites, if that site does not have the file.
+            ValueError: on all sites, if the file is damaged.
+        """
+        content = Path(path).read_bytes() if Path(path).is_file() else None
+        digests = self.engine.transport.gather_present(None if content is None else hashlib.sha256(content).hexdigest())
+        first = next(iter(digests))
+        if digests[first] is None:
+            source = self.engine.transport.sites[first]
+            raise FileNotFoundError(f"checkpoint {path} is not at {source}, from which all sites load it")
+        if any(digest != digests[first] for digest in digests.values()):
+            content = self.engine.transport.broadcast_bytes(content or b"")
+        try:
+            checkpoint: dict[str, Any] = torch.load(io.BytesIO(content or b""), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"checkpoint {path} is damaged, or no checkpoint: {error}") from error
+        return checkpoint

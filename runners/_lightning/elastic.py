@@ -1,22 +1,24 @@
-"""A fit of Lightning in which sites leave and return: what is refused, and the state of a site that joins."""
+"""A run of Lightning in which sites leave and return: its checks, the state of a site that joins, and collectives."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from ...errors import MismatchError
+from ...errors import MismatchError, SiteError
 from ...exchange import Transport, codec
-from ...model_sync.samples import batches_before, takes_part
-from ..position import batches_from
-from .present_sites import metrics_of_present_sites
-from .uneven_loader import UnevenLoader
+from ..loaders import known_length
+from ..patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
 
 _AVERAGING = "StochasticWeightAveraging"
 _RANKS = "lightning_utilities.core.rank_zero"  # module with the rank by which Lightning decides who prints and logs
@@ -33,11 +35,11 @@ class ElasticFit:
         transport: transport for everything but gradients.
 
     Attributes:
-        joins: whether this site joins others in mid-training, up to the end of its first step.
         steps: number of batches in an epoch.
     """
 
-    _option = "min_sites"  # with which sites may leave
+    option = "min_sites"  # with which sites may leave
+    sends_optimizers = True  # if not, the exchange does
 
     def __init__(self, strategy: Any, trainer: Any, transport: Transport) -> None:
         self._strategy, self._trainer, self._transport = strategy, trainer, transport
@@ -47,6 +49,7 @@ class ElasticFit:
 
     @property
     def joins(self) -> bool:
+        """Whether this site joins others in mid-training, up to the end of its first step."""
         return self._transport.joins
 
     # The beginning
@@ -62,9 +65,9 @@ class ElasticFit:
             ValueError: if something needs all sites, or cannot be restored at a site that returns.
         """
         for reason in self._reasons() if fits else ():
-            raise ValueError(f"{reason}: leave {self._option} out")
+            raise ValueError(f"{reason}: leave {self.option} out")
         package = type(self._trainer).__module__.split(".trainer.")[0]
-        run.enter_context(metrics_of_present_sites(self._transport, package))
+        run.enter_context(metrics_of_present_sites(self._transport, [_SYNC, _logged(package)]))
 
     def _reasons(self) -> Iterator[str]:
         """Yield what cannot go on where sites leave and return."""
@@ -87,14 +90,14 @@ class ElasticFit:
         """Raise ValueError for an optimizer with several gradients in a step, or a state that cannot be sent."""
         for optimizer in self._strategy.optimizers:
             if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
-                raise ValueError(f"LBFGS needs all sites in each of a step's gradients: leave {self._option} out")
+                raise ValueError(f"LBFGS needs all sites in each of a step's gradients: leave {self.option} out")
         try:
             codec.encode(self.state_dict())
         except TypeError as error:
             raise ValueError(f"a site that returns cannot get the state of this training: {error}") from error
 
     def prepare_validation(self) -> None:
-        """Prepare the loaders of the validation at all sites at one time, and show who is here."""
+        """Prepare the loaders of the validation at all sites at one time, and show the sites that are present."""
         trainer = self._trainer
         if trainer.enable_validation:
             trainer.validating = True
@@ -107,6 +110,7 @@ class ElasticFit:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this trainer at the beginning of a step, besides the model."""
         trainer, strategy = self._trainer, self._strategy
+        optimizers = [getattr(each, "_optimizer", each).state_dict() for each in strategy.optimizers]
         return {
             "place": self._transport.place,
             "steps": self.steps,
@@ -114,7 +118,7 @@ class ElasticFit:
             "counts": {name: _completed(each) for name, each in self._counts().items()},
             "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "stops": bool(trainer.should_stop),
-            "optimizers": self._optimizer_states(),
+            "optimizers": optimizers if self.sends_optimizers else None,
             "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": strategy.precision_plugin.state_dict(),
             "callbacks": self._callback_states(),
@@ -134,10 +138,6 @@ class ElasticFit:
             )
         self._joined, self.steps = state, state["steps"]
 
-    def _optimizer_states(self) -> list[Any] | None:
-        """Return the states of the optimizers; None where the exchange sends them."""
-        return [getattr(each, "_optimizer", each).state_dict() for each in self._strategy.optimizers]
-
     def _callback_states(self) -> dict[str, Any]:
         states = {}
         for callback in self._trainer.callbacks:
@@ -154,7 +154,7 @@ class ElasticFit:
         try:
             codec.encode(state)
         except TypeError as error:
-            if not self._started:
+            if not self._trainer.global_step:
                 raise
             warnings.warn(f"{name} begins anew at a site that returns: {error}", stacklevel=2)
             return {}
@@ -172,10 +172,6 @@ class ElasticFit:
         """Return the parts of a checkpoint that a module may look at."""
         trainer, module = self._trainer, self._strategy.lightning_module
         return {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "state_dict": module.state_dict()}
-
-    @property
-    def _started(self) -> bool:
-        return bool(self._trainer.global_step)
 
     def _counts(self) -> dict[str, Any]:
         loop = self._trainer.fit_loop.epoch_loop
@@ -233,36 +229,34 @@ class ElasticFit:
         self._trainer.fit_loop._data_fetcher.fetched = number
         return number
 
-    def wrap(self, loader: Any) -> ElasticLoader:
-        """Wrap the training loader, and compare the lengths of all sites' loaders.
+    def compare_lengths(self, loader: Any) -> tuple[int, int]:
+        """Return the lengths of this site's training loader and of an epoch, the largest of all sites' loaders.
 
         Raises:
             ValueError: if the loader has no length, or there are several.
         """
-        try:
-            own = len(loader)
-        except (TypeError, NotImplementedError):
-            own = 0
+        own = known_length(loader, 0)
         lengths = self._transport.gather_present(own).values()
         if not all(lengths):
             raise ValueError("where sites may leave and return, each needs a training loader of known length")
         if self.steps and self._joined is None:
-            raise ValueError(f"a site cannot return into a fit with several training loaders: leave {self._option} out")
+            raise ValueError(f"a site cannot return into a fit with several training loaders: leave {self.option} out")
         self.steps = self.steps or max(lengths)
-        return ElasticLoader(loader, min(own, self.steps), self.steps, self)
+        return min(own, self.steps), self.steps
 
     # After each step
 
     def end_step(self) -> None:
-        """Take note that a step of the reduction is over, and see who is here."""
+        """Count a step of the exchange, and show the sites that are present."""
         self._transport.end_step()
         self._show()
 
     def _show(self) -> None:
-        """Show who is here, and print and log at the first site that is present."""
+        """Show the sites that are present, and print and log at the first of them."""
         present = self._transport.present
         self._trainer._logger_connector._progress_bar_metrics["sites"] = f"{len(present)}/{self._transport.world_size}"
-        is_first, rank = self.is_first, self._transport.rank
+        rank = self._transport.rank
+        is_first = rank == self._transport.lowest
         ranks = sys.modules[_RANKS].rank_zero_only
         if (ranks.rank == 0) == is_first:
             return
@@ -275,45 +269,6 @@ class ElasticFit:
         elif bar is not None:
             bar.disable()
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this site is the first one that is present."""
-        return self._transport.lowest == self._transport.rank
-
-
-class ElasticLoader(UnevenLoader):
-    """Loader of a site that may join in mid-training, where it begins at the batch that the others are at.
-
-    Args:
-        loader: the site's own loader.
-        own: number of its batches.
-        steps: number of batches to yield, at least `own`.
-        fit: the fit.
-    """
-
-    _OWN = (*UnevenLoader._OWN, "_fit")
-
-    @property
-    def place(self) -> tuple[int, int] | None:
-        """Number of this site's batches and of those of an epoch; None if they are equal."""
-        return None if self._own == self._steps else (self._own, self._steps)
-
-    def __init__(self, loader: Any, own: int, steps: int, fit: ElasticFit) -> None:
-        super().__init__(loader, own, steps)
-        self._fit = fit
-
-    def __iter__(self) -> Iterator[Any]:
-        first, own, steps = self._fit.first_batch(), self._own, self._steps
-        used = batches_before(first, own, steps)
-        again = first < steps and not takes_part(first, own, steps)  # the last batch is repeated
-        batches, batch = batches_from(self._loader, used - again), None
-        if again:
-            batch = next(batches)
-        for step in range(first, steps):
-            if takes_part(step, own, steps):
-                batch = next(batches)
-            yield batch
-
 
 def _completed(count: Any) -> tuple[int, int]:
     return count.total.completed, count.current.completed
@@ -322,3 +277,98 @@ def _completed(count: Any) -> tuple[int, int]:
 def _set(count: Any, value: int) -> None:
     for name in vars(count):
         setattr(count, name, value)
+
+
+# Collectives and metrics over the sites that are present
+
+
+def reduce(transport: Transport, tensor: Tensor, operation: Any) -> Tensor:
+    """Reduce a tensor over the sites that are present, as a new tensor.
+
+    Args:
+        transport: the transport.
+        tensor: this site's tensor.
+        operation: a name as in Lightning, or a ``ReduceOp``; the mean of whole numbers is a floating-point number.
+
+    Raises:
+        ValueError: if the operation is unknown.
+    """
+    ops = dist.ReduceOp
+    functions: dict[Any, Callable[[Tensor], Tensor]] = {
+        ("mean", "avg", ops.AVG): lambda parts: parts.double().mean(0) if _is_whole(parts) else parts.mean(0),
+        ("sum", ops.SUM): lambda parts: parts.sum(0),
+        ("min", ops.MIN): lambda parts: parts.amin(0),
+        ("max", ops.MAX): lambda parts: parts.amax(0),
+        ("prod", "product", ops.PRODUCT): lambda parts: parts.prod(0),
+    }
+    wanted = operation.lower() if isinstance(operation, str) else ops.SUM if operation is None else operation
+    for names, function in functions.items():
+        if any(wanted == name for name in names):
+            return function(torch.stack(gather(transport, tensor.detach())).to(tensor.device))
+    raise ValueError(f"unknown reduction {operation!r}: there are mean, sum, min, max and prod where sites may leave")
+
+
+def all_gather(transport: Transport, tensor: Tensor, sync_grads: bool) -> Tensor:
+    """Gather tensors of one shape from the sites that are present.
+
+    Returns:
+        The tensors, stacked in the order of sites.
+
+    Raises:
+        ValueError: if gradients are to flow through it.
+    """
+    if sync_grads:
+        raise ValueError("all_gather(sync_grads=True) needs all sites: leave min_sites out")
+    return torch.stack(gather(transport, tensor.detach())).to(tensor.device)
+
+
+def broadcast(transport: Transport, item: Any, source: int) -> Any:
+    """Return one site's object: that of the first site that is present, where it is to be that of site 0.
+
+    Raises:
+        SiteError: at all sites, if it is to be that of another site, which is absent.
+    """
+    every = transport.gather_present(item)
+    if source and source not in every and not transport.joins:
+        raise SiteError(f"{transport.sites[source]} is gone, and broadcast(src={source}) needs its object")
+    return every.get(source, next(iter(every.values())))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _gathering(original: Callable[..., None]) -> Callable[..., None]:
+    """Replace the function by which a metric of torchmetrics gathers its state, unless it is a user's."""
+
+    @functools.wraps(original)
+    def sync(metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        transport = metrics_transport.get()
+        if transport is None or (metric.dist_sync_fn is not None and dist_sync_fn is metric.dist_sync_fn):
+            arguments = {"dist_sync_fn": dist_sync_fn} if dist_sync_fn is not None else {}
+            original(metric, **arguments, process_group=process_group)
+            return
+
+        def of_present(tensor: Tensor, group: Any = None) -> Sequence[Tensor]:
+            return [each.to(tensor.device) for each in gather(transport, tensor.detach())]
+
+        original(metric, dist_sync_fn=of_present, process_group=process_group)
+
+    return repeating(sync)
+
+
+def _metric() -> Any:
+    return importlib.import_module("torchmetrics").Metric
+
+
+_SYNC = SharedPatch(_metric, "_sync_dist", _gathering)
+
+
+@functools.cache
+def _logged(package: str) -> SharedPatch:
+    """Return the patch of the values that a package's modules log."""
+
+    def find() -> Any:
+        return importlib.import_module(f"{package}.trainer.connectors.logger_connector.result")._ResultMetric
+
+    return SharedPatch(find, "compute", repeating)

@@ -1,0 +1,627 @@
+"""Base of the Lightning strategies: processes and their connection, the way of a step, collectives, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...exchange import Traffic, Transport, open_transport
+from ...exchange.failure_reports import describe
+from ...exchange.handshake import choose_interface, free_port, gloo_interface
+from ...exchange.transport import Requirements
+from ...hub.site.processes import LOOPBACK, STARTED_PROCESSES
+from ...hub.site.runtime import current_connection
+from ...model_sync import sameness
+from ...model_sync.samples import batch_size, takes_part
+from ..loaders import UnevenLoader, compare_lengths
+from ..patches import gather
+from . import elastic
+from .elastic import ElasticFit
+
+if TYPE_CHECKING:
+    from pytorch_lightning.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object  # that of a package comes behind it, in the classes for a package
+
+_SIGTERM = "_broadcast_sigterm_tensor"  # of Lightning's loop over batches, since 2.6
+_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_MODULE_HOOKS = (*_HOOKS, "configure_gradient_clipping", "optimizer_step")
+
+_AS_IN_DDP = {"help": "as in ``DDPStrategy``"}
+_ENVIRONMENT = {"help": "as in ``DDPStrategy``; by default the existing connection of the sites, if there is one"}
+_START = {"help": 'start of the processes: ``"popen"``, ``"spawn"``, ``"fork"`` (notebooks) or ``"forkserver"``'}
+
+
+class SiteEnvironment:
+    """Lightning cluster environment of sites that are connected already, by `dadplug.connect` or a process group.
+
+    Lightning starts no processes, but for further ones of a site that is connected by a kit: see `start_processes`.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0  # processes of this site, if Lightning starts all but one of them
+        self._port = 0
+
+    def start_processes(self, count: int) -> None:
+        """Have Lightning start the other processes of this site when a trainer begins.
+
+        Args:
+            count: number of processes of this site.
+        """
+        self.started = count
+        self._port = free_port()
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether Lightning has no processes to start, or has started them."""
+        connection = current_connection()
+        return not self.started or (connection is not None and connection.processes > 1)
+
+    @property
+    def main_address(self) -> str:
+        """Address of site 0; loopback if it is not known, or if Lightning starts processes of this site."""
+        return LOOPBACK if self.started else os.environ.get("MASTER_ADDR", LOOPBACK)
+
+    @property
+    def main_port(self) -> int:
+        """Port of site 0, or of this one if Lightning starts processes; 0 if it is not known."""
+        return self._port or int(os.environ.get("MASTER_PORT", "0"))
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether the sites are connected."""
+        return dist.is_available() and dist.is_initialized()
+
+    def world_size(self) -> int:
+        """Number of sites, or of all their processes."""
+        return dist.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the sites are connected."""
+
+    def global_rank(self) -> int:
+        """Number of this site, or of this process among those of all sites."""
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the sites are connected."""
+
+    def local_rank(self) -> int:
+        """Return the number of this process on its node, as torchrun or its connection by a kit sets it."""
+        if (connection := current_connection()) is not None:
+            return connection.local_rank
+        return int(os.environ.get("LOCAL_RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+    def node_rank(self) -> int:
+        """Return the number of this site: each site counts as a node."""
+        return self.global_rank()
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept any settings: they do not change the number of sites. Pass on that of processes to be started."""
+        if self.started:
+            os.environ[STARTED_PROCESSES] = str(self.started)
+
+    def teardown(self) -> None:
+        """Do nothing: the process group belongs to the program that created it."""
+
+
+@dataclass(frozen=True)
+class StrategyArguments:
+    """Arguments of Lightning's ``DDPStrategy``, which every strategy has beside its own options."""
+
+    accelerator: Any = field(default=None, metadata=_AS_IN_DDP)
+    parallel_devices: Any = field(default=None, metadata=_AS_IN_DDP)
+    cluster_environment: Any = field(default=None, metadata=_ENVIRONMENT)
+    checkpoint_io: Any = field(default=None, metadata=_AS_IN_DDP)
+    precision_plugin: Any = field(default=None, metadata=_AS_IN_DDP)
+    process_group_backend: str | None = field(default=None, metadata=_AS_IN_DDP)
+    start_method: str = field(default="popen", metadata=_START)
+
+
+class SiteStrategy(_DDPStrategy):
+    """Lightning strategy that trains one model between sites; the base of those for each way to train.
+
+    It starts and connects the sites' processes, wraps loaders of unequal length, takes fused steps, posts exit reasons,
+    and puts the state of every site into checkpoints. A way is a subclass. It builds what the sites exchange, in
+    `configure_ddp` or, if that needs the optimizers, in `_build`, and sets `_exchange` to it. That object has the
+    following members, as `dadplug.GradientReduction` does: ``syncing`` and ``synchronize()``, called after a backward
+    pass; ``no_sync()`` for accumulation; ``samples(count)``, a context of forward passes; ``state_dict()``,
+    ``gather_objects(item)``, ``abort(reason)``, ``detach(discard=)``; those of `dadplug.fused.HeldGradients` if steps
+    may be fused.
+
+    Args:
+        options: options of the exchange, a dataclass with a ``timeout`` in seconds; with ``sync_batchnorm`` if the
+            exchange can normalise by the statistics of all sites' rows.
+        arguments: arguments of ``DDPStrategy``, see `StrategyArguments`.
+
+    Attributes:
+        options: the options of the exchange.
+    """
+
+    _layer_sync: Any
+    _exchange: Any = None  # of the last fit; None before it
+    _elastic: ElasticFit | None = None  # of a run in which sites leave and return
+    _elastic_class = ElasticFit
+    _in_step_with_others = True  # if not, sites are at different steps within an epoch
+    _fuses = False  # whether optimizer steps of this fit are those on gradients that are held, and not formed
+    _stepping: Any = None  # the optimizer whose fused step is being taken
+
+    def __init__(self, options: Any, arguments: Mapping[str, Any]) -> None:
+        settings = vars(StrategyArguments(**arguments))
+        if settings["cluster_environment"] is None and SiteEnvironment.detect():
+            settings = settings | {"cluster_environment": SiteEnvironment()}
+        super().__init__(**settings, timeout=timedelta(seconds=options.timeout))
+        self.options = options
+        self._states: list[Any] | None = None  # of all sites, from a checkpoint
+        self._steps: tuple[int, int] | None = None
+        self._weightless = self._skipped = False
+        self._transport: Transport | None = None
+        self._run = ExitStack()
+
+    @property
+    def _requirements(self) -> Requirements | None:
+        """Requirements of training to go on without a site that leaves; None where all must stay."""
+        return None
+
+    @property
+    def _deals(self) -> bool:
+        """Whether the batches of the training loader are dealt, which then holds the data of all sites."""
+        return False
+
+    @property
+    def _trainer(self) -> Any:
+        return getattr(self.lightning_module, "_trainer", None)
+
+    @property
+    def _interrupted(self) -> bool:
+        return self._trainer is not None and self._trainer.interrupted
+
+    @property
+    def _in_fit(self) -> bool:
+        """Whether all sites are inside a fit, so that they can communicate."""
+        trainer = self._trainer
+        return trainer is not None and trainer.state.fn == "fit" and not self._interrupted
+
+    # Start and end
+
+    def _configure_launcher(self) -> None:
+        """Check the devices, which the trainer has chosen by now, and make a launcher where processes are to start."""
+        count, connection = len(self.parallel_devices or ()), current_connection()
+        if count > 1 and connection is not None and connection.processes == 1:
+            self._check_launch(count)
+            self.cluster_environment.start_processes(count)
+        super()._configure_launcher()
+
+    def _check_launch(self, count: int) -> None:
+        """Raise ValueError if no processes can be started at a site that is connected by a kit."""
+        here = f"the trainer is to use {count} devices at a site that is connected by a kit"
+        if self._requirements is not None:
+            raise ValueError(f"{here}, and min_sites goes with one process at each site: pass devices=1")
+        if self._start_method != "popen" or not isinstance(self.cluster_environment, SiteEnvironment):
+            raise ValueError(
+                f"{here}: leave start_method and cluster_environment out, which go with devices=1 there, or start the "
+                f"program by torchrun --standalone --nproc_per_node={count}"
+            )
+
+    def _agree_on_processes(self) -> None:
+        """Meet the processes that Lightning has started at this site or others, where sites are connected by kits."""
+        connection, environment = current_connection(), self.cluster_environment
+        if connection is not None and self._requirements is None:
+            count = max(connection.processes, getattr(environment, "started", 0))
+            connection.meet_processes(count, environment.main_port, self.options.timeout)
+
+    @property
+    def root_device(self) -> torch.device:
+        device: torch.device = self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+        return device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of Lightning's samplers: all of the data where they are dealt in training, a share otherwise."""
+        trainer = self._trainer
+        if self._deals and trainer is not None and trainer.training:
+            return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        environment = self.cluster_environment
+        if environment is not None and not dist.is_initialized():
+            choose_interface(environment.main_address, environment.main_port)
+        self._agree_on_processes()
+        self._run.enter_context(gloo_interface())  # Lightning builds process groups of its own during a run
+        super().setup_environment()
+        if self.world_size > 1:
+            before = self._transport
+            self._transport = self._open_transport()
+            if before is not None:
+                before.close()
+
+    def _open_transport(self) -> Transport:
+        """Open the transport for everything but gradients."""
+        return open_transport(
+            None,
+            Traffic(),
+            self.root_device,
+            self.options.timeout,
+            requirements=self._requirements,
+            for_trainer=True,
+        )
+
+    def setup(self, trainer: Any) -> None:
+        fits = trainer.state.fn == "fit"
+        self._elastic, self._fuses = None, False
+        transport = self._elastic_transport
+        if transport is not None and (fits or self._requirements is not None):
+            self._elastic = self._elastic_class(self, trainer, transport)
+            self._elastic.begin(self._run, fits)
+            if not fits:
+                self._set_up_evaluation(trainer, transport)
+                return
+        self._set_up_loop(trainer)
+        super().setup(trainer)
+        if not fits:
+            return
+        self._build()
+        if self._elastic is not None:
+            self._elastic.restore(self._run)
+
+    def _set_up_loop(self, trainer: Any) -> None:
+        """Have Lightning leave to this strategy the synchronization of batch normalisation and of SIGTERM."""
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True); torch's own works on GPUs only
+            if not hasattr(self.options, "sync_batchnorm"):
+                raise ValueError(f"{type(self).__name__} cannot normalise over sites: leave sync_batchnorm=True out")
+            self.options = dataclasses.replace(self.options, sync_batchnorm=True)
+            self._layer_sync = None
+        loop = trainer.fit_loop.epoch_loop
+        if self._transport is not None and hasattr(loop, _SIGTERM):
+            setattr(loop, _SIGTERM, self._share_sigterm)
+            self._run.callback(delattr, loop, _SIGTERM)
+
+    def _set_up_evaluation(self, trainer: Any, transport: Transport) -> None:
+        """Prepare an evaluation as ``DDPStrategy`` does, which waits for site 0."""
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        sameness.broadcast_model(self.model, transport)
+        self.setup_precision_plugin()
+
+    def configure_ddp(self) -> None:
+        """Wrap nothing; wait for all sites, since one that has failed by now builds no exchange."""
+        if self._transport is not None:
+            self._transport.gather_objects(None)
+
+    def _build(self) -> None:
+        """Build the exchange, with the optimizers of a fit."""
+
+    def _check_one_optimizer(self) -> None:
+        """Raise ValueError unless the module has automatic optimization and one optimizer."""
+        if not self.lightning_module.automatic_optimization or len(self.optimizers) != 1:
+            raise ValueError(
+                f"{type(self).__name__} needs automatic optimization and one optimizer; DADStrategy takes any module"
+            )
+
+    @property
+    def _joins(self) -> bool:
+        """Whether this site joins others in mid-training, up to the end of its first step."""
+        return self._elastic is not None and self._elastic.joins
+
+    def on_train_start(self) -> None:
+        if self._elastic is not None:
+            self._elastic.prepare_validation()
+        super().on_train_start()
+
+    def teardown(self) -> None:
+        try:
+            if self._exchange is not None:
+                self._exchange.detach(discard=True)  # after an error or a stop some gradients are left
+            self._steps = None
+            super().teardown()
+        finally:
+            self._run.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Post the exit reason to the other sites and close the connections, so that no site waits for this one."""
+        reason = describe(exception)
+        if self._transport is not None:
+            self._transport.sites.announce(reason)
+            self._transport.close()
+        if self._exchange is not None:
+            self._exchange.abort(reason)
+        super().on_exception(exception)
+
+    # Training
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self._trainer
+        if trainer is None or not trainer.training or self._transport is None:
+            return dataloader
+        return self._wrap_train_loader(dataloader, self._transport)
+
+    def _wrap_train_loader(self, dataloader: Any, transport: Transport) -> Any:
+        """Compare the lengths of all sites' training loaders, and wrap one that is shorter than others."""
+        if self._elastic is None:
+            own, steps = compare_lengths(dataloader, transport)
+            loader = dataloader if own == steps else UnevenLoader(dataloader, own, steps)
+        else:
+            own, steps = self._elastic.compare_lengths(dataloader)
+            loader = UnevenLoader(dataloader, own, steps, self._elastic.first_batch)
+        self._steps = None if own == steps else (own, steps)
+        return loader
+
+    @property
+    def _has_batch(self) -> bool:
+        """Whether this site takes part in the current step with a batch of its own."""
+        if self._steps is None or self._trainer is None:
+            return True
+        return takes_part(self._trainer.fit_loop.epoch_loop.batch_idx, *self._steps)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step; if it returns None, this site participates in the step without data."""
+        with self._samples_of((args, kwargs)):
+            output = super().training_step(*args, **kwargs)
+        automatic = self.lightning_module.automatic_optimization
+        self._skipped = output is None and automatic and self._transport is not None
+        if not self._skipped:
+            return output
+        if self._in_step_with_others and getattr(self.options, "sync_batchnorm", False):
+            raise RuntimeError(
+                "training_step returned None: with sync_batchnorm each site needs a loss in every step, since the "
+                "other sites wait for its statistics in backward"
+            )
+        return self._no_loss()
+
+    def _no_loss(self) -> Tensor:
+        """Return a loss for a step without data, since Lightning refuses None between processes."""
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    def _samples_of(self, batch: Any) -> AbstractContextManager[Any]:
+        self._weightless = not self._has_batch
+        samples = 0 if self._weightless else batch_size(batch)
+        return nullcontext() if self._exchange is None or samples is None else self._exchange.samples(samples)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward, and synchronize the gradients before any hook reads them."""
+        module = self.lightning_module
+        if self._weightless:  # a batch that this site has had before, so that it takes part in the others' steps
+            closure_loss = closure_loss * 0.0
+        self.pre_backward(closure_loss)
+        if not self._skipped:
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if self._exchange is not None and self._exchange.syncing:
+            self._synchronize()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _synchronize(self) -> None:
+        """Agree on the gradients, which do not accumulate; hold those that need not be formed, in a fused step."""
+        if self._stepping is None:
+            self._exchange.synchronize()
+        else:
+            self._exchange.hold(self._stepping)
+        if self._elastic is not None:
+            self._elastic.end_step()
+
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients accumulate and are not sent."""
+        return nullcontext() if self._exchange is None else self._exchange.no_sync()
+
+    def on_validation_start(self) -> None:
+        self._average_buffers()
+        super().on_validation_start()
+
+    def _average_buffers(self) -> None:
+        """Make what may differ between the sites' models equal, before an evaluation or a checkpoint."""
+
+    # Fused steps
+
+    def _reason_against_fusing(self) -> str:
+        """Return why a fit's gradients have to be formed before the optimizer's step; empty if they need not be."""
+        trainer, module = self._trainer, self.lightning_module
+        if not module.automatic_optimization:
+            return "manual optimization"
+        if self._elastic is not None:
+            return "sites may leave, by min_sites"
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            return "a GradScaler scales the loss"
+        if trainer.gradient_clip_val and "VALUE" in str(trainer.gradient_clip_algorithm).upper():
+            return "gradients are clipped by value"
+        for owner, names in [(module, _MODULE_HOOKS), *((callback, _HOOKS) for callback in trainer.callbacks)]:
+            for name in names:
+                if _overrides(owner, name):
+                    return f"{type(owner).__name__}.{name} may read the gradients"
+        return ""
+
+    def _fuse(self) -> None:
+        """Take fused steps in this fit, with a clipping by norm that includes gradients that are held."""
+        self._fuses = True
+        self._replace_clipping()
+
+    def _replace_clipping(self) -> None:
+        """Let `_clip_by_norm` clip the gradients in this run."""
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
+        self._run.callback(self.precision_plugin.__dict__.pop, "clip_grad_by_norm", None)
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        precision = self.precision_plugin
+        if self._exchange.holds:
+            self._exchange.clip_held(precision.main_params(optimizer), clip_val)
+        else:
+            type(precision).clip_grad_by_norm(precision, optimizer, clip_val)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step an optimizer; a fused step is ordinary for what is not held."""
+        if not self._fuses:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._stepping = optimizer
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = None
+        self._exchange.apply_held(optimizer)
+        return result
+
+    # Collectives, over all sites, or over those that are present where sites leave and return
+
+    @property
+    def _elastic_transport(self) -> Transport | None:
+        """The transport where sites may leave and return."""
+        return self._transport if self._transport is not None and self._transport.elastic else None
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the other sites are at different steps, so that this one cannot wait for them."""
+        return False
+
+    def _begin_collective(self, name: str) -> None:
+        """Raise RuntimeError where the other sites are at different steps, and would never answer."""
+        if self._alone:
+            raise RuntimeError(
+                f"{name} was called in training, where the sites are at different steps: call it between epochs, as in "
+                "on_train_epoch_end or in validation, or use DADStrategy"
+            )
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all sites; after an error return at once, since the other sites may have exited."""
+        self._begin_collective("barrier")
+        if self._interrupted:
+            return
+        if self._transport is not None:
+            self._transport.gather_objects(None)
+        else:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return one site's object on all sites; that of the first one where site 0 may have left."""
+        self._begin_collective("broadcast")
+        if self._elastic_transport is not None and not self._interrupted:
+            return elastic.broadcast(self._elastic_transport, obj, src)
+        if self._transport is None or self._interrupted:
+            return super().broadcast(obj, src) if self._transport is None else obj
+        items = [obj]
+        with self._naming_sites():
+            dist.broadcast_object_list(items, src, group=self._transport.group)
+        return items[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the sites that are present; where they are at different steps, return this site's."""
+        if self._alone:
+            return tensor
+        self._begin_collective("reduce")
+        if self._elastic_transport is not None and isinstance(tensor, Tensor):
+            return elastic.reduce(self._elastic_transport, tensor, reduce_op)
+        with self._naming_sites():
+            return super().reduce(tensor, self._own_group(group), reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all sites decide so, or any of them."""
+        self._begin_collective("reduce_boolean_decision")
+        if self._elastic_transport is None:
+            result: bool = super().reduce_boolean_decision(decision, all)
+            return result
+        votes = gather(self._elastic_transport, bool(decision))
+        return False not in votes if all else True in votes
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor from all sites, or from those that are present where some may have left."""
+        self._begin_collective("all_gather")
+        if self._elastic_transport is not None:
+            return elastic.all_gather(self._elastic_transport, tensor, sync_grads)
+        with self._naming_sites():
+            gathered: Tensor = super().all_gather(tensor, self._own_group(group), sync_grads)
+            return gathered
+
+    def _own_group(self, group: Any) -> Any:
+        """Replace the group of all processes by one that this site can leave after an error."""
+        everyone = group is None or group is dist.group.WORLD
+        return group if self._transport is None or not everyone else self._transport.group
+
+    def _share_sigterm(self) -> None:
+        """Stop all sites if the first has got SIGTERM, as Lightning does before each batch.
+
+        Lightning asks through the group of all processes, in which sites would wait for one that has failed. Where
+        sites may leave, or are at different steps, the one that has got the signal stops.
+        """
+        received = self._trainer.received_sigterm
+        if self._in_step_with_others and self._elastic_transport is None:
+            shared = torch.tensor([int(received)], device=self.root_device)
+            with self._naming_sites():
+                dist.broadcast(shared, 0, group=self._own_group(None))
+            received = bool(shared.item())
+            if received:
+                self.barrier()
+        if received:
+            raise sys.modules[type(self._trainer.fit_loop.epoch_loop).__module__].SIGTERMException()
+
+    @contextmanager
+    def _naming_sites(self) -> Iterator[None]:
+        """Convert connection errors in a context into errors that name the site."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._transport is None or not any(word in str(error) for word in ("onnection", "imed out")):
+                raise
+            raise self._transport.lost(error) from error
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._average_buffers()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, with the state of every site."""
+        self._add_states(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _add_states(self, checkpoint: dict[str, Any]) -> None:
+        if self._exchange is not None:
+            own = self._own_state()
+            checkpoint["dadplug"] = self._exchange.gather_objects(own) if self._in_fit else [own]
+
+    def _own_state(self) -> Any:
+        """Return what a checkpoint holds of this site."""
+        return self._exchange.state_dict()
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._states = checkpoint.get("dadplug")
+        return checkpoint
+
+    def _load_states(self) -> None:
+        """Restore this site's part of the states of a checkpoint, unless it joins others, whose state is newer."""
+        if self._states is not None and not self._joins:
+            self._exchange.load_states(self._states)
+        self._states = None
+
+    def _with_own_optimizer(self, checkpoint: Any) -> Any:
+        """Return a checkpoint with the optimizer's state of this site, if it holds one of each site."""
+        states, self._states = self._states, None
+        own = states[self.global_rank] if states is not None and self.global_rank < len(states) else None
+        if own is None or "optimizer" not in own:
+            return checkpoint
+        return dict(checkpoint) | {"optimizer_states": [own["optimizer"]]}
+
+
+def _overrides(owner: Any, name: str) -> bool:
+    """Return whether a hook is not that of Lightning's base class."""
+    if name in vars(owner):
+        return True
+    found = next((each for each in type(owner).__mro__ if name in vars(each)), None)
+    return found is not None and not (
+        found.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
+        and found.__name__ in ("Callback", "LightningModule", "ModelHooks")
+    )

@@ -1,0 +1,110 @@
+"""Scoped patches of trainers' libraries: metrics over the sites that are present, between which sites may leave."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ..exchange import Transport
+
+metrics_transport: ContextVar[Transport | None] = ContextVar("metrics_transport", default=None)
+"""Transport over which metrics are computed; None outside of a run."""
+_seen: ContextVar[dict[str, list[int]] | None] = ContextVar("seen", default=None)  # sites of a metric's first gather
+
+
+class SharedPatch:
+    """Replacement of an attribute of a module or class while at least one user has the patch open.
+
+    Args:
+        find_owner: function that returns the module or class; called when the patch is first opened.
+        name: name of the attribute.
+        replace: function from the original value to the new one.
+    """
+
+    def __init__(self, find_owner: Callable[[], Any], name: str, replace: Callable[[Any], Any]) -> None:
+        self._find_owner = find_owner
+        self._name = name
+        self._replace = replace
+        self._open = 0
+        self._lock = threading.Lock()
+        self._original: Any = None
+        self._replacement: Any = None
+
+    def open(self) -> None:
+        """Set the new value; each call must be followed by one of `close`."""
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                owner = self._find_owner()
+                self._original = getattr(owner, self._name)
+                self._replacement = self._replace(self._original)
+                setattr(owner, self._name, self._replacement)
+
+    def close(self, *exception: object) -> None:
+        """Restore the original when no user has the patch open any more."""
+        with self._lock:
+            self._open -= 1
+            owner = self._find_owner()
+            if not self._open and getattr(owner, self._name) is self._replacement:
+                setattr(owner, self._name, self._original)
+
+    __enter__ = open
+    __exit__ = close
+
+
+class _Lost(Exception):
+    """Loss or return of a site between the gathers of one metric; raised at all sites that are present."""
+
+
+def gather(transport: Transport, item: Any) -> list[Any]:
+    """Gather an object from each site that is present; within one metric always from the same sites."""
+    every = transport.gather_present(item)
+    seen = _seen.get()
+    if seen is not None and seen.setdefault("present", [*every]) != [*every]:
+        raise _Lost
+    return [*every.values()]
+
+
+def repeating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a metric's method that gathers several times, so that all its gathers hold the same sites."""
+
+    @functools.wraps(original)
+    def compute(metric: Any, *args: Any, **kwargs: Any) -> Any:
+        if metrics_transport.get() is None or _seen.get() is not None:
+            return original(metric, *args, **kwargs)
+        own = copy.deepcopy(getattr(metric, "statistics", None))  # which Catalyst's replace by sums over sites
+        while True:
+            token = _seen.set({})
+            try:
+                return original(metric, *args, **kwargs)
+            except _Lost:
+                if own is not None:
+                    metric.statistics = copy.deepcopy(own)
+            finally:
+                _seen.reset(token)
+
+    return compute
+
+
+@contextmanager
+def metrics_of_present_sites(transport: Transport, patches: Iterable[SharedPatch]) -> Iterator[None]:
+    """Compute metrics over the sites that are present, in a context.
+
+    Args:
+        transport: the transport.
+        patches: patches of the functions by which metrics gather, and of those that gather several times.
+    """
+    before = metrics_transport.get()
+    metrics_transport.set(transport)
+    try:
+        with ExitStack() as opened:
+            for patch in patches:
+                opened.enter_context(patch)
+            yield
+    finally:
+        metrics_transport.set(before)
