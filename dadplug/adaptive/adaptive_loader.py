@@ -41,7 +41,7 @@ _SAME = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
 
 
 class GradientSource(Protocol):
-    """Part of `dadplug.GradientReduction` that the choice of batches needs."""
+    """Part of `dadplug.GradientReduction` that the choice of batches and `dadplug.AdaScale` need."""
 
     traffic: Traffic
     options: Any

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from .noise import GradientNoise
+from .adaptive_loader import GradientSource
 
 _RULES: dict[type[Optimizer], str] = {SGD: "linear", Adam: "sqrt", AdamW: "sqrt", RMSprop: "sqrt"}
-
-
-class NoisyReduction(Protocol):
-    """Reduction of gradients that estimates their noise, such as `dadplug.GradientReduction`.
-
-    Attributes:
-        noise: the estimates.
-    """
-
-    @property
-    def noise(self) -> GradientNoise: ...
 
 
 class AdaScale:
@@ -65,7 +54,7 @@ class AdaScale:
     def __init__(
         self,
         optimizer: Optimizer,
-        reduction: NoisyReduction,
+        reduction: GradientSource,
         scheduler: Any = None,
         *,
         base_batch: int | None = None,
