@@ -147,7 +147,9 @@ def open_transport(
         if recognise(parent):
             return open_network(parent, traffic, device, timeout, requirements, for_trainer)
     if requirements is not None:
-        raise ValueError("min_sites needs a hub, which knows who is there: dadplug.connect(kit=...)")
+        raise ValueError(
+            "min_sites needs a hub, since only a hub tracks which sites are present: dadplug.connect(kit=...)"
+        )
     sites = introduce(parent, timeout)
     local = group is not None
     try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice

@@ -50,7 +50,7 @@ def remove_announcer(announcer: Announcer) -> None:
 
 
 def announce(reason: str, unless_announced: bool = False) -> None:
-    """Report this process's exit reason to all sites that it knows.
+    """Report this process's exit reason to all sites of its groups.
 
     Args:
         reason: the reason.
@@ -204,7 +204,7 @@ class ProcessSites(PeerNames):
         _tell(members, status_server().begin_session(member.token for member in members))
 
     def report(self, reason: str) -> None:
-        """Report a reason to all processes that this one knows, whether or not this one exits."""
+        """Report a reason to all processes of this one's groups, whether or not this one exits."""
         _report_to_all(reason)
 
     def found_lost(self) -> SiteError | None:
@@ -312,7 +312,7 @@ def _announce(reason: str, keep: bool) -> None:
 
 
 def _report_to_all(reason: str, lost: bytes = b"") -> None:
-    """Make a report to all sites that this process knows, and send it to all but a lost one."""
+    """Make a report to all sites of this process's groups, and send it to all but a lost one."""
     own = status_server().member.token
     members = {member.token: member for sites in list(_introduced) for member in sites.members if member.token != own}
     reports = status_server().make_reports(members, reason, lost)

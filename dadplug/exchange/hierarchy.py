@@ -120,7 +120,7 @@ class WorkerThreads:
             job.run_next()
             if job.steps:
                 self._put(job)
-            del job  # it holds the transport, which is collected when nobody uses it
+            del job  # it holds the transport, which is collected when it is not used any more
 
     def close(self, seconds: float) -> bool:
         """End the threads once they have run what has been submitted.
@@ -147,7 +147,7 @@ _CHECK_SECONDS = 0.5  # after which a waiting site reads the reports of the othe
 
 
 class NodeMessages(Transport):
-    """Part of a transport that knows which processes share a node: messages by rank and tag, and waits for them.
+    """Part of a transport with several processes on a node: messages by rank and tag, and waits for them.
 
     Attributes:
         nodes: the processes of each node.
@@ -402,7 +402,7 @@ class NodeGather:
 
 
 class HierarchicalTransport(GroupTransport, NodeMessages):
-    """Transport that knows which processes share a node.
+    """Transport for nodes with several processes each.
 
     Args:
         group: the process group, of backend gloo; its processes are the sites.

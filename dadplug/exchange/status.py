@@ -140,7 +140,7 @@ class Status(NamedTuple):
 class Silence(Enum):
     """Reasons for a request without an answer."""
 
-    REFUSED = "nobody listens there any more"
+    REFUSED = "the port is closed"
     UNANSWERED = "nothing came in time"
 
 

@@ -240,7 +240,7 @@ class Transport(ABC):
         return self.gather(sizes, dtype)
 
     def end_step(self) -> None:  # noqa: B027  (most networks need not know)
-        """Take note that a training step's exchanges are over at this site."""
+        """End a training step, whose exchanges are over at this site."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> PendingSum:
@@ -284,7 +284,7 @@ class Transport(ABC):
         return self.gather(sizes, dtype)
 
     def begin_plan(self) -> None:  # noqa: B027  (most number nothing)
-        """Take note that the gathers of a new plan follow; all sites call it together, in the middle of no exchange."""
+        """Begin a plan, whose gathers follow; all sites call it together, with no exchange in progress."""
 
     def receive_state(self, most: int) -> Any:
         """Return what `donate` has returned at another site, where this site joins in mid-training; else None.

@@ -110,7 +110,7 @@ def unwatch() -> None:
     """End what `watch` began; the last call restores the scaler's method."""
     global _watchers, _scale
     _watchers -= 1
-    if not _watchers and getattr(GradScaler.scale, "__wrapped__", None) is _scale:  # nobody has wrapped it since
+    if not _watchers and getattr(GradScaler.scale, "__wrapped__", None) is _scale:  # it has not been wrapped since
         GradScaler.scale, _scale = _scale, None  # type: ignore[method-assign, assignment]
 
 
