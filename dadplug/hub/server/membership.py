@@ -294,68 +294,6 @@ class StepTimes:
         return max(since_start, self.first_end + max(_JITTER, (patience - 1) * median))
 
 
-class Joining:
-    """Part of the membership that makes sites participants of the open step.
-
-    Args:
-        sites: the sites.
-        history: the closed steps.
-        actions: list that actions are appended to.
-    """
-
-    def __init__(self, sites: Sites, history: History, actions: list[Action]) -> None:
-        self._sites, self._history, self._actions = sites, history, actions
-
-    def accept(self, slot: int) -> None:
-        """Accept a site that dials in during training, and have the frames replayed that it lacks."""
-        site = self._sites[slot]
-        position = self._history.continued(site.position)
-        site.needs_state = position is None
-        self._actions.append(Accept(slot, self._history.position, site.needs_state, site.session))
-        if position is not None:
-            site.position = position
-            self._actions.append(Replay(slot, position.step + 1))
-
-    def start(self, now: float) -> None:
-        """Start training from the highest position of the connected sites."""
-        connected = self._sites.connected()
-        winner = self._history.start([self._sites[slot].position for slot in connected])
-        holders = [slot for slot in connected if self._sites[slot].position == winner]
-        self._actions.append(Start(Position(self._history.life, winner.step), tuple(holders)))
-        for slot in connected:
-            self._sites[slot].needs_state, self._sites[slot].donor = slot not in holders, None
-            self._join(slot, now)
-            self._actions.append(Replay(slot, self._history.open_step))
-
-    def admit(self, slots: Sequence[int], now: float) -> None:
-        """Make waiting sites participants of the open step."""
-        for slot in slots:
-            self._join(slot, now)
-            if self._sites[slot].needs_state:
-                self._actions.append(Replay(slot, self._history.open_step))
-
-    def _join(self, slot: int, now: float) -> None:
-        site = self._sites[slot]
-        site.phase = Phase.JOINING if site.needs_state else Phase.MEMBER
-        site.ended, site.progressed = self._history.step, now
-        site.awaited = True
-        self._actions.append(Join(slot, self._history.open_step, site.session))
-
-    def assign_donors(self, now: float) -> None:
-        """Ask a member for its state for each joiner without a donor, the one that was asked least often.
-
-        A member that is behind does not hold the last closed step yet.
-        """
-        members = self._sites.up_to(self._history.step)
-        for slot in self._sites.in_phase(Phase.JOINING) if members else ():
-            joiner = self._sites[slot]
-            if joiner.donor is None:
-                joiner.donor = min(members, key=lambda member: self._sites[member].donations)
-                joiner.progressed = now
-                self._sites[joiner.donor].donations += 1
-                self._actions.append(SendState(joiner.donor, slot, self._history.step))
-
-
 class Membership:
     """State machine of the hub's members.
 
@@ -386,7 +324,6 @@ class Membership:
         self.round = Round.FIRST
         self._pause: Pause | None = None
         self._actions: list[Action] = []
-        self._joining = Joining(self._sites, self._history, self._actions)
 
     def replace_rules(self, rules: Rules) -> None:
         """Replace the rules, or raise ValueError if they do not fit the roster."""
@@ -457,7 +394,7 @@ class Membership:
         site.heard = site.progressed = now
         site.session += 1
         if self.started:
-            self._joining.accept(slot)
+            self._accept(slot)
         else:
             self._actions.append(Accept(slot, None, False, site.session))
         return self._advance(now)
@@ -592,9 +529,9 @@ class Membership:
         if self.started:
             self._restart_if_lost(now)
             self._admit_if_paused(now)
-            self._joining.assign_donors(now)
+            self._assign_donors(now)
             if self._try_close(now):
-                self._joining.assign_donors(now)
+                self._assign_donors(now)
         self._announce_pause()
         actions = list(self._actions)
         self._actions.clear()
@@ -606,6 +543,16 @@ class Membership:
         if len(connected) == len(self._sites) or (not in_time and self._enough(connected)):
             self._start(now)
 
+    def _accept(self, slot: int) -> None:
+        """Accept a site that dials in during training, and have the frames replayed that it lacks."""
+        site = self._sites[slot]
+        position = self._history.continued(site.position)
+        site.needs_state = position is None
+        self._actions.append(Accept(slot, self._history.position, site.needs_state, site.session))
+        if position is not None:
+            site.position = position
+            self._actions.append(Replay(slot, position.step + 1))
+
     def _restart_if_lost(self, now: float) -> None:
         """Start again from an older step, if all sites are here and none has the last closed one."""
         needy = [site for site in self._sites if site.phase is not Phase.ABSENT and site.needs_state]
@@ -614,7 +561,15 @@ class Membership:
             self._start(now)
 
     def _start(self, now: float) -> None:
-        self._joining.start(now)
+        """Start training from the highest position of the connected sites."""
+        connected = self._sites.connected()
+        winner = self._history.start([self._sites[slot].position for slot in connected])
+        holders = [slot for slot in connected if self._sites[slot].position == winner]
+        self._actions.append(Start(Position(self._history.life, winner.step), tuple(holders)))
+        for slot in connected:
+            self._sites[slot].needs_state, self._sites[slot].donor = slot not in holders, None
+            self._join(slot, now)
+            self._actions.append(Replay(slot, self._history.open_step))
         self.started = True
         self._times.begin(now)
         self._times.regular = True
@@ -628,9 +583,33 @@ class Membership:
         self._redo(self.participants)
 
     def _admit(self, slots: Sequence[int], now: float) -> None:
-        self._joining.admit(slots, now)
-        if slots:
+        """Make waiting sites participants of the open step."""
+        for slot in slots:
             self._times.regular = False
+            self._join(slot, now)
+            if self._sites[slot].needs_state:
+                self._actions.append(Replay(slot, self._history.open_step))
+
+    def _join(self, slot: int, now: float) -> None:
+        site = self._sites[slot]
+        site.phase = Phase.JOINING if site.needs_state else Phase.MEMBER
+        site.ended, site.progressed = self._history.step, now
+        site.awaited = True
+        self._actions.append(Join(slot, self._history.open_step, site.session))
+
+    def _assign_donors(self, now: float) -> None:
+        """Ask a member for its state for each joiner without a donor, the one that was asked least often.
+
+        A member that is behind does not hold the last closed step yet.
+        """
+        members = self._sites.up_to(self._history.step)
+        for slot in self._sites.in_phase(Phase.JOINING) if members else ():
+            joiner = self._sites[slot]
+            if joiner.donor is None:
+                joiner.donor = min(members, key=lambda member: self._sites[member].donations)
+                joiner.progressed = now
+                self._sites[joiner.donor].donations += 1
+                self._actions.append(SendState(joiner.donor, slot, self._history.step))
 
     def _try_close(self, now: float) -> bool:
         """Close the open step if its contributors are known."""
