@@ -371,7 +371,7 @@ class _Line:
         self.answer(Request.DOWN, size)
 
     def close(self) -> None:
-        """Take leave of the hub."""
+        """Tell the hub that the check has ended."""
         with contextlib.suppress(OSError):
             self._connection.sendall(pack_control(Leave(""), self._slot))
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dadplug
-from dadplug.hub.site.rounds import Rounds
+from dadplug.hub.site.rounds import RoundClient
 
 BATCH = 8
 
@@ -131,7 +131,7 @@ class Record(Callback):
 
 def die_in_round(case: Case, record: Record) -> None:
     """Kill this process in a round of the second epoch."""
-    original, count = Rounds.end, iter(range(1 << 30))
+    original, count = RoundClient.end, iter(range(1 << 30))
 
     def end(self, timeout, answer, *kind):
         here = len(record.epochs) == 2 and (answer is not None) == (case.where == "train")
@@ -143,7 +143,7 @@ def die_in_round(case: Case, record: Record) -> None:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Rounds.end = end
+    RoundClient.end = end
 
 
 def run(case: Case) -> None:

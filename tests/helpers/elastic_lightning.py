@@ -24,7 +24,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import dadplug
-from dadplug.hub.site.rounds import Rounds
+from dadplug.hub.site.rounds import RoundClient
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Record(pl.Callback):
 
 def die_in_round(case: Case, record: Record) -> None:
     """Kill this process in a round of the second validation."""
-    original, count = Rounds.end, iter(range(1 << 30))
+    original, count = RoundClient.end, iter(range(1 << 30))
 
     def end(self, timeout, answer, *kind):
         if record.validations == 2 and answer is None and next(count) == case.leave:
@@ -157,7 +157,7 @@ def die_in_round(case: Case, record: Record) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, timeout, answer, *kind)
 
-    Rounds.end = end
+    RoundClient.end = end
 
 
 def run(case: Case) -> None:

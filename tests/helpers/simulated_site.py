@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 
 from dadplug.hub.wire import messages as actions
-from dadplug.hub.wire.messages import FRESH, Position, Round
+from dadplug.hub.wire.messages import FRESH, Position, RoundKind
 
 
-def kind_of(step: int) -> Round:
+def kind_of(step: int) -> RoundKind:
     """Return the kind of a step, the same at all sites: training steps of one or two rounds, and collectives."""
-    return (Round.FIRST, Round.FIRST, Round.FURTHER, Round.COLLECTIVE, Round.FIRST)[step % 5]
+    return (RoundKind.FIRST, RoundKind.FIRST, RoundKind.FURTHER, RoundKind.COLLECTIVE, RoundKind.FIRST)[step % 5]
 
 
 class SimulatedSite:
@@ -113,7 +113,7 @@ class SimulatedSite:
             step = self.position.step + 1
             if step not in self.closed:
                 self.frames.setdefault(step, {})[self.slot] = serial
-            kind = kind_of(step) if self.elastic else Round.FIRST
-            self.up += [("frame", step, serial), ("end", step, kind, self.idles and kind is Round.FIRST)]
+            kind = kind_of(step) if self.elastic else RoundKind.FIRST
+            self.up += [("frame", step, serial), ("end", step, kind, self.idles and kind is RoundKind.FIRST)]
             self.has_ended = True
             self.apply()

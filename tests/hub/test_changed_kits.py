@@ -156,8 +156,8 @@ def test_a_site_with_an_older_roster_is_told_the_remedy(project):
     project.copy("roster.json")
     project.await_line("the roster has new sites: c")
     a = project.dial("a")
-    assert a.action(Pause).reason == "1 of 2 sites are here: waiting for b"
+    assert a.action(Pause).reason == "waiting for b"
     c = project.dial("c")
     assert "the project has new sites, c: copy the newest roster.json into this site's kit" in a.action(Drop).reason
-    assert c.action(Pause).reason == "1 of 3 sites are here: waiting for a, b"
+    assert c.action(Pause).reason == "waiting for a, b"
     assert "lacks c: copy the newest roster.json into this site's kit" in project.dial("b").answer.reason

@@ -177,10 +177,10 @@ def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
         run.start("a")
         run.start("b", leave=3)
         assert run.processes["b"].wait(ENDED) == -9
-        hub.await_line("paused: 2 sites are needed and 1 is here: waiting for b", ENDED)
+        hub.await_line("paused: 2 sites are needed and 1 is connected: waiting for b", ENDED)
         assert max(run.lines("a")) == 2
         run.start("b")
-        assert "training pauses: 2 sites are needed and 1 is here: waiting for b" in run.end("a")
+        assert "training pauses: 2 sites are needed and 1 is connected: waiting for b" in run.end("a")
         run.end("b")
         assert max(run.lines("b")) == 11
 

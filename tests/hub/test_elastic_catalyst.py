@@ -115,7 +115,7 @@ def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path, names, lost,
         }
         end(processes[lost], -9)
         if needed == len(names):
-            hub.await_line(f"paused: 2 sites are needed and 1 is here: waiting for {lost}", ENDED)
+            hub.await_line(f"paused: 2 sites are needed and 1 is connected: waiting for {lost}", ENDED)
         before = len(lines(tmp_path, lost))
         processes[lost] = start(tmp_path, hub, lost, bar=True, **fields)
         until(lambda: len(lines(tmp_path, lost)) > before + 10 or processes[lost].poll(), timeout=ENDED)

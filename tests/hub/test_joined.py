@@ -33,7 +33,7 @@ from dadplug.hub.wire.messages import (
     Joined,
     Position,
     Refuse,
-    Round,
+    RoundKind,
     Rules,
     SendState,
     Welcome,
@@ -535,11 +535,11 @@ def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tm
             site.leave("it is away")
             assert a.action(Drop).slot == site.slot
         b, c = TestSite(hub.kit("b"), hub.address), TestSite(hub.kit("c"), hub.address)
-        a.send(Kind.END, exchange=Round.FIRST)
+        a.send(Kind.END, exchange=RoundKind.FIRST)
         assert a.action(Close).contributors == (0,)
         b.control(requirements)
         until(lambda: hub.hub.relay.sessions["training", 1].ready)
-        a.send(Kind.END, step=2, exchange=Round.FIRST)
+        a.send(Kind.END, step=2, exchange=RoundKind.FIRST)
         last = Position(hub.hub.relay.membership.life, 1)
         assert [b.action(Accept).position, b.action(Accept).position] == [None, last]
         assert b.action(Drop).slot == 2  # it has been away for longer
@@ -552,7 +552,7 @@ def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tm
         assert {a.action(SendState).joiner, a.action(SendState).joiner} == {1, 2}
         for site in (b, c):
             site.control(Joined(last))
-            site.send(Kind.END, step=2, exchange=Round.FIRST)
+            site.send(Kind.END, step=2, exchange=RoundKind.FIRST)
         assert c.action(Close).contributors == (0, 1, 2)
 
 

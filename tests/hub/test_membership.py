@@ -18,7 +18,7 @@ from dadplug.hub.wire.messages import (
     Refuse,
     Replay,
     Resume,
-    Round,
+    RoundKind,
     Rules,
     SendState,
     Start,
@@ -53,7 +53,7 @@ def test_rules_have_to_fit_the_roster():
 def test_training_starts_once_all_sites_are_here():
     membership = hub(2, start=False)
     first = dial(membership, 1)
-    assert first == [Accept(1, None, False, 1), Pause((0,), "1 of 2 sites are here: waiting for a")]
+    assert first == [Accept(1, None, False, 1), Pause((0,), "waiting for a")]
     second = dial(membership, 0)
     assert kinds(second, Start) == [Start(Position(LIFE, 0), (0, 1))]
     assert kinds(second, Join) == [Join(0, 1, 1), Join(1, 1, 1)]
@@ -324,11 +324,11 @@ def test_a_waiting_site_can_be_admitted_to_the_open_step():
 def test_what_has_begun_is_ended_by_fewer_sites_than_are_needed_to_begin():
     membership = hub(2, min_sites=2)
     close_steps(membership, 1)
-    membership.round = Round.FURTHER
+    membership.round = RoundKind.FURTHER
     membership.end(0, 2, 0.0)
     actions = membership.close(1, "gone", 0.0)
     assert [each.contributors for each in kinds(actions, Close)] == [(0,)]
-    assert membership.round is Round.FIRST
+    assert membership.round is RoundKind.FIRST
     membership.end(0, 3, 0.0)
     assert membership.open_step == 3
 

@@ -24,7 +24,7 @@ from simulated_site import SimulatedSite, kind_of
 from dadplug.hub.server.elastic_run import orphans
 from dadplug.hub.server.membership import Membership, Phase
 from dadplug.hub.wire import messages as actions
-from dadplug.hub.wire.messages import FRESH, Position, Round, Rules
+from dadplug.hub.wire.messages import FRESH, Position, RoundKind, Rules
 
 HISTORIES = int(os.environ.get("DADPLUG_HISTORIES", "250"))
 SITE_TIMEOUT, PROGRESS_TIMEOUT = 5.0, 20.0
@@ -120,7 +120,7 @@ class Histories(RuleBasedStateMachine):
     def do_join(self, action):
         assert action.step == self.opened
         if self.elastic and not self.starting:
-            assert kind_of(action.step) is Round.FIRST, "a site joins in the middle of a training step"
+            assert kind_of(action.step) is RoundKind.FIRST, "a site joins in the middle of a training step"
         self.ended.pop(action.slot, None)
         self.announce(action)
         if action.slot not in self.subscribed:
@@ -149,7 +149,7 @@ class Histories(RuleBasedStateMachine):
     def do_skip(self, action):
         assert self.rules_.late == "skip"
         assert action.slot not in self.ended
-        assert self.kind is not Round.COLLECTIVE
+        assert self.kind is not RoundKind.COLLECTIVE
         self.announce(action)
 
     def do_redo(self, action):
@@ -160,7 +160,7 @@ class Histories(RuleBasedStateMachine):
     def do_close(self, action):
         position = Position(self.hub.life, action.step)
         assert position not in self.closed, "a step has two sets of contributors"
-        assert self.kind is not Round.FIRST or len(action.contributors) >= self.rules_.min_sites
+        assert self.kind is not RoundKind.FIRST or len(action.contributors) >= self.rules_.min_sites
         assert set(action.contributors) == set(self.ended), "the contributors are not those that have ended the step"
         assert action.step == self.opened
         self.closed[position] = action.contributors
@@ -187,8 +187,8 @@ class Histories(RuleBasedStateMachine):
         self.ended = dict.fromkeys(self.ended, self.now)  # pauses do not count
 
     @property
-    def kind(self) -> Round:
-        return kind_of(self.opened) if self.elastic else Round.FIRST
+    def kind(self) -> RoundKind:
+        return kind_of(self.opened) if self.elastic else RoundKind.FIRST
 
     # What happens.
 
@@ -259,7 +259,7 @@ class Histories(RuleBasedStateMachine):
             assert kind is self.kind
             if self.elastic:
                 self.hub.round = kind
-                self.admits = kind is Round.FIRST
+                self.admits = kind is RoundKind.FIRST
             if self.admits:
                 self.admit_waiting()
             self.ended[site.slot] = self.now

@@ -5,7 +5,7 @@ from __future__ import annotations
 from membership_hub import LIFE, close_steps, dial, hub, joining, kinds, pinging
 
 from dadplug.hub.server.membership import Phase
-from dadplug.hub.wire.messages import FRESH, Close, Drop, Position, Redo, Round, SendState, Skip
+from dadplug.hub.wire.messages import FRESH, Close, Drop, Position, Redo, RoundKind, SendState, Skip
 
 
 def test_a_silent_site_is_dropped_after_the_site_timeout():
@@ -123,7 +123,7 @@ def test_nobody_is_late_where_all_are():
 
 
 def test_only_the_first_round_of_a_step_can_be_missed():
-    for kind in (Round.COLLECTIVE, Round.FURTHER):
+    for kind in (RoundKind.COLLECTIVE, RoundKind.FURTHER):
         membership = hub(3, late="skip", progress_timeout=100.0)
         now = close_steps(membership, 10, seconds=1.0)
         for slot in (0, 1):
@@ -137,11 +137,11 @@ def test_a_further_round_goes_on_without_a_site_that_has_missed_the_first_one():
     membership, _ = late()
     membership.tick(13.0)
     for slot in (0, 1):
-        membership.round = Round.FURTHER
+        membership.round = RoundKind.FURTHER
         actions = membership.end(slot, 12, 13.1)
     assert kinds(actions, Skip, Close) == [Skip(2, 12), Close(12, (0, 1), 1)]
     for slot in (0, 1):
-        membership.round = Round.COLLECTIVE
+        membership.round = RoundKind.COLLECTIVE
         actions = membership.end(slot, 13, 13.2)
     assert kinds(pinging(membership, 60.0, [0, 1, 2]), Close) == []
     for step in (11, 12, 13):

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from dadplug.errors import SiteError
-from dadplug.hub.site.rounds import Rounds
+from dadplug.hub.site.rounds import RoundClient
 from dadplug.model_sync.sameness import largest_state
 
 
-def rounds_of(announced: int) -> Rounds:
-    rounds = object.__new__(Rounds)
+def rounds_of(announced: int) -> RoundClient:
+    rounds = object.__new__(RoundClient)
     rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}")
     rounds._donor = 3
     rounds._wait_until = lambda *given: None

@@ -159,7 +159,7 @@ def test_many_unknown_connections_do_not_disturb_members(serve):
         thread.join()
         for connection in crowd:
             connection.close()
-        until(lambda: hub.hub.reception.refused >= 300 and not hub.hub.reception._pending)
+        until(lambda: hub.hub.acceptor.refused >= 300 and not hub.hub.acceptor._pending)
         assert hub.hub.relay.membership.step == step
         assert sum("refused" in line for line in hub.log) <= 15
 
@@ -168,10 +168,10 @@ def test_a_site_gets_in_though_all_places_are_taken(kits, serve, monkeypatch):
     monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 60.0)
     with serve() as hub:
         silent = [socket.create_connection(hub.address, TIMEOUT) for _ in range(reception.MAX_PENDING)]
-        until(lambda: len(hub.hub.reception._pending) == reception.MAX_PENDING)
+        until(lambda: len(hub.hub.acceptor._pending) == reception.MAX_PENDING)
         a, b = together(hub)
         assert a.answer.min_sites == b.answer.min_sites == 2
-        assert len(hub.hub.reception._pending) <= reception.MAX_PENDING
+        assert len(hub.hub.acceptor._pending) <= reception.MAX_PENDING
         for connection in silent:
             connection.close()
 

@@ -32,7 +32,7 @@ def test_the_status_tells_sites_steps_and_for_whom_training_waits(tmp_path):
         a = TestSite(hub.kit("a"), hub.address)
         found = snapshot(hub.hub, Meter(2))
         assert [site["state"] for site in found["sites"]] == ["waiting", "absent"]
-        assert found["waiting"] == "1 of 2 sites are here: waiting for b"
+        assert found["waiting"] == "waiting for b"
         assert not found["started"]
         b = TestSite(hub.kit("b"), hub.address)
         for site in (a, b):

@@ -77,7 +77,7 @@ def test_a_trainer_goes_on_after_each_interruption(tmp_path, trainer):
     sites.hub.kill()
     sites.hub.wait(ENDED)
     sites.start_hub()
-    sites.await_line("the run of before the restart goes on")
+    sites.await_line("the run that began before the restart goes on")
     sites.await_step("a", max(sites.lines("a")) + KNOWN)
     (tmp_path / "hold").touch()
     sites.await_line("b is late: training goes on without it")

@@ -7,7 +7,7 @@ The hub carries the messages, and is trusted with nothing: it may alter, exchang
    slot, dates, revocation) and the signature.
 2. **Share**: a secret contribution, encrypted for each of the others by a key of the pair, and a signature that covers
    the digest of all offers: sites that were shown different offers find out here, as they do if an offer of an earlier
-   run was repeated, whose private key nobody has any more.
+   run was repeated, whose private key does not exist any more.
 3. **Confirmation**: a code over the digest of all offers and shares, by a key derived from all contributions.
 
 The group's secret is derived from the contributions of all sites, the pairs' from their X25519 keys; both are bound to

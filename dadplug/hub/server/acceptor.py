@@ -1,4 +1,4 @@
-"""Reception of the hub: listens, carries out handshakes, and closes connections that end."""
+"""Acceptor of the hub: listens, carries out handshakes, and closes connections that end. Nothing here blocks."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ _A_TURN = 4  # connections that are accepted, and that get on, in a turn of the 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
-class Reception:
+class Acceptor:
     """Connections that do not belong to a session.
 
     Args:
@@ -346,7 +346,7 @@ class Reception:
         self._selector.register(closing, _READ, closing)
 
     def end_closing(self, closing: ClosingConnection) -> None:
-        """Close a connection that has been seen off."""
+        """Close a connection whose last bytes have been sent."""
         self._selector.unregister(closing)
         self._closing.remove(closing)
         closing.close()

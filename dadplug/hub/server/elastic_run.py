@@ -45,7 +45,7 @@ from ..wire.messages import (
     Position,
     Repeat,
     Report,
-    Round,
+    RoundKind,
     Rules,
     Skip,
     pack_control,
@@ -88,7 +88,7 @@ class MissedSteps:
         self.counts += [0] * (len(names) - len(self._names))
         self._names = names
 
-    def take(self, action: Action, kind: Round, nbytes: int) -> None:
+    def take(self, action: Action, kind: RoundKind, nbytes: int) -> None:
         """Take an action of the membership.
 
         Args:
@@ -98,11 +98,11 @@ class MissedSteps:
         """
         if isinstance(action, Skip):
             self._backlog[action.slot] = self._backlog.get(action.slot, 0) + nbytes
-            if kind is Round.FIRST:
+            if kind is RoundKind.FIRST:
                 self._skip(action.slot)
         elif isinstance(action, Drop):
             self._end(action.slot, "has left")
-        elif isinstance(action, Close) and kind is Round.FIRST:
+        elif isinstance(action, Close) and kind is RoundKind.FIRST:
             for slot in action.contributors:
                 self._end(slot, "takes part again")
             self._step += 1
@@ -195,7 +195,7 @@ class ElasticRun:
         self.round = OpenRound()
         self.missed = missed
         self.joined: dict[int, Join] = {}
-        self._kind = Round.COLLECTIVE  # of the open round, once a site has ended it
+        self._kind = RoundKind.COLLECTIVE  # of the open round, once a site has ended it
         self._required: Requirements | None = None
 
     @property
@@ -206,7 +206,7 @@ class ElasticRun:
     @property
     def admits(self) -> bool:
         """Whether sites may join in the open round."""
-        return self._kind is Round.FIRST
+        return self._kind is RoundKind.FIRST
 
     def require(self, requirements: Requirements, membership: Membership) -> None:
         """Take what the sites require.
@@ -248,7 +248,7 @@ class ElasticRun:
         return late + [(slot, "no site is left that holds the state of the training") for slot in orphans(membership)]
 
     def begin_ending(self, head: Head, membership: Membership) -> bool:
-        """Take note of what the first site that ends the open round says of it.
+        """Record the kind of the open round, which the first site that ends it gives.
 
         Args:
             head: head of the site's END.
@@ -262,7 +262,7 @@ class ElasticRun:
         """
         if self.elastic and head.step == membership.open_step:
             try:
-                membership.round = self._kind = Round(head.exchange & ~IDLE)
+                membership.round = self._kind = RoundKind(head.exchange & ~IDLE)
             except ValueError as error:
                 raise FrameError(f"it ends a round of an unknown kind, number {head.exchange}") from error
         return bool(head.exchange & IDLE)
@@ -298,7 +298,7 @@ class ElasticRun:
         """Begin a round."""
         self.round.clear()
         self.joined.clear()
-        self._kind = Round.COLLECTIVE
+        self._kind = RoundKind.COLLECTIVE
 
     def resize(self, names: Sequence[str], before: int) -> None:
         """Begin a run of other sites than before.
@@ -384,7 +384,7 @@ class Recovery:
     def begin(self, now: float) -> None:
         """Begin, since a site has dialled in that takes part in a run."""
         self.active, self._since = True, now
-        self._host.journal.write("a run of before the restart goes on once its sites are here")
+        self._host.journal.write("a run that began before the restart goes on once its sites are connected")
         for session in self._live():
             session.waits = True
 
@@ -408,7 +408,7 @@ class Recovery:
     def take(self, session: Session, head: Head, frame: PackedFrame, now: float) -> None:
         """Take a frame of the last closed round, and pass it on to the sites that wait for its end."""
         if session not in self._sending:
-            return  # nobody waits for it any more
+            return  # no site waits for it any more
         if head.kind is Kind.END:
             self._sending.discard(session)
             self.advance(now)
@@ -564,14 +564,14 @@ class Recovery:
         self._host.go_on(winner.position, requirements, slots, now)
         names = ", ".join(each.name for each in members)
         self._host.journal.write(
-            f"the run of before the restart goes on after step {winner.position.step} with {names}"
+            f"the run that began before the restart goes on after step {winner.position.step} with {names}"
         )
         for session in others:
             self._host.tell_to_wait(session)
 
     def _give_up(self, reason: str, now: float) -> None:
         self._end()
-        self._host.journal.write(f"the run of before the restart ends: {reason}")
+        self._host.journal.write(f"the run that began before the restart ends: {reason}")
         for session in self._live():
             if session.recovers:
                 self._host.drop(session, f"the hub has been restarted, and {reason}", now)

@@ -28,7 +28,7 @@ from ..pki.project import HUB
 from ..secure import tls
 from ..secure.secure_socket import dial_back
 from ..wire.messages import Refuse, Rules, pack_control
-from .acceptor import Arrival, ClosingConnection, PendingConnection, Reception
+from .acceptor import Acceptor, Arrival, ClosingConnection, PendingConnection
 from .journal import Journal
 from .relay import GRACE, Relay
 from .session import Session
@@ -60,7 +60,7 @@ class Hub:
         journal: log of who comes and goes.
         address: host and port that it listens at.
         relay: sessions of the sites, and the membership.
-        reception: connections that do not belong to a session.
+        acceptor: connections that do not belong to a session.
         kit_problems: why parts of the changed kit are not used.
 
     Raises:
@@ -89,8 +89,8 @@ class Hub:
         self.relay = Relay(kit.roster.sites, rules, life, time.monotonic(), self.journal, grace)
         self._selector = selectors.DefaultSelector()
         self._streams = self.relay.streams = HubStreams(self._selector, service)
-        self.reception = Reception(kit, listen, self._selector, self.journal, self._greet)
-        self.address = self.reception.address
+        self.acceptor = Acceptor(kit, listen, self._selector, self.journal, self._greet)
+        self.address = self.acceptor.address
         self._watch = KitWatch(kit)
         self._report = report
         self._encrypt_local = encrypt_local
@@ -112,9 +112,9 @@ class Hub:
             while self._stopped is None:
                 self._turn()
             self.relay.close(f"the hub ends: {self._stopped}")
-            self.reception.stop_listening()
+            self.acceptor.stop_listening()
             until = time.monotonic() + _LEAVE_SECONDS
-            while (self.relay.leaving or self._leaving or self.reception.busy) and time.monotonic() < until:
+            while (self.relay.leaving or self._leaving or self.acceptor.busy) and time.monotonic() < until:
                 self._turn()
             self.journal.write(f"the hub ends: {self._stopped}")
             self._report(self)
@@ -151,8 +151,8 @@ class Hub:
                 pending.append(key.data)
             elif isinstance(key.data, ClosingConnection):
                 if key.data.drain():
-                    self.reception.end_closing(key.data)
-            elif key.data is self.reception:
+                    self.acceptor.end_closing(key.data)
+            elif key.data is self.acceptor:
                 accepts = True
             else:
                 self._wake.recv(64)
@@ -161,7 +161,7 @@ class Hub:
         self._streams.serve(streams, lambda session, error: self.relay.fail(session, error, now))
         self._send(now)
         if pending or accepts:
-            self.reception.serve(pending, accepts, now)
+            self.acceptor.serve(pending, accepts, now)
         if now >= self._next_tick:
             self._tick(now)
             self._tick_seconds = _SHORT_TICK if self.relay.awaits else _TICK
@@ -219,7 +219,7 @@ class Hub:
         self.relay.update_full()
 
     def _lose(self, session: Session, reason: str, now: float) -> None:
-        """Take note that a connection is lost; the site may dial again."""
+        """Record that a connection is lost; the site may dial again."""
         self._forget(session)
         self._next_tick = 0.0  # others may wait for it
         stream = session.detach(reason, now)
@@ -240,7 +240,7 @@ class Hub:
         del self._leaving[session]
         stream = session.detach("", now)
         if stream is not None:
-            self.reception.close_gracefully(socket.socket(fileno=stream.connection.detach()), now)
+            self.acceptor.close_gracefully(socket.socket(fileno=stream.connection.detach()), now)
 
     def _update_masks(self) -> None:
         """Register what each connection waits for."""
@@ -274,7 +274,7 @@ class Hub:
                 if (session.channel, session.name) == (arrival.hello.channel, arrival.name):
                     self.relay.fail(session, error, now)
             if pending.fileno() >= 0 and not any(each.stream is arrival.stream for each in self._masks):
-                self.reception.close_gracefully(pending.detach(), now)
+                self.acceptor.close_gracefully(pending.detach(), now)
 
     def _attach(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
         session: Session | None = None
@@ -284,10 +284,10 @@ class Hub:
             session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
         if session is None or isinstance(answer, Refuse):
             assert isinstance(answer, Refuse)
-            self.reception.refused += 1
+            self.acceptor.refused += 1
             self.journal.refuse(pending.address, f"{arrival.name}: {answer.reason}", now)
             pending.refuse(pack_control(answer, 0))
-            self.reception.close_gracefully(pending.detach(), now)
+            self.acceptor.close_gracefully(pending.detach(), now)
             return
         if session.stream is not None:
             self._lose(session, "the site has dialled again", now)
@@ -308,8 +308,8 @@ class Hub:
 
     def _tick(self, now: float) -> None:
         if self._stopped is None:
-            self.relay.tick(now, self.reception.dials)
-        self.reception.tick(now)
+            self.relay.tick(now, self.acceptor.dials)
+        self.acceptor.tick(now)
         for event in self._streams.events():
             self.journal.write(event)
         for session in [each for each, deadline in self._leaving.items() if now >= deadline]:
@@ -344,7 +344,7 @@ class Hub:
             return
         kit, self.kit_problems = change
         try:
-            self.reception.use(kit)
+            self.acceptor.use(kit)
         except OSError as error:  # also an ssl.SSLError
             self.kit_problems.append(f"{kit.folder}: {tls.explain(error)}")
         self.kit, self._next_warning = kit, 0.0
@@ -364,7 +364,7 @@ class Hub:
             if (stream := session.detach("", 0.0)) is not None:
                 stream.close()
         self._streams.close()
-        self.reception.close()
+        self.acceptor.close()
         self._selector.close()
         for each in (self._wake, self._waker):
             each.close()

@@ -32,7 +32,7 @@ one step's patience. Contributors are the members that have ended the step in ti
 steps is dropped. Collectives wait for all members. A step in which all contributors are idle waits, too: the data of
 the late site are all there is.
 
-**Nobody waits for ever.** A site is lost if its connection closes, if nothing arrives for `site_timeout` (a stopped
+**No wait is without limit.** A site is lost if its connection closes, if nothing arrives for `site_timeout` (a stopped
 process, a dead link), or if others wait and it does not get on for `progress_timeout` though it is alive (a process
 that hangs, but whose thread still sends pings). The third limit is longer, since validation takes its time. With fewer
 than `min_sites`, or if no site holds the last closed step, training pauses and `Pause` says for whom it waits.
@@ -60,7 +60,7 @@ from ..wire.messages import (
     Refuse,
     Replay,
     Resume,
-    Round,
+    RoundKind,
     Rules,
     SendState,
     Skip,
@@ -116,7 +116,7 @@ class Site:
         self.donations = 0
 
 
-class Sites:
+class RosterState:
     """Sites of the roster; a site's place is its slot.
 
     Args:
@@ -223,7 +223,7 @@ class History:
         self._oldest = max(self._oldest, self.open_step - kept_steps)
 
     def forget(self, step: int) -> None:
-        """Take note that the frames of a step, and of those before, are no longer kept."""
+        """Record that the frames of a step, and of all steps before, are no longer kept."""
         self._oldest = max(self._oldest, min(step, self.step) + 1)
 
     def continued(self, position: Position) -> Position | None:
@@ -283,7 +283,7 @@ class StepTimes:
     def late_at(self, patience: float) -> float:
         """Return when members that have not ended the open step are late.
 
-        Nobody is late where all are: where the first member has taken longer than a median step, the others have as
+        No site is late if all are slow: where the first member has taken longer than a median step, the others have as
         much time beyond it.
 
         Args:
@@ -315,13 +315,13 @@ class Membership:
     def __init__(
         self, roster: Sequence[str], rules: Rules, life: int, now: float, closed: Position | None = None
     ) -> None:
-        self._sites = Sites(roster)
+        self._sites = RosterState(roster)
         self.replace_rules(rules)
         self._history = History(*(closed or Position(life, 0)))
         self._times = StepTimes(now)
         self._created = now
         self.started = closed is not None
-        self.round = Round.FIRST
+        self.round = RoundKind.FIRST
         self._pause: Pause | None = None
         self._actions: list[Action] = []
 
@@ -409,7 +409,7 @@ class Membership:
         return self._advance(now)
 
     def heard(self, slot: int, now: float, progress: bool = False) -> None:
-        """Take note that bytes have arrived from a site.
+        """Record that bytes have arrived from a site.
 
         Args:
             slot: the site.
@@ -478,7 +478,7 @@ class Membership:
         return self._advance(now)
 
     def forget(self, step: int) -> None:
-        """Take note that the frames of a step, and of those before, are no longer kept."""
+        """Record that the frames of a step, and of all steps before, are no longer kept."""
         self._history.forget(step)
 
     def tick(self, now: float) -> list[Action]:
@@ -495,14 +495,14 @@ class Membership:
         """Return the time at which `tick` has to be called; None if nothing depends on time."""
         times = [s.heard + self._rules.site_timeout for s in self._sites if s.phase is not Phase.ABSENT]
         times += [until for slot in self.participants if (until := self._progress_deadline(slot)) is not None]
-        if self._may_skip() and self.round is Round.FIRST:
+        if self._may_skip() and self.round is RoundKind.FIRST:
             times.append(self._times.late_at(self._rules.patience))
         if not self.started and self._rules.start_timeout is not None and self._enough(self._sites.connected()):
             times.append(self._created + self._rules.start_timeout)
         return min(times, default=None)
 
     def _enough(self, slots: Sequence[int]) -> bool:
-        return self.round is not Round.FIRST or len(slots) >= self._rules.min_sites
+        return self.round is not RoundKind.FIRST or len(slots) >= self._rules.min_sites
 
     def _drop(self, slot: int, reason: str) -> None:
         site = self._sites[slot]
@@ -516,7 +516,7 @@ class Membership:
             self._redo(self.participants)
 
     def _redo(self, participants: Sequence[int]) -> None:
-        """Take note that the open step's participants have changed."""
+        """Begin a new attempt, since the open step's participants have changed."""
         self._times.regular = False
         self._history.attempt += 1
         if participants:
@@ -622,9 +622,9 @@ class Membership:
                 return False
             self._skip(missing, ended)
         self._actions.append(Close(self.open_step, tuple(ended), self.attempt))
-        self._times.close(now, self.round is Round.FIRST)
+        self._times.close(now, self.round is RoundKind.FIRST)
         self._history.close(self._rules.kept_steps)
-        self.round = Round.FIRST
+        self.round = RoundKind.FIRST
         for slot in missing:
             if self.step - self._sites[slot].ended >= self._rules.max_lag:
                 self._drop(slot, f"late: it is {self._rules.max_lag} steps behind")
@@ -632,7 +632,7 @@ class Membership:
         return True
 
     def _skip(self, slots: Sequence[int], ended: Sequence[int]) -> None:
-        """Take note that members miss the open step; it counts as a step's time where nobody has waited for them."""
+        """Record that members miss the open step, whose time counts where no site has waited for them."""
         regular = self._times.regular and not any(self._sites[slot].awaited for slot in slots)
         for slot in slots:
             self._sites[slot].awaited = False
@@ -647,20 +647,20 @@ class Membership:
             self._rules.late == "skip"
             and self._times.known
             and self._enough(ended)
-            and self.round is not Round.COLLECTIVE
+            and self.round is not RoundKind.COLLECTIVE
             and any(not self._sites[slot].idle for slot in ended)
             and not self._sites.in_phase(Phase.JOINING)
         )
 
     def _waits_for(self, missing: Sequence[int], now: float) -> bool:
         """Return whether one of the members that have not ended the open step is still waited for."""
-        if self.round is Round.FURTHER:
+        if self.round is RoundKind.FURTHER:
             return any(not self.behind(slot) for slot in missing)
         awaited = any(self._sites[slot].awaited for slot in missing)
         return awaited and now < self._times.late_at(self._rules.patience)
 
     def _progress_deadline(self, slot: int) -> float | None:
-        """Return when a participant is lost though it is alive; None while nobody waits for it."""
+        """Return when a participant is lost though it is alive; None while no site waits for it."""
         site = self._sites[slot]
         if site.phase is Phase.JOINING and site.donor is not None:
             return max(site.progressed, self._sites[site.donor].progressed) + self._rules.progress_timeout
@@ -672,16 +672,16 @@ class Membership:
         return None
 
     def _announce_pause(self) -> None:
-        reason, count = "", len(self.participants)
+        absent, count = tuple(self._sites.in_phase(Phase.ABSENT)), len(self.participants)
+        waiting, pause = f"waiting for {self._sites.names(absent)}", None
         if not self.started:
-            reason = f"{len(self._sites.connected())} of {len(self._sites)} sites are here"
+            pause = Pause(absent, waiting)
         elif not self._enough(self.participants):
-            reason = f"{self._rules.min_sites} sites are needed and {count} {'is' if count == 1 else 'are'} here"
+            here = f"{count} {'is' if count == 1 else 'are'} connected"
+            pause = Pause(absent, f"{self._rules.min_sites} sites are needed and {here}: {waiting}")
         elif not self._sites.in_phase(Phase.MEMBER):
-            reason = f"no site here holds step {self.step}"
-        absent = tuple(self._sites.in_phase(Phase.ABSENT))
-        pause = Pause(absent, f"{reason}: waiting for {self._sites.names(absent)}") if reason else None
-        if pause == self._pause or (self.started and not self._sites.connected()):  # nobody waits any more
+            pause = Pause(absent, f"no connected site holds step {self.step}: {waiting}")
+        if pause == self._pause or (self.started and not self._sites.connected()):  # no site waits any more
             return
         self._pause = pause
         self._actions.append(Resume(self.open_step) if pause is None else pause)

@@ -112,7 +112,7 @@ class EarlyMessages:
         session.queue = self._queues.pop(session.slot, session.queue)
 
     def close(self, slot: int) -> None:
-        """Take note that a site has closed the channel."""
+        """Record that a site has closed the channel."""
         self._closed.add(slot)
 
     def clear(self) -> None:
@@ -241,7 +241,7 @@ class Relay:
         if self._recovery.active and not later:
             return
         if not self._ending and not later:
-            self.journal.write(f"{session.name} has dialled in, and joins in the next step")
+            self.journal.write(f"{session.name} is connected; it joins at the next step")
             session.send(pack_control(Accept(session.slot, None, True, 0), 0))
             return
         others = tuple(each.slot for each in self._training())
@@ -577,7 +577,7 @@ class Relay:
                 self.journal.write(f"training starts after step {action.position.step}")
             elif isinstance(action, Pause):
                 self.pause = action.reason
-                self.journal.write(f"paused: {action.reason}")
+                self.journal.write(f"{'paused' if self.membership.started else 'idle'}: {action.reason}")
             elif isinstance(action, Resume):
                 self.pause = ""
                 self.journal.write("training goes on")
@@ -587,7 +587,7 @@ class Relay:
             self.begin_run(now)
 
     def go_on(self, last: Position, requirements: Requirements | None, slots: Sequence[int], now: float) -> None:
-        """Go on with a run of before the restart of the hub.
+        """Go on with a run that began before the restart of the hub.
 
         Args:
             last: the last closed round.

@@ -119,7 +119,7 @@ class Session:
         self._unacknowledged = 0
 
     def detach(self, reason: str, now: float) -> Stream | None:
-        """Take note that the connection is lost, and return it.
+        """Record that the connection is lost, and return it.
 
         Args:
             reason: the reason.
@@ -193,7 +193,7 @@ class Session:
         return self.stream is not None and (self._receiver.missing > 0 or self.stream.connection.partial)
 
     def record(self, head: Head, now: float) -> None:
-        """Take note of a frame of a step, for `progress`.
+        """Record a frame of a step, for `progress`.
 
         Args:
             head: its head.

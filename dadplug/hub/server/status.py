@@ -107,7 +107,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
         "started": relay.membership.started,
         "step": relay.membership.step,
         "waiting": relay.pause,
-        "refused": hub.reception.refused,
+        "refused": hub.acceptor.refused,
         "certificate_days": days_left(kit.certificate.not_valid_after_utc),
         "kit_problems": hub.kit_problems,
         "sites": sites,

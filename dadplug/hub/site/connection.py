@@ -2,7 +2,7 @@
 
 The thread that sends writes as much as the kernel takes, and the thread that waits reads. A thread of its own sees to
 the rest: it pings, dials again when the connection is lost, and moves what the kernel has no room for. While nothing is
-left to move it waits for the end of the connection only, so that arriving payloads wake up nobody while backward
+left to move it waits for the end of the connection only, so that arriving payloads wake up no thread while backward
 computes.
 """
 
@@ -170,7 +170,7 @@ class HubConnection(ABC):
         self._failure: Exception | None = None
         self.outage = ""  # reason of the present loss of the connection
         self._lost_at = self._heard = 0.0
-        self._silence = REDIAL_SECONDS  # without a byte, while somebody waits, after which the connection is given up
+        self._silence = REDIAL_SECONDS  # without a byte, while a thread waits, after which the connection is given up
         self._waiting = 0  # threads in `attend`
         self.left = self._closed = False
         self._wake_read, self._wake_write = socket.socketpair()
@@ -404,7 +404,7 @@ class HubConnection(ABC):
     # Loss and return of the connection
 
     def _lose(self, error: OSError) -> None:
-        """Take note that the connection is lost; the thread dials again."""
+        """Record that the connection is lost; the thread dials again."""
         self.outage, self._lost_at = tls.explain(error), time.monotonic()
         self._closed = self._closed or (self.left and self._frames.idle)
         if self._channel == "training" and not (self.left or self._closed):
@@ -455,7 +455,7 @@ class HubConnection(ABC):
     def _run(self) -> None:
         try:
             self._maintain()
-        except Exception as error:  # nobody would dial again
+        except Exception as error:  # no thread would dial again
             with self.lock:
                 self.fail(SiteError(f"the connection to {self.hub} has failed: {type(error).__name__}: {error}"))
 

@@ -39,7 +39,7 @@ from ..wire.messages import (
 from ..wire.messages import Resume as Resumption
 from ..wire.streams import KeptFrames
 from .connection import KERNEL_BYTES, HubConnection
-from .rounds import Inbox, Incoming, Rounds
+from .rounds import Inbox, Incoming, RoundClient
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
@@ -105,7 +105,7 @@ class Continuation:
         return tuple(self._counts[step, slot] for slot in range(self._world_size))
 
     def forget(self, slot: int) -> None:
-        """Take note that a site has left the open round."""
+        """Record that a site has left the open round."""
         for counts in (self._counts, self._repeated):
             for key in [key for key in counts if len(key) == 2 and key[1] == slot and key[0] > self.position.step]:
                 del counts[key]
@@ -113,7 +113,7 @@ class Continuation:
     # Announcements of the hub
 
     def close(self, message: Close, joined: frozenset[int]) -> None:
-        """Take note that a round has been closed.
+        """Record that a round has been closed.
 
         Args:
             message: the announcement.
@@ -154,7 +154,7 @@ class HubLink(HubConnection):
 
     It outlives a hub that is restarted, or has given this site up. After `Hello` with its position, a site sends a
     `Report`. It sends no other messages until the hub lets the run go on, but keeps them. If the hub lets the site join
-    instead, as one that has started again, all that belongs to the open step is forgotten, and `Rounds` raises a
+    instead, as one that has started again, all that belongs to the open step is forgotten, and `RoundClient` raises a
     `DroppedError` where the program waits for the step.
 
     Attributes:
@@ -177,7 +177,7 @@ class HubLink(HubConnection):
         self._choose_piece_bytes()
         self._pause = ""
         self._channels = 0
-        self.rounds = Rounds(self)
+        self.rounds = RoundClient(self)
 
     def _choose_piece_bytes(self) -> None:
         if self.world_size > 2 or self.kit.roster.hub_at is None:
@@ -252,7 +252,7 @@ class HubLink(HubConnection):
 
     @property
     def early_bytes(self) -> int:
-        """Bytes that have arrived before somebody expects them."""
+        """Bytes that have arrived before they are expected."""
         return self._inbox.early_bytes
 
     # Frames that arrive
@@ -383,7 +383,7 @@ class HubLink(HubConnection):
         )
 
     def _lose_place(self, reason: str, for_good: bool) -> None:
-        """Take note that the hub has dropped this site, which may join again if the sites have agreed on that."""
+        """Record that the hub has dropped this site, which may join again if the sites have agreed on that."""
         if for_good or not (self.rounds.elastic and self.rounds.rejoins):
             advice = "" if for_good else "; start its program again, and it joins the others"
             self.fail(SiteError(f"{self.hub} has given this site up: {reason}{advice * self.rounds.elastic}"))
@@ -501,7 +501,7 @@ class HubLink(HubConnection):
             self._inbox.cancel_all(slot)
 
     def forget(self, slots: Iterable[int], step: int) -> None:
-        """Forget what sites have sent up to a step, and nobody expects. To be called with the lock held."""
+        """Forget what sites have sent up to a step, and is not expected. To be called with the lock held."""
         for slot in slots:
             self._inbox.forget(slot, last=step)
 

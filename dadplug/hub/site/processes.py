@@ -44,7 +44,7 @@ STARTED_PROCESSES = "DADPLUG_STARTED_PROCESSES"
 _POLL_SECONDS = 0.05  # between two looks for a message of the leader
 _ALIVE_SECONDS = 2.0  # between two questions whether the others are alive
 _ASK_SECONDS = 1.0  # for answers to that
-_SLACK_SECONDS = 5.0  # that the leader has to tell why it has waited in vain
+_SLACK_SECONDS = 5.0  # grace period for the leader to report its own timeout
 _RELAYED = "relayed: "  # before a reason that the leader has from the hub
 
 
@@ -468,7 +468,7 @@ class SiteTransport(NodeMessages):
     def _failed(self, error: SiteError | MismatchError) -> SiteError | MismatchError:
         """Tell the other processes of this site and, if one of these is lost, the other sites; return the error.
 
-        The connections inside the site are closed, so that nobody waits for messages that do not come.
+        The connections inside the site are closed, so that no process waits for messages that do not come.
         """
         self._error = self._error or error
         if self._link is None or self._local is None:

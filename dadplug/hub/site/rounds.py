@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ...errors import DroppedError, MismatchError, SiteError
 from ...exchange.transport import Requirements
 from ..wire.frames import Head, Kind
-from ..wire.messages import IDLE, Accept, Close, Drop, Join, Joined, Pause, Position, Round, SendState, Start
+from ..wire.messages import IDLE, Accept, Close, Drop, Join, Joined, Pause, Position, RoundKind, SendState, Start
 from ..wire.messages import Resume as Resumption
 
 MAX_EARLY_BYTES = 1 << 30
@@ -55,7 +55,7 @@ class Inbox:
 
     Attributes:
         expected_bytes: bytes that are expected and have not arrived.
-        early_bytes: bytes that nobody has expected so far.
+        early_bytes: bytes that have not been expected so far.
     """
 
     def __init__(self, names: Sequence[str], rank: int, limit: int = MAX_EARLY_BYTES) -> None:
@@ -98,7 +98,7 @@ class Inbox:
         """Return room for the body of a frame that is arriving; a frame that was lost before its end is forgotten.
 
         Raises:
-            MismatchError: if it does not fit what is expected, or too much has arrived that nobody expects.
+            MismatchError: if it does not fit what is expected, or too much has arrived that is not expected.
         """
         expected = self._expected.get(_key(head))
         if expected:
@@ -148,7 +148,7 @@ class Inbox:
                 self.cancel(incoming)
 
     def forget(self, slot: int, first: int = 0, last: int = 1 << 63) -> None:
-        """Forget what a site has sent and nobody has expected.
+        """Forget what a site has sent and was not expected.
 
         Args:
             slot: the site.
@@ -170,7 +170,7 @@ class Inbox:
         self.expected_bytes = self.early_bytes = 0
 
     def early_of(self, slot: int) -> bool:
-        """Return whether something of a site has arrived that nobody expects."""
+        """Return whether something of a site has arrived that is not expected."""
         return any(key[1] == slot for key in self._early)
 
     def _release(self, incoming: Incoming) -> None:
@@ -251,8 +251,8 @@ class Link(Protocol):
     def join_again(self) -> None: ...
 
 
-class Rounds:
-    """Rounds of a link.
+class RoundClient:
+    """Part of a site in the rounds of its link.
 
     A site that is late ends a round which has been closed without it, and those that have been closed since, one after
     the other: `closed` is ahead of the link's step then. It has got all that the others have sent in them.
@@ -303,7 +303,7 @@ class Rounds:
         self._link.post_control(requirements)
 
     def grow(self, number: int) -> None:
-        """Take note that the run has grown to the sites that the link knows. To be called with the link's lock held.
+        """Record that the run has grown to the sites that the link knows. To be called with the link's lock held.
 
         Args:
             number: number of the round that was open.
@@ -380,7 +380,7 @@ class Rounds:
         self,
         timeout: float,
         answer: Callable[[], bytes] | None,
-        kind: Round = Round.COLLECTIVE,
+        kind: RoundKind = RoundKind.COLLECTIVE,
         idle: bool = False,
     ) -> frozenset[int]:
         """End this site's part of the open round, and wait until all others have ended theirs, left, or are late.

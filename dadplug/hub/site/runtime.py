@@ -31,7 +31,7 @@ from .transport import ElasticTransport, HubSites, HubTransport, TrainerTranspor
 _ERRORS = {each.__name__: each for each in (KitError, MismatchError, RefusedError, SealingError)}  # of the leader
 
 
-class Connection:
+class SiteRuntime:
     """Connection of this process: the link to the hub, the process group and the restrictions of the kit.
 
     Args:
@@ -270,16 +270,16 @@ class Connection:
             _connections.remove(self)
 
 
-_connections: list[Connection] = []  # to keep them alive
+_connections: list[SiteRuntime] = []  # to keep them alive
 _ready = False
 
 
-def current_connection() -> Connection | None:
+def current_connection() -> SiteRuntime | None:
     """Return the connection of this process; None where it is not connected by a kit."""
     return _connections[-1] if _connections else None
 
 
-def _connected() -> Connection:
+def _connected() -> SiteRuntime:
     connection = current_connection()
     if connection is None:
         raise SiteError("this process is not connected to a hub: call dadplug.connect(kit=...)")
@@ -355,7 +355,7 @@ def connect(
         dist.destroy_process_group()
     while (connection := current_connection()) is not None:  # of an earlier run
         connection.close_transports()
-    Connection(loaded, timeout, LocalPlace.find(os.environ))
+    SiteRuntime(loaded, timeout, LocalPlace.find(os.environ))
     host, port = loaded.roster.address()
     names = ", ".join(loaded.roster.sites)
     _log.info("connected to the hub %s:%d as site %d of %s", host, port, loaded.slot, names)

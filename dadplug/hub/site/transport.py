@@ -31,7 +31,7 @@ from ...exchange.failure_reports import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
 from ..wire.frames import CODES, Kind
-from ..wire.messages import Round
+from ..wire.messages import RoundKind
 from .link import CHANNEL_BITS, HubLink
 from .rounds import Incoming
 from .tunnel import check_tunnel, stream_to_hub, tunnel_of
@@ -344,7 +344,7 @@ class ElasticTransport(HubTransport):
     # Rounds
 
     def close_round(self, admits: bool = False, idle: bool = False) -> None:
-        kind = Round.FIRST if admits else Round.FURTHER if self._in_step else Round.COLLECTIVE
+        kind = RoundKind.FIRST if admits else RoundKind.FURTHER if self._in_step else RoundKind.COLLECTIVE
         number = self.link.step
         with self.traffic.waiting():
             absent = self._of_run(self.link.rounds.end(self.timeout, self._answer if admits else None, kind, idle))

@@ -2,7 +2,7 @@
 
 **Pieces.** A message of any size is cut into frames, so that the hub passes its first bytes on before it has the last
 ones, holds at most one frame of each connection, and can mix the messages of several sites on one connection: a slow
-sender holds up nobody. The head takes 32 bytes, 0.02% of a full frame, which fills eight records of TLS. The hub passes
+sender delays no other. The head takes 32 bytes, 0.02% of a full frame, which fills eight records of TLS. The hub passes
 a piece on once it is whole, 10 ms at 100 Mbit/s. Where payloads take a second line from the hub, pieces are half as
 large.
 

@@ -35,7 +35,7 @@ class Position(NamedTuple):
 FRESH = Position(0, 0)
 
 
-class Round(IntEnum):
+class RoundKind(IntEnum):
     """Kind of a step of the hub, which is one round of exchanges.
 
     Attributes:
@@ -52,7 +52,7 @@ class Round(IntEnum):
 
 
 IDLE = 4
-"""Bit beside the `Round` in the number of an END: the site contributes nothing to the step."""
+"""Bit beside the `RoundKind` in the number of an END: the site contributes nothing to the step."""
 
 
 @dataclass(frozen=True)
