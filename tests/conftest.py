@@ -41,7 +41,6 @@ LONG = (
     "test_hogwild_starts.py",
     "test_parameter_server.py",
     "test_edad.py",
-    "test_late_sites.py",
     "test_hogwild.py",
     "test_elastic_catalyst.py",
     "test_owner.py",

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
+import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cutting_relay import CuttingRelay
 from elastic_runs import ENDED, Run, idles, stops
-from running_hub import running_hub, until
+from running_hub import RunningHub, TestSite, add_site, running_hub, until
+from torch import nn
 
+import dadplug
 from dadplug import GradientReduction
+from dadplug.errors import FrameError, SiteError
+from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import elastic_run
+from dadplug.hub.site.rounds import RoundClient
+from dadplug.hub.wire.messages import Grow, Pause, pack_control, read_control
+from dadplug.model_sync.sameness import largest_state
 from dadplug.model_sync.structure import mark_managed
 from dadplug.options import Options
 
@@ -256,3 +267,228 @@ def test_trainers_that_need_all_sites_say_so():
             build(min_sites=1)
     with pytest.raises(ValueError, match="min_sites needs a hub"):
         DADStrategy(min_sites=1)
+
+
+# States that a site announces: their size is checked before memory is taken
+
+
+def rounds_of(announced: int) -> RoundClient:
+    rounds = object.__new__(RoundClient)
+    rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}")
+    rounds._donor = 3
+    rounds._wait_until = lambda *given: None
+    contents = {8: struct.pack("<Q", announced)}
+    rounds._receive_part = lambda donor, exchange, nbytes, timeout: contents.get(nbytes, b"x" * nbytes)
+    return rounds
+
+
+def test_a_state_that_is_larger_than_the_model_allows_is_refused():
+    model = nn.Linear(100, 100)
+    most = largest_state(model)
+    assert most > 3 * sum(each.numel() * each.element_size() for each in model.parameters())
+    with pytest.raises(SiteError, match=f"site 3 announces a state of {most + 1} bytes, where .* allows {most}"):
+        rounds_of(most + 1).receive_state(1.0, most)
+    assert rounds_of(1000).receive_state(1.0, most) == b"x" * 1000
+
+
+def test_the_largest_state_follows_the_model():
+    with torch.device("meta"):
+        large = nn.Linear(30_000, 30_000)
+    assert largest_state(large) > 3 * 4 * 30_000**2
+
+
+# Sites that are late: they miss steps, stay members, and the bits are those of a run in which they are idle
+
+
+LATE = 8  # first step of which the median is known, with some more
+
+
+def missed(log: list[str], name: str) -> set[int]:
+    """Return the steps that a site has missed, as the hub's journal names them."""
+    found = [
+        re.search(rf"{name} (?:takes part again|has left): it has missed steps? (\d+)(?: to (\d+))?", line)
+        for line in log
+    ]
+    ranges = [(int(each[1]), int(each[2] or each[1])) for each in found if each]
+    return {step for first, last in ranges for step in range(first, last + 1)}
+
+
+def trains_with_a_late_site(folder: Path, returns: bool, **case: object) -> tuple[list[dict[int, dict]], list[str]]:
+    """Train with three sites, of which the last one is late; return their lines, and the hub's journal.
+
+    Args:
+        folder: folder for kits and logs.
+        returns: whether the late site takes part again.
+        case: fields of the late site's case.
+    """
+    folder.mkdir()
+    with running_hub(folder / "kits", ("a", "b", "c")) as hub:
+        settings = {name: case.pop(name) for name in ("mode", "bucket_mb", "link", "wire") if name in case}
+        run = Run(folder, hub, stop=str(folder / "stop"), late="skip", pause=0.01, **settings)
+        for name in "ab":
+            run.start(name)
+        run.start("c", other=str(folder / "a.log"), **case)
+        if returns:
+            hub.await_line("c takes part again", ENDED)
+        else:
+            run.await_step("a", LATE + 10)
+        stops(folder, max(run.lines("a")) + 20)
+        for name in "abc":
+            run.end(name)
+        return [run.lines(name) for name in "abc"], list(hub.log)
+
+
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [
+        ("dsgd", {"late_steps": [LATE], "catches_up": True}),
+        ("dad", {"late_steps": [LATE], "late_in": "backward", "bucket_mb": 1e-4}),
+        ("rankdad", {"late_steps": [LATE, LATE + 1], "late_in": "backward", "bucket_mb": 1e-4}),
+        ("auto", {"late_steps": [LATE], "late_in": "backward", "link": [1e-4, 1e-8, 2e-8, 1e-11]}),
+        ("topk", {"late_steps": [LATE], "late_in": "backward"}),  # with memories of errors, which the late site keeps
+        ("dsgd", {"late_steps": [LATE], "late_in": "backward", "wire": "int8"}),
+    ],
+)
+def test_a_late_site_misses_steps_as_if_it_were_idle(tmp_path, mode, case):
+    (first, second, late), log = trains_with_a_late_site(tmp_path / "run", True, mode=mode, **case)
+    present = {step: line["present"] for step, line in first.items()}
+    assert 2 not in present[LATE]
+    assert any(2 in present[step] for step in range(LATE + 1, max(present) + 1))
+    for lines in (second, late):
+        assert {step: line["present"] for step, line in lines.items()} == present
+        assert [line["digest"] for line in lines.values()] == [line["digest"] for line in first.values()]
+    absent = [step for step in present if 2 not in present[step]]
+    assert missed(log, "c") == {*absent}
+    settings = {name: case[name] for name in ("bucket_mb", "link", "wire") if name in case}
+    reference = idles(tmp_path / "idle", "abc", present, resets=False, mode=mode, **settings)
+    assert [line["digest"] for line in reference.values()] == [line["digest"] for line in first.values()]
+
+
+def test_a_site_that_is_always_late_stays_a_member_and_its_data_are_not_used(tmp_path):
+    (first, _, late), log = trains_with_a_late_site(tmp_path / "run", False, mode="dad", late_steps=[LATE, -1])
+    assert max(late) == max(first)
+    assert all(late[step]["digest"] == first[step]["digest"] for step in first)
+    assert not any(2 in first[step]["present"] for step in first if step >= LATE)
+    assert missed(log, "c") == {*range(LATE, max(first) + 1)}
+
+
+def test_a_site_that_is_slow_in_a_further_round_is_waited_for(tmp_path):
+    # In step 7 batches are larger than in the steps before it, so that it has two rounds.
+    (first, _, late), _ = trains_with_a_late_site(
+        tmp_path / "run", False, mode="dad", late_steps=[LATE - 1], late_in="further"
+    )
+    assert 2 in first[LATE - 1]["present"]
+    assert [line["digest"] for line in late.values()] == [line["digest"] for line in first.values()]
+
+
+def test_options_of_late_sites_are_checked():
+    with pytest.raises(ValueError, match="late='skip' needs min_sites"):
+        Options.create(late="skip")
+    with pytest.raises(ValueError, match="unknown late 'drop'; valid ones are 'wait', 'skip'"):
+        Options.create(late="drop", min_sites=1)
+    with pytest.raises(ValueError, match="patience must be a number above 1"):
+        Options.create(late="skip", min_sites=1, patience=1.0)
+
+
+# Runs that grow: a site that is new in the roster joins in the middle, and the bits are those of a run with it
+
+
+LINK = [1e-4, 1e-8, 2e-8, 1e-11]
+
+
+def keep_kits(hub: RunningHub, names: str) -> Path:
+    """Copy kits, so that they have the roster of before; return the folder."""
+    folder = hub.kits.parent / "kept"
+    for name in names:
+        shutil.copytree(hub.kits / name, folder / name)
+    return folder
+
+
+def same_bits(lines: dict[int, dict], others: dict[int, dict]) -> None:
+    assert others
+    assert {step: line["digest"] for step, line in others.items()} == {step: lines[step]["digest"] for step in others}
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("dsgd", {"late": "skip"}),
+        ("dad", {}),
+        ("rankdad", {}),
+        ("rankdad", {"wire": "int8"}),
+        ("auto", {"link": LINK}),
+        ("dad", {"pause": 2.0}),
+    ],
+)
+def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings):
+    """With long steps the site joins in the round in which the run grows; else the others have room for it before."""
+    settings = {"pause": 0.02} | settings
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, mode=mode, stop=str(tmp_path / "stop"), meets=True, **settings)
+        run.start("a")
+        run.start("b")
+        run.await_step("a", 3)
+        add_site(hub, "abc")
+        run.start("c")
+        hub.await_line("c joins", ENDED)
+        stops(tmp_path, max(run.lines("a")) + (20 if settings["pause"] < 1 else 5))
+        for name in "abc":
+            run.end(name)
+        lines = run.lines("a")
+        same_bits(lines, run.lines("b"))
+        same_bits(lines, run.lines("c"))
+    present = {step: line["present"] for step, line in lines.items()}
+    assert present[3] == [0, 1]
+    assert present[max(present)] == [0, 1, 2]
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode, **settings | {"late": "wait", "pause": 0.0}))
+
+
+def test_a_site_with_an_old_kit_returns_to_a_run_that_has_grown_twice(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        kept = keep_kits(hub, "ab")
+        run = Run(tmp_path, hub, mode="rankdad", stop=str(tmp_path / "stop"), pause=0.02, meets=True)
+        run.start("a", kit=str(kept / "a"))
+        run.start("b", kit=str(kept / "b"), leave=3, how="late")
+        run.end("b", -9)
+        add_site(hub, "abc")
+        run.start("c")
+        hub.await_line("c joins", ENDED)
+        add_site(hub, "abcd")
+        run.start("d", leave=-1)
+        hub.await_line("the run grows: it is one of 4 sites now, with d", ENDED)
+        run.start("b", kit=str(kept / "b"))
+        hub.await_line("b joins", ENDED)
+        hub.await_line("d joins", ENDED)
+        stops(tmp_path, max(run.lines("a")) + 20)
+        for name in "abcd":
+            run.end(name)
+        lines = run.lines("a")
+        for name in "bcd":
+            same_bits(lines, {step: line for step, line in run.lines(name).items() if step > 3})
+    present = {step: line["present"] for step, line in lines.items()}
+    assert present[max(present)] == [0, 1, 2, 3]
+    same_bits(lines, idles(tmp_path / "idle", "abcd", present, mode="rankdad"))
+
+
+def test_a_run_that_needs_all_sites_goes_on_without_one_that_is_new(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, stop=str(tmp_path / "stop"), min_sites=None, pause=0.02)
+        run.start("a")
+        run.start("b")
+        run.await_step("a", 2)
+        add_site(hub, "abc")
+        c = TestSite(Kit.load(hub.kits / "c"), hub.address, sites=3, release=dadplug.__version__)
+        assert c.action(Pause).reason == "waiting for a, b to leave the last run"
+        stops(tmp_path, max(run.lines("a")) + 5)
+        for name in "ab":
+            run.end(name)
+        assert all(line["present"] == [0, 1] for line in run.lines("a").values())
+        assert c.action(Pause).reason.endswith("waiting for a, b")  # to begin the next run
+
+
+def test_names_of_a_growing_run_are_checked():
+    body = pack_control(Grow(3, ("a", "b", "c")), 0)[32:]
+    assert read_control(body, 2) == Grow(3, ("a", "b", "c"))
+    for wrong in (Grow(3, ("a", 5)), Grow(3, "abc"), Grow(-1, ("a",))):
+        with pytest.raises(FrameError, match="of a control message Grow is out of range"):
+            read_control(pack_control(wrong, 0)[32:], 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,12 @@ import torch
 from cutting_relay import CuttingRelay
 from hub_sites import NAMES, link_all, links, open_link, together, transports
 from running_hub import running_hub, until
+from sealed_sites import make_kits
 
 from dadplug.errors import MismatchError, SiteError
 from dadplug.hub.site import connection as connection_module
-from dadplug.hub.wire.frames import SHORT_PIECE_BYTES
+from dadplug.hub.site.rounds import Inbox
+from dadplug.hub.wire.frames import PIECE_BYTES, SHORT_PIECE_BYTES, Head, Kind
 
 
 def exchange(transport, value: float = 1.0, size: int = 1000):
@@ -274,3 +277,225 @@ def test_a_forked_child_neither_uses_nor_keeps_the_link(tmp_path):
         assert os.read(read, 100) == b"closed, refused"
         every = [exchange(each) for each in transports(opened)]
         assert all(len(gather.wait()) == 2 for gather in every)
+
+
+# Loss of the TCP connection between site and hub: the link goes on where it was lost, with the same results
+
+
+SIZES = [120_000, 7, 40_000]  # several frames, a part of one, one in full
+
+
+class Step:
+    """Step with every kind of frame: two gathers, a second round, sums, objects and END."""
+
+    def __init__(self, transport) -> None:
+        self.transport = transport
+        self.large = transport.gather(SIZES, torch.float32)
+        self.small = transport.gather([5] * 3, torch.int64)
+
+    def run(self, number: int) -> list[torch.Tensor]:
+        transport, rank = self.transport, self.transport.rank
+        self.large.payload.copy_(torch.arange(SIZES[rank]) % 1000 + number + rank)
+        self.large.launch()
+        self.small.payload.fill_(10 * number + rank)
+        self.small.launch()
+        total = torch.arange(30_000, dtype=torch.float32) * (rank + 1) + number
+        reduction = transport.all_reduce(total)
+        found = [payload.clone() for gather in (self.large, self.small) for payload in gather.wait()]
+        second = transport.gather_again(self.large, [0, 20_000, 3], torch.float32)
+        second.payload.fill_(number + rank)
+        second.launch()
+        found += [payload.clone() for payload in second.wait()]
+        reduction.wait()
+        found.append(total)
+        found.append(torch.tensor(transport.gather_objects([rank, number])))
+        transport.end_step()
+        return found
+
+
+def expected(number: int) -> list[torch.Tensor]:
+    found = [(torch.arange(size) % 1000 + number + rank).float() for rank, size in enumerate(SIZES)]
+    found += [torch.full((5,), 10 * number + rank) for rank in range(3)]
+    found += [torch.full((size,), number + rank + 0.0) for rank, size in enumerate([0, 20_000, 3])]
+    found.append(torch.arange(30_000, dtype=torch.float32) * 6 + 3 * number)
+    return [*found, torch.tensor([[rank, number] for rank in range(3)])]
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+@pytest.mark.parametrize("direction", [0, 1], ids=["from the site", "from the hub"])
+def test_a_step_with_its_connection_cut_anywhere_gives_the_same_results(tmp_path, direction, sealed):
+    cuts = 20
+    if sealed:
+        make_kits(tmp_path / "kits", NAMES[:3])
+    with (
+        running_hub(tmp_path / "kits", NAMES[:3]) as hub,
+        CuttingRelay(hub.address) as relay,
+    ):
+        addresses = [relay.address, hub.address, hub.address]
+        opened = together(lambda rank: open_link(hub.kits, NAMES[rank], addresses[rank]), 3)
+        steps = [Step(transport) for transport in transports(opened)]
+
+        def run(number: int) -> None:
+            results = together(lambda rank: steps[rank].run(number), 3)
+            for found in results:
+                assert all(torch.equal(*pair) for pair in zip(found, expected(number), strict=True))
+
+        run(0)
+        before = relay.counts[direction]
+        run(1)
+        length = relay.counts[direction] - before
+        for cut in range(cuts):
+            relay.cut_after(direction, cut * length // cuts + cut)
+            run(2 + cut)
+        assert relay.cuts >= cuts - 1  # the last one may come after the step
+        assert [line for line in hub.log if "has left" in line] == []
+        for link in opened:
+            assert not link.closed
+            assert link._connection.encrypts == (link is opened[0])
+            link.close()
+
+
+# Inbox: pieces of messages find their buffers, in whatever order they and their receivers come
+
+
+KEY = Kind.PAYLOAD, 1, 7
+
+
+def deliver(inbox: Inbox, content: bytes, offset: int = 0, key: tuple[Kind, int, int] = KEY) -> None:
+    head = Head(key[0], key[1], 1, key[2], offset, len(content))
+    room = inbox.room(head)
+    room[:] = content
+    inbox.complete(head, room)
+
+
+def cut(content: bytes) -> list[tuple[int, bytes]]:
+    return [(start, content[start : start + 16]) for start in range(0, len(content), 16)]
+
+
+def test_messages_go_to_buffers_in_the_order_in_which_both_come():
+    chance = random.Random(4)
+    for _ in range(200):
+        inbox = Inbox(["a", "b", "c"], 0)
+        sizes = {
+            (Kind.PAYLOAD, slot, number): [chance.randrange(1, 40) for _ in range(4)]
+            for slot in (1, 2)
+            for number in (3, 4)
+        }
+        sizes[Kind.SUM, 0, 5] = [chance.randrange(1, 40) for _ in range(4)]
+        contents = {key: [chance.randbytes(size) for size in each] for key, each in sizes.items()}
+        pieces = {key: [piece for content in each for piece in cut(content)] for key, each in contents.items()}
+        wanted = {key: list(each) for key, each in sizes.items()}
+        posted = {key: [] for key in sizes}
+        while any(pieces.values()) or any(wanted.values()):
+            key = chance.choice(list(sizes))
+            if chance.random() < 0.5 and wanted[key]:
+                posted[key].append(inbox.expect(key, memoryview(bytearray(wanted[key].pop(0)))))
+            elif pieces[key]:
+                offset, content = pieces[key].pop(0)
+                deliver(inbox, content, offset, key)
+        for key, messages in posted.items():
+            assert all(message.done for message in messages)
+            assert [bytes(message.buffer) for message in messages] == contents[key]
+        assert inbox.expected_bytes == inbox.early_bytes == 0
+
+
+def test_a_buffer_that_is_posted_while_a_frame_arrives_gets_it():
+    inbox = Inbox(["a", "b"], 0)
+    head = Head(Kind.PAYLOAD, 1, 1, 7, 0, 4)
+    room = inbox.room(head)
+    message = inbox.expect(KEY, memoryview(bytearray(4)))
+    room[:] = b"1234"
+    inbox.complete(head, room)
+    assert message.done
+    assert bytes(message.buffer) == b"1234"
+
+
+def test_a_frame_that_was_lost_before_its_end_counts_once():
+    inbox = Inbox(["a", "b"], 0)
+    message = inbox.expect(KEY, memoryview(bytearray(4)))
+    inbox.room(Head(Kind.PAYLOAD, 1, 1, 7, 0, 4))[:2] = b"12"  # then the connection was lost
+    assert message.received == 0
+    deliver(inbox, b"1234")
+    assert bytes(message.buffer) == b"1234"
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 5), (2, 2), (0, 9)])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_message_of_another_size_is_an_error_that_names_its_sender(offset, size, early):
+    inbox = Inbox(["a", "b"], 0)
+    steps = [lambda: inbox.expect(KEY, memoryview(bytearray(4))), lambda: deliver(inbox, bytes(size), offset)]
+    first, second = reversed(steps) if early else steps
+    first()
+    with pytest.raises(MismatchError, match=r"site 1 \(b\) sends site 0 \(a\) another message"):
+        second()
+
+
+def test_early_messages_take_bounded_memory():
+    inbox = Inbox(["a", "b"], 0, limit=10 * PIECE_BYTES)
+    for number in range(10):
+        deliver(inbox, bytes(PIECE_BYTES), 0, (Kind.PAYLOAD, 1, number))
+    assert inbox.early_bytes == 10 * PIECE_BYTES
+    with pytest.raises(MismatchError, match=r"most recently from site 1 \(b\)"):
+        inbox.room(Head(Kind.PAYLOAD, 1, 1, 11, 0, 1))
+    inbox.expect((Kind.PAYLOAD, 1, 3), memoryview(bytearray(PIECE_BYTES)))
+    deliver(inbox, bytes(PIECE_BYTES))
+
+
+# Transport over a real hub: gathers, sums, broadcasts and objects of all sites
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gather_returns_every_payload_step_after_step(tmp_path, world_size):
+    sizes = [3, 100_000, 0][:world_size]
+
+    def use(transport):
+        gather, found = transport.gather(sizes, torch.float32), []
+        for step in range(5):
+            gather.payload.copy_(torch.arange(sizes[transport.rank]) + 1000.0 * transport.rank + step)
+            gather.launch()
+            found.append([payload.clone() for payload in gather.wait()])
+            transport.end_step()
+        return found
+
+    with links(tmp_path, world_size) as opened:
+        every = transports(opened)
+        results = together(lambda rank: use(every[rank]), world_size)
+    expected = [[torch.arange(size) + 1000.0 * rank + step for rank, size in enumerate(sizes)] for step in range(5)]
+    for found in results:
+        for payloads, right in zip(found, expected, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(payloads, right, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
+def test_a_sum_is_that_of_all_sites_in_the_order_of_ranks(tmp_path, world_size, dtype):
+    addends = [(torch.randn(50_001, generator=torch.Generator().manual_seed(rank)) * 100) for rank in range(world_size)]
+    addends = [addend.to(dtype) for addend in addends]
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = addends[0].to(wide)
+    for addend in addends[1:]:
+        total = total + addend.to(wide)
+
+    def use(transport):
+        own = addends[transport.rank].clone()
+        transport.all_reduce(own).wait()
+        return own
+
+    with links(tmp_path, world_size) as opened:
+        every = transports(opened)
+        results = together(lambda rank: use(every[rank]), world_size)
+    assert all(torch.equal(found, total.to(dtype)) for found in results)
+
+
+def test_broadcasts_and_objects(tmp_path):
+    def use(transport):
+        tensor = torch.full((2, 3), float(transport.rank + 1), requires_grad=True)
+        transport.broadcast(tensor)
+        content = transport.broadcast_bytes(bytes(range(256)) * 300 if transport.rank == 0 else b"ignored")
+        objects = transport.gather_objects({"rank": transport.rank, "values": torch.ones(transport.rank)})
+        return tensor.tolist(), content, [each["values"].tolist() for each in objects], transport.broadcast_bytes(b"")
+
+    with links(tmp_path, 3) as opened:
+        every = transports(opened)
+        results = together(lambda rank: use(every[rank]), 3)
+    assert results == [([[1.0] * 3] * 2, bytes(range(256)) * 300, [[], [1.0], [1.0, 1.0]], b"")] * 3

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
 
 import hub_kits
 import pytest
-from running_hub import TestSite, running_hub, together, until
+from cutting_relay import CuttingRelay
+from running_hub import TIMEOUT, TestSite, running_hub, together, until
 
-from dadplug.errors import KitError
+from dadplug.errors import KitError, RefusedError, SiteError
+from dadplug.exchange import Traffic, codec
+from dadplug.hub import Project
+from dadplug.hub.pki import provision
+from dadplug.hub.pki.certificates import current_time
 from dadplug.hub.pki.kits import Kit
+from dadplug.hub.secure import tls
+from dadplug.hub.server import acceptor as pending
+from dadplug.hub.server import acceptor as reception
+from dadplug.hub.server import relay as early_messages
+from dadplug.hub.server import session
 from dadplug.hub.server.hub import Hub
-from dadplug.hub.wire.frames import PIECE_BYTES, Kind
-from dadplug.hub.wire.messages import Accept, Close, Drop, Join, Pause, Refuse, Start, Welcome
+from dadplug.hub.server.relay import Relay
+from dadplug.hub.server.session import Session
+from dadplug.hub.server.store import Reply, Request
+from dadplug.hub.server.streams import HubStreams
+from dadplug.hub.site.tunnel import Tunnel
+from dadplug.hub.wire.frames import PIECE_BYTES, Head, Kind
+from dadplug.hub.wire.messages import VERSION, Accept, Close, Drop, Join, Pause, Refuse, Start, Welcome, read_control
+from dadplug.hub.wire.streams import HUB_SLOT
+from dadplug.parameter_server import streams
 
 
 @pytest.fixture
@@ -207,3 +231,507 @@ def test_the_kit_of_a_site_and_foreign_addresses_are_refused(tmp_path):
         Hub(Kit.load(kits / "hub"))
     with pytest.raises(KitError, match=r"cannot listen at 192.0.2.1:0: [^;]*$"):
         Hub(Kit.load(kits / "hub"), listen=("192.0.2.1", 0))
+
+
+# Flow of frames through the hub: back-pressure, messages between two sites, the store
+
+
+PIECE = 1 << 16
+FULL = 4 * PIECE
+COPIES = 4  # 26 MB: more than the buffers of the operating system, which grow to 14 MB
+
+
+@pytest.fixture
+def small_queues(monkeypatch):
+    monkeypatch.setattr(session, "FULL_BYTES", FULL)
+    monkeypatch.setattr(early_messages, "FULL_BYTES", FULL)
+
+
+def test_a_site_that_does_not_read_holds_up_those_that_send_to_it(small_queues, hub):
+    a, b = together(hub)
+    b.stream.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
+    content = os.urandom(100 * PIECE)
+    for _ in range(COPIES):
+        a.send(Kind.PAYLOAD, content, wait=False)
+    queue = hub.hub.relay.sessions["training", 1].queue
+    until(lambda: a.pump() or hub.hub.relay.sessions["training", 1].full)
+    largest = 0
+    for _ in range(100):
+        a.pump()
+        time.sleep(0.002)
+        largest = max(largest, queue.unsent_bytes)
+    assert FULL < largest < FULL + 8 * PIECE
+    assert a.queue.unsent_bytes > 0
+    for _ in range(COPIES):
+        got = b""
+        while len(got) < len(content):
+            a.pump()
+            got += b.take(Kind.PAYLOAD).body
+        assert got == content
+    assert len(hub.hub.relay.sessions) == 2
+
+
+def test_the_memory_for_a_site_whose_connection_is_lost_is_bounded(small_queues, hub):
+    a, b = together(hub)
+    b.cut()
+    content = os.urandom(200 * PIECE)
+    a.send(Kind.PAYLOAD, content, wait=False)
+    queue = hub.hub.relay.sessions["training", 1].queue
+    until(lambda: a.pump() or queue.nbytes > FULL)
+    for _ in range(100):
+        a.pump()
+        time.sleep(0.002)
+    assert queue.nbytes < FULL + 8 * PIECE
+    b.dial()
+    got = b""
+    while len(got) < len(content):
+        a.pump()
+        got += b.take(Kind.PAYLOAD).body
+    assert got == content
+
+
+def test_both_sites_get_on_though_both_queues_are_full(small_queues, hub):
+    a, b = together(hub)
+    content = os.urandom(150 * PIECE)
+    for site in (a, b):
+        site.send(Kind.PAYLOAD, content, wait=False)
+    got = [b"", b""]
+    while any(len(each) < len(content) for each in got):
+        for number, site in enumerate((a, b)):
+            site.pump()
+            got[number] += b"".join(frame.body for frame in site.taken if frame.head.kind is Kind.PAYLOAD)
+            site.taken.clear()
+    assert got == [content, content]
+
+
+def test_the_memory_for_sites_that_do_not_acknowledge_is_bounded(monkeypatch, hub):
+    monkeypatch.setattr(session, "KEPT_BYTES", FULL)
+    a, b = together(hub)
+    a.send(Kind.PAYLOAD, os.urandom(50 * PIECE), wait=False)
+    queue = hub.hub.relay.sessions["training", 1].queue
+    until(lambda: a.pump() or b.pump() or queue.nbytes > FULL)
+    for _ in range(100):
+        a.pump()
+        b.pump()
+        time.sleep(0.001)
+    assert queue.nbytes < FULL + 8 * PIECE
+    until(lambda: a.pump() or b.ping() or sum(len(each.body) for each in b.taken) >= 50 * PIECE)
+
+
+def test_a_site_that_is_held_up_does_not_count_as_silent(small_queues, tmp_path):
+    with running_hub(tmp_path / "held", rules={"site_timeout": 1.0}) as hub:
+        a, b = together(hub)
+        b.stream.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
+        a.send(Kind.PAYLOAD, bytes(200 * PIECE), wait=False)
+        until(lambda: a.pump() or hub.hub.relay.sessions["training", 1].full)
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            b.stream.notes.append(b.stream.notes[0] if b.stream.notes else _ping(b))
+            b.stream.flush(b.queue)
+            time.sleep(0.05)
+        assert ("training", 0) in hub.hub.relay.sessions
+
+
+def _ping(site: TestSite) -> bytes:
+    return Head(Kind.PING, site.slot, step=0).pack()
+
+
+def test_messages_go_to_one_site_even_before_it_has_opened_the_channel(tmp_path):
+    with running_hub(tmp_path / "kits", sites=("a", "b", "c")) as hub:
+        together(hub, "abc")
+        a = TestSite(hub.kit("a"), hub.address, "parameters")
+        a.send(Kind.MESSAGE, b"to c", slot=2, exchange=4)
+        a.send(Kind.MESSAGE, b"to b", slot=1)
+        b, c = (TestSite(hub.kit(name), hub.address, "parameters") for name in "bc")
+        found = c.take(Kind.MESSAGE)
+        assert (found.head.slot, found.head.exchange, found.body) == (0, 4, b"to c")
+        assert b.take(Kind.MESSAGE).body == b"to b"
+        c.send(Kind.MESSAGE, bytes(100_000), slot=0)
+        assert len(a.message(100_000, Kind.MESSAGE)) == 100_000
+        c.cut()
+        a.send(Kind.MESSAGE, b"again", slot=2)
+        c.dial()
+        assert c.take(Kind.MESSAGE).body == b"again"
+
+
+def test_too_many_messages_to_a_site_without_the_channel_end_the_connection(small_queues, hub):
+    together(hub)
+    a = TestSite(hub.kit("a"), hub.address, "parameters")
+    a.send(Kind.MESSAGE, bytes(6 * PIECE), slot=1)
+    assert "b has not opened the channel that" in a.action(Drop).reason
+
+
+@pytest.mark.parametrize(
+    ("channel", "kind", "slot", "reason"),
+    [
+        ("training", Kind.MESSAGE, 1, "a MESSAGE frame on the channel 'training'"),
+        ("training", Kind.PAYLOAD, 1, "a PAYLOAD frame of slot 1, this site has slot 0"),
+        ("training", Kind.SUM, 0, "a SUM frame on the channel 'training'"),
+        ("parameters", Kind.PAYLOAD, 0, "a PAYLOAD frame on the channel 'parameters'"),
+        ("parameters", Kind.MESSAGE, 2, "a MESSAGE frame to slot 2 of 2"),
+        ("parameters", Kind.MESSAGE, 0, "a MESSAGE frame to slot 0 of 2"),
+    ],
+)
+def test_frames_that_a_site_may_not_send_end_its_session_with_the_reason(hub, channel, kind, slot, reason):
+    sites = together(hub)
+    site = sites[0] if channel == "training" else TestSite(hub.kit("a"), hub.address, channel)
+    site.send(kind, b"content", slot=slot)
+    assert reason in site.action(Drop).reason
+
+
+def test_the_store_answers_requests(hub):
+    a, b = (TestSite(hub.kit(name), hub.address, "store") for name in "ab")
+    b.send(Kind.MESSAGE, codec.encode(Request(1, "get", ("key",))))
+    a.send(Kind.MESSAGE, codec.encode(Request(1, "set", ("key",), (b"value",))))
+    assert codec.decode(a.take(Kind.MESSAGE).body) == Reply(1)
+    assert codec.decode(b.take(Kind.MESSAGE).body) == Reply(1, (b"value",))
+    a.send(Kind.MESSAGE, b"no request")
+    assert "damaged" in a.action(Drop).reason
+
+
+def test_a_connection_that_is_cut_at_any_byte_loses_and_doubles_nothing(hub):
+    """A relay cuts the connection of a, in the handshake, in heads, in bodies and between frames."""
+    cuts = [(0, 1), (1, 500), *((number % 2, each) for number, each in enumerate(range(1500, 5000, 97)))]
+    cuts += [(number % 2, each) for number, each in enumerate(range(PIECE, 3 * PIECE, 9973))]
+    count = len(cuts)
+    b = TestSite(hub.kit("b"), hub.address)
+    with CuttingRelay(hub.address) as relay:
+        relay.cut_after(*cuts.pop(0))
+        a = TestSite(hub.kit("a"), relay.address)
+        a.redials = True
+        for site in (a, b):
+            site.action(Start)
+        step = 0
+        while relay.cuts < count:
+            step += 1
+            assert step < 10 * count, "the relay does not cut"
+            if cuts and relay.cuts == count - len(cuts):
+                relay.cut_after(*cuts.pop(0))
+            exchange_while_cut(a, b, step)
+    assert hub.hub.relay.membership.step == step
+
+
+def exchange_while_cut(a: TestSite, b: TestSite, step: int) -> None:
+    """Exchange payloads and close a step; a dials again whenever its connection is lost."""
+    contents = {site.slot: os.urandom(3 * PIECE + 17) for site in (a, b)}
+    for site in (a, b):
+        site.send(Kind.PAYLOAD, contents[site.slot], wait=False, step=step)
+        site.send(Kind.END, wait=False, step=step)
+    got = {a: b"", b: b""}
+    closed: set[TestSite] = set()
+    while len(closed) < 2:
+        for site in (a, b):
+            site.ping()
+            if site.lost is not None:
+                assert site is a
+                site.dial()
+                assert site.answer.resumed
+            for frame in site.taken:
+                if frame.head.kind is Kind.PAYLOAD:
+                    assert frame.head.offset == len(got[site])
+                    assert site not in closed
+                    got[site] += frame.body
+                elif (action := read_control(frame.body, 2)) == Close(step, (0, 1), 0):
+                    closed.add(site)
+                else:
+                    assert not isinstance(action, Drop), action
+            site.taken.clear()
+        time.sleep(0.001)
+    assert got == {a: contents[1], b: contents[0]}
+
+
+# Connections to the hub that are refused: the reason is known at both ends, and members go on
+
+
+@pytest.fixture
+def kits(tmp_path):
+    return hub_kits.make(tmp_path / "kits")
+
+
+@pytest.fixture
+def serve(kits):
+    """Run a hub with these kits, as they are at that time."""
+    return lambda **settings: running_hub(kits, listen=("127.0.0.1", 0), **settings)
+
+
+def refused(hub, kit: Kit, here: str, there: str) -> None:
+    """Check that a site is refused, with the reason that it gets and that in the hub's journal."""
+    with pytest.raises(RefusedError, match=here):
+        TestSite(kit, hub.address)
+    hub.await_line(there)
+
+
+def test_a_site_of_another_authority_is_refused(kits, serve, tmp_path, monkeypatch):
+    others = hub_kits.make(tmp_path / "others")
+    with serve() as hub:
+        refused(hub, Kit.load(others / "a"), "signed by another authority", "the other end's kit is of another")
+        context = tls.site_context(Kit.load(kits / "a"))
+        context.load_cert_chain(others / "a" / "certificate.pem", others / "a" / "key.pem")
+        monkeypatch.setattr(tls, "site_context", lambda kit: context)
+        refused(hub, Kit.load(kits / "a"), "the other end's kit is of another authority", "signed by another authority")
+
+
+def test_an_expired_site_is_refused(kits, serve):
+    provision.renew(kits, "a", days=5, now=current_time() - timedelta(days=10))
+    with serve() as hub:
+        refused(hub, Kit.load(kits / "a"), "expired by the other end's clock", "expired by this end's clock")
+
+
+def test_a_site_that_the_roster_lacks_is_refused(kits, serve):
+    roster = (kits / "hub" / "roster.json").read_bytes()
+    provision.provision(Project.parse(hub_kits.PROJECT | {"sites": ["a", "b", "c"]}), kits)
+    (kits / "hub" / "roster.json").write_bytes(roster)
+    with serve() as hub:
+        reason = "c is not a site of study by the hub's roster"
+        refused(hub, Kit.load(kits / "c"), f"refuses c: {reason}", reason)
+
+
+def test_tls_1_2_is_refused(kits, serve, monkeypatch):
+    context = tls.site_context(Kit.load(kits / "a"))
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    monkeypatch.setattr(tls, "site_context", lambda kit: context)
+    with serve() as hub:
+        refused(hub, Kit.load(kits / "a"), "requires another version of TLS", "does not speak TLS 1.3")
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n", "speaks HTTP, not TLS"),
+        (bytes([255]) * 100_000, "does not speak TLS"),
+        (b"", "has not finished the handshake in time"),
+        (b"\x16\x03\x01", "has not finished the handshake in time"),
+    ],
+    ids=["http", "bytes", "silent", "half"],
+)
+def test_plain_tcp_is_refused_and_its_connection_closed(serve, monkeypatch, sent, reason):
+    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 0.3)
+    with serve() as hub, socket.create_connection(hub.address, TIMEOUT) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+            while connection.recv(4096):
+                pass
+        hub.await_line(reason)
+
+
+def test_a_site_that_does_not_say_hello_is_refused(kits, serve, monkeypatch):
+    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 1.0)  # enough for TLS on a busy machine
+    with serve() as hub:
+        with tls.dial(Kit.load(kits / "a"), TIMEOUT, hub.address) as connection:
+            assert connection.recv(100) == b""
+        hub.await_line("has not finished the handshake in time")
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        ({"version": VERSION + 1}, f"speaks version {VERSION + 1} of the protocol, the hub version {VERSION}"),
+        ({"channel": "gossip"}, "unknown channel 'gossip'"),
+        ({"instance": -1}, "field instance of a control message Hello is out of range"),
+    ],
+)
+def test_a_wrong_hello_is_refused_with_the_reason(kits, serve, hello, reason):
+    with serve() as hub:
+        site = TestSite(Kit.load(kits / "a"), hub.address, **hello)
+        assert isinstance(site.answer, Refuse)
+        assert reason in site.answer.reason
+        assert not site.answer.retry
+        hub.await_line(reason)
+
+
+def test_frames_before_the_answer_are_refused(kits, serve):
+    with serve() as hub, tls.dial(Kit.load(kits / "a"), TIMEOUT, hub.address) as connection:
+        connection.sendall(b"x" * 32)
+        hub.await_line("a: these bytes are not the beginning of a frame")
+
+
+def test_many_unknown_connections_do_not_disturb_members(serve):
+    """500 connections: garbage, half handshakes and silent ones, while steps go on and a site dials again."""
+    with serve() as hub:
+        a, b = together(hub)
+        crowd: list[socket.socket] = []
+
+        def disturb() -> None:
+            for number in range(500):
+                connection = socket.create_connection(hub.address, TIMEOUT)
+                crowd.append(connection)
+                with contextlib.suppress(OSError):
+                    connection.sendall((b"", os.urandom(300), b"\x16\x03\x01\x02\x00")[number % 3])
+
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        step = 0
+        while thread.is_alive() or step < 20:
+            step += 1
+            content = os.urandom(100_000)
+            for site in (a, b):
+                site.send(Kind.PAYLOAD, content, step=step)
+                site.send(Kind.END, step=step)
+            if step == 5:
+                a.cut()
+                a.dial()
+                assert a.answer.resumed
+            for site in (a, b):
+                assert site.message(len(content)) == content
+                assert site.action(Close).contributors == (0, 1)
+        thread.join()
+        for connection in crowd:
+            connection.close()
+        until(lambda: hub.hub.acceptor.refused >= 300 and not hub.hub.acceptor._pending)
+        assert hub.hub.relay.membership.step == step
+        assert sum("refused" in line for line in hub.log) <= 15
+
+
+def test_a_site_gets_in_though_all_places_are_taken(kits, serve, monkeypatch):
+    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 60.0)
+    with serve() as hub:
+        silent = [socket.create_connection(hub.address, TIMEOUT) for _ in range(reception.MAX_PENDING)]
+        until(lambda: len(hub.hub.acceptor._pending) == reception.MAX_PENDING)
+        a, b = together(hub)
+        assert a.answer.min_sites == b.answer.min_sites == 2
+        assert len(hub.hub.acceptor._pending) <= reception.MAX_PENDING
+        for connection in silent:
+            connection.close()
+
+
+def test_a_site_whose_certificate_is_revoked_is_dropped_and_refused(kits, serve):
+    with serve() as hub:
+        a, b = together(hub)
+        provision.revoke(kits, "a")
+        if not (kits / "hub" / "revoked.pem").samefile(kits / "authority" / "revoked.pem"):
+            (kits / "hub" / "revoked.pem").write_bytes((kits / "authority" / "revoked.pem").read_bytes())
+        for site in (a, b):
+            assert site.action(Drop) == Drop(0, 1, "its certificate has been revoked")
+        refused(hub, hub.kit("a"), "this kit's certificate has been revoked", "certificate has been revoked (")
+        provision.renew(kits, "a", with_key=True)
+        b.leave()
+        for site in together(hub):
+            assert site.answer.min_sites == 2
+
+
+def test_a_damaged_revocation_list_leaves_the_old_one_in_use(kits, serve):
+    with serve() as hub:
+        (kits / "hub" / "revoked.pem").write_bytes(b"damaged")
+        hub.await_line("the kit has changed, and a part of it is not used")
+        for site in [TestSite(hub.kit(name), hub.address) for name in "ab"]:
+            assert site.action(Start).position.step == 0
+
+
+# Faults while one session is served, which end that session, and nothing else
+
+
+SECONDS = 60.0
+
+
+def _fails(condition):
+    """Return a function that wraps a method: it raises an error that nobody expects, where a condition holds."""
+
+    def wrap(method):
+        def failing(self, *arguments):
+            if condition(self, *arguments):
+                raise ZeroDivisionError("of the test")
+            return method(self, *arguments)
+
+        return failing
+
+    return wrap
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "condition"),
+    [
+        (Relay, "_serve", lambda relay, session, request: True),
+        (Session, "receive", lambda session, now: session.channel == "store"),
+        (Session, "tick", lambda session, now: session.channel == "store"),
+        (Session, "flush", lambda session: session.channel == "store" and session.queue.nbytes),
+    ],
+)
+def test_a_fault_ends_one_session_with_a_traceback_in_the_journal(tmp_path, monkeypatch, owner, method, condition):
+    monkeypatch.setattr(owner, method, _fails(condition)(getattr(owner, method)))
+    with running_hub(tmp_path / "kits") as hub:
+        a, b = together(hub)
+        store = TestSite(hub.kit("a"), hub.address, "store")
+        if method in ("_serve", "flush"):
+            store.send(Kind.MESSAGE, b"?", wait=False)
+            store.pump()
+        if method != "flush":
+            assert "ZeroDivisionError: of the test" in store.action(Drop).reason
+        hub.await_line("fault of the hub: a (store) cannot be served: ZeroDivisionError: of the test")
+        hub.await_line("Traceback (most recent call last):")
+        a.send(Kind.PAYLOAD, b"still here")
+        assert b.message(10) == b"still here"
+
+
+def test_a_fault_while_a_site_is_accepted_ends_its_connection(tmp_path, monkeypatch):
+    failing = _fails(lambda session, stream, *rest: session.channel == "store")
+    monkeypatch.setattr(Session, "attach", failing(Session.attach))
+    with running_hub(tmp_path / "kits") as hub:
+        a, b = together(hub)
+
+        def dial() -> None:
+            with suppress(AssertionError):  # it is never accepted
+                TestSite(hub.kit("a"), hub.address, "store")
+
+        thread = threading.Thread(target=dial, daemon=True)
+        thread.start()
+        hub.await_line("fault of the hub: a (store) cannot be accepted: ZeroDivisionError")
+        a.send(Kind.PAYLOAD, b"still here")
+        assert b.message(10) == b"still here"
+
+
+def test_a_fault_of_a_stream_at_the_hub_ends_the_session_of_its_site(tmp_path, monkeypatch):
+    monkeypatch.setattr(HubStreams, "_send", _fails(lambda *_: True)(HubStreams._send))
+    with running_hub(tmp_path / "kits") as hub:
+        a, b = together(hub)
+        tunnel = Tunnel(hub.kit("a"), hub.address)
+        tunnel.start(SECONDS)
+        opened = tunnel.dial(HUB_SLOT)
+        opened.send(b"no key")
+        opened.close()
+        hub.await_line("fault of the hub: a (parameters) cannot be served: ZeroDivisionError")
+        a.send(Kind.PAYLOAD, b"still here")
+        assert b.message(10) == b"still here"
+        tunnel.close()
+
+
+def test_a_fault_in_the_thread_of_a_tunnel_ends_its_streams_with_the_reason(tmp_path, monkeypatch):
+    with running_hub(tmp_path / "kits") as hub:
+        tunnel = Tunnel(hub.kit("a"), hub.address)
+        tunnel.start(SECONDS)
+        opened = tunnel.dial(1)
+        monkeypatch.setattr(tunnel, "_serve", _fails(lambda *_: True)(Tunnel._serve))
+        tunnel._wake()
+        opened.setblocking(True)
+        opened.settimeout(SECONDS)
+        assert opened.recv(1) == b""
+        with pytest.raises(SiteError, match="ZeroDivisionError"):
+            tunnel.check()
+        tunnel.close()
+
+
+def test_a_fault_of_one_stream_of_a_parameter_server_loses_one_site(monkeypatch):
+    pairs = [socket.socketpair() for _ in range(2)]
+    lost, found = threading.Event(), []
+    read = streams._Stream.read
+
+    def reading(stream):
+        if stream.socket is pairs[0][0]:
+            raise ZeroDivisionError("of the test")
+        return read(stream)
+
+    monkeypatch.setattr(streams._Stream, "read", reading)
+
+    class Loop(streams.FrameLoop):
+        def on_lost(self, peer, error):
+            found.append((peer, type(error)))
+            lost.set()
+
+    thread = Loop("test", {rank: pair[0] for rank, pair in enumerate(pairs)}, 1000, SECONDS, Traffic(), 2)
+    thread.start()
+    pairs[0][1].send(b"x")
+    assert lost.wait(SECONDS)
+    assert found == [(0, ZeroDivisionError)]
+    assert thread._thread.is_alive()
+    for pair in pairs:
+        pair[1].close()
+    thread.close()
