@@ -551,10 +551,9 @@ def parse(source: bytes | Path, what: str) -> Any:
     Raises:
         ValueError: if it is damaged or has other objects.
     """
-    mapped = isinstance(source, Path)
     file: Any = source if isinstance(source, Path) else io.BytesIO(source)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{what} is damaged: {error}") from error
 

@@ -6,8 +6,8 @@ import copy
 import importlib.util
 import signal
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -235,14 +235,9 @@ def test_calls_of_several_threads_come_one_after_the_other(monkeypatch):
         return intent(*args)
 
     monkeypatch.setattr(worker, "intent", slow)
-    threads = [
-        threading.Thread(target=lambda: [nodes.engines[0].intend(0, np.array([1]), 1, 2) for _ in range(5)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            pool.submit(nodes.engines[0].intend, 0, np.array([1]), 1, 2)
     assert len(worker.intents) == 20
     assert max(most) == 1
 
