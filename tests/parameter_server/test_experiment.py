@@ -83,9 +83,7 @@ def test_workers_may_share_the_batches(tmp_path):
 
 def test_a_killed_worker_is_named_and_the_others_go_on():
     test = DataLoader(samples(100, 1), 50)
-    with pytest.warns(
-        UserWarning, match=r"worker 2 .* has failed: a process has ended with status -9; the others go on"
-    ):
+    with pytest.warns(UserWarning, match=r"worker 2 .* has failed: it has ended with status -9; the others go on"):
         outcome = launch_ps_and_workers(3, 2, 0, DataLoader(Deadly((2,)), 8), test, model=network(), lr=0.3)
     assert outcome.accuracy > 0.7
     with pytest.raises(ProcessFailedError, match=r"worker 1 .* has ended with status -9"):
