@@ -170,7 +170,11 @@ class HeldGradients(ABC):
         """Complete the gradients of a step; write them to ``.grad``, but for those that may stay products."""
 
     def remark_on(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Set the remarks to which weights' gradients are formed for optimizers, and why."""
+        """Set the remarks to which weights' gradients are formed for optimizers, and why.
+
+        Args:
+            optimizers: the optimizers that will step.
+        """
         self.remarks = fused_remarks(self.model, optimizers)
 
     def hold(self, *optimizers: torch.optim.Optimizer) -> None:

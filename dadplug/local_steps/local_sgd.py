@@ -397,7 +397,11 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._captured.put_back(products)
 
     def remark_on(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Do nothing: the remarks have been made by then."""
+        """Do nothing: the remarks have been made by then.
+
+        Args:
+            optimizers: the optimizers that will step.
+        """
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
