@@ -45,7 +45,7 @@ from ..wire.messages import (
     pack_control,
     read_control,
 )
-from ..wire.streams import HUB_SLOT, PackedFrame, SendQueue
+from ..wire.streams import HUB_SLOT, SendQueue
 from .elastic_run import ElasticRun, MissedSteps, Recovery
 from .journal import Journal
 from .membership import Membership
@@ -67,24 +67,6 @@ class EarlyMessages:
         self._queues: dict[int, SendQueue] = {}  # by slot
         self._closed: set[int] = set()  # slots of sites that have opened and closed it
 
-    def keep(self, slot: int, frame: PackedFrame, name: str) -> None:
-        """Keep a frame, unless the site has closed the channel.
-
-        Args:
-            slot: the receiver.
-            frame: the frame.
-            name: name of the receiver.
-
-        Raises:
-            FrameError: if too much is kept.
-        """
-        if slot in self._closed:
-            return
-        queue = self._queues.setdefault(slot, SendQueue())
-        queue.append(frame)
-        if queue.nbytes > FULL_BYTES:
-            raise FrameError(f"{name} has not opened the channel that {queue.nbytes} bytes wait for")
-
     def pass_on(
         self, session: Session, head: Head, body: memoryview, sessions: Mapping[tuple[str, int], Session]
     ) -> None:
@@ -103,8 +85,11 @@ class EarlyMessages:
         receiver = sessions.get((session.channel, head.slot))
         if receiver is not None:
             receiver.send(frame)
-        elif training := sessions.get(("training", head.slot)):
-            self.keep(head.slot, frame, training.name)
+        elif (training := sessions.get(("training", head.slot))) and head.slot not in self._closed:
+            queue = self._queues.setdefault(head.slot, SendQueue())
+            queue.append(frame)
+            if queue.nbytes > FULL_BYTES:
+                raise FrameError(f"{training.name} has not opened the channel that {queue.nbytes} bytes wait for")
 
     def hand_over(self, session: Session) -> None:
         """Hand a site's frames over to its session, which has been opened."""

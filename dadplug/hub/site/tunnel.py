@@ -7,35 +7,26 @@ connection. A thread of the tunnel sends that, and passes on what arrives: one s
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import socket
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import FrameError, SiteError
+from ...exchange.transport import StreamToHub
+from ..pki.kits import Kit
 from ..secure.sealing import Keys
 from ..wire.frames import Head, Kind
 from ..wire.messages import Drop, Leave
 from ..wire.streams import HUB_SLOT, PeerStream, Tag, pieces
 from .connection import HubConnection
-
-if TYPE_CHECKING:
-    from ..pki.kits import Kit
-
-
-import atexit
-import threading
-import weakref
-from typing import TYPE_CHECKING
-
-from ...exchange.transport import StreamToHub
-
-if TYPE_CHECKING:
-    from ..pki.kits import Kit
-    from .link import HubLink
+from .link import HubLink
 
 _MOST_UNSENT = 1 << 20  # bytes that the connection has not taken, beyond which streams are held up
 _MOST_KEPT = 32 << 20  # the same for bytes that the hub has not acknowledged

@@ -25,15 +25,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import FrameError
-from ..secure.sealing import OPEN_BYTES
+from ..secure.sealing import OPEN_BYTES, Opener, Sealer
 from ..secure.secure_socket import SecureSocket
 from .frames import HEAD_BYTES, PIECE_BYTES, Head, Kind, frames
-
-if TYPE_CHECKING:
-    from ..secure.sealing import Opener, Sealer
 
 
 class FrameReceiver:
