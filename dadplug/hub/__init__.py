@@ -9,10 +9,8 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from .pki.project import HUB, Policy, Project, Roster
 
@@ -27,20 +25,16 @@ _MOVED = {
 }
 
 
-class _MovedModules(MetaPathFinder, Loader):
-    """Finder of documented modules by their former names, which work for one version."""
+class _MovedModule(ModuleType):
+    """Documented module by its former name, which works for one version."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        return ModuleSpec(fullname, self) if package == __name__ and name in _MOVED else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        old = module.__name__
-        new = f"{__name__}.{_MOVED[old.rpartition('.')[2]]}"
-        warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=2)
-        sys.modules[old] = importlib.import_module(new)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what the import system asks for
+            raise AttributeError(name)
+        new = f"{__package__}.{_MOVED[self.__name__.rpartition('.')[2]]}"
+        warnings.warn(f"{self.__name__} is deprecated: use {new}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(new), name)
 
 
-sys.meta_path.append(_MovedModules())
+for _name in _MOVED:
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _MovedModule(f"{__name__}.{_name}")
