@@ -417,7 +417,7 @@ def same_bits(lines: dict[int, dict], others: dict[int, dict]) -> None:
         ("rankdad", {}),
         ("rankdad", {"wire": "int8"}),
         ("auto", {"link": LINK}),
-        ("dad", {"pause": 2.0}),
+        ("dad", {"pause": 1.0}),
     ],
 )
 def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings):
@@ -431,7 +431,7 @@ def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings
         add_site(hub, "abc")
         run.start("c")
         hub.await_line("c joins", ENDED)
-        stops(tmp_path, max(run.lines("a")) + (20 if settings["pause"] < 1 else 5))
+        stops(tmp_path, max(run.lines("a")) + (20 if settings["pause"] < 1 else 4))
         for name in "abc":
             run.end(name)
         lines = run.lines("a")
