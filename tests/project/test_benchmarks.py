@@ -261,6 +261,24 @@ def test_large_models_have_the_parameters_of_their_originals(name, millions):
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
 
 
+def test_times_to_a_loss_count_the_steps_until_then():
+    to_loss = program("time_to_loss")
+    assert to_loss.steps_to([4.0, 3.0, 2.0], every=16, target=2.5) == 24
+    assert to_loss.steps_to([4.0, 3.0], every=16, target=2.5) is None
+    times = {
+        rate: {"seconds": seconds, "bytes": 8000, "predicted": False} for rate, seconds in (("none", 1), ("10mbit", 5))
+    }
+    fast = {rate: each | {"seconds": 0.5} for rate, each in times.items()}
+    rows = [
+        {"method": "ddp", "every": 16, "steps": 32, "curve": [4.0, 3.0, 2.0], "times": times},
+        {"method": "rankdad", "every": 16, "steps": 32, "curve": [4.0, 3.5, 3.0, 2.5, 2.0], "times": fast},
+        {"method": "rankdad", "every": 16, "steps": 32, "curve": [4.0, 3.5, 3.0, 2.5, 2.0], "times": {}},
+    ]
+    table = to_loss.table(rows, ["none", "10mbit"])
+    assert "| DDP | 32 | 8 | 32.0 s (1) | 160.0 s (1) |" in table
+    assert "| rankdad | 64 | 8 | 32.0 s (1) | 32.0 s (5) |" in table
+
+
 def test_a_table_of_fine_tuning_has_the_points_inside_the_range():
     curves = {"ddp": [[3.0, 2.0, 1.0], [3.0, 2.2, 1.2]], "rankdad": [[3.0, 2.4, 1.0], [3.0, 2.3, 1.2]]}
     rows = [
