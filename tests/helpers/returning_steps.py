@@ -139,5 +139,8 @@ class Steps:
             os.kill(os.getpid(), signal.SIGKILL)
         if epoch == 1 and number == 1 and not case.ends and case.process not in ("back", str(case.lost)):
             case.wait_for("killed")
+            case.touch(f"works{case.process}")
+            for rank in {0, 1, 2} - {case.lost}:  # one that is idle would not keep the other from using up the epoch
+                case.wait_for(f"works{rank}")
             if case.process == str(2 - case.lost // 2):  # not the one whose state is taken
                 case.wait_for("working")
