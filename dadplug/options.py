@@ -10,14 +10,17 @@ from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.deadline import check_seconds
 from .exchange.topology import check_hierarchy
 from .exchange.transport import Requirements
-from .exchange.wire import FORMATS
+from .exchange.wire import FORMATS, wire_format
 from .methods import METHODS, method_names
+from .methods.base import GradientPath
 from .signature import OptionSet, check_choice, number, option, whole_number
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = tuple(FORMATS)
 DENSES = ("allreduce", "lowrank")
 MERGES = ("all", "owner", "auto")
+AUTO = "auto"
+_ROW_BYTES = 32  # of each column of a low-rank factor, with rank="auto": a rank of 8 in fp32 has as many
 
 
 def _number_or_word(text: str) -> int | str:
@@ -52,7 +55,19 @@ class Options(OptionSet):
     """
 
     mode: str = option("rankdad", "method of agreement", check_mode)
-    rank: int = option(8, "rankdad, powersgd: largest rank of a layer's compressed gradient", whole_number(1))
+    rank: int | str = option(
+        AUTO,
+        "rankdad, powersgd: largest rank of a layer's compressed gradient; auto: the number that takes 32 bytes in the "
+        "format of wire: 32 with int8, 16 with bf16, 8 with fp32",
+        whole_number(1, "or 'auto'", lambda value: value == AUTO),
+        kind=_number_or_word,
+    )
+    budget: int | None = option(
+        None,
+        "rankdad with rank=auto: bytes of low-rank factors that a site sends in a step, which the rank follows from",
+        whole_number(1, "or None", lambda value: value is None),
+        kind=int,
+    )
     iterations: int = option(1, "rankdad: power iterations a step", whole_number(0))
     tolerance: float = option(
         1e-3,
@@ -67,14 +82,19 @@ class Options(OptionSet):
     )
     error_feedback: bool | None = option(
         None,
-        "add what was not sent to the next step's gradient; None: powersgd and topk do, rankdad does so with as many "
-        "singular vectors as it sends where merge is not 'all', and not at all else",
+        "add what was not sent to the next step's gradient; None: powersgd and topk add all of it, rankdad its "
+        "strongest singular vectors, so that no gradient is formed",
         _check_optional_boolean,
     )
     weighting: str = option(
         "samples", "share of a site in the mean over sites: by its rows, or equal", choices=WEIGHTINGS
     )
-    wire: str = option("fp32", "number format on the network; fp32 stands for the parameters' own", choices=WIRES)
+    wire: str = option(
+        AUTO,
+        "number format on the network; fp32 stands for the parameters' own; auto: int8 for the low-rank factors of "
+        "rankdad with rank=auto and merge=all, else fp32",
+        choices=(*WIRES, AUTO),
+    )
     dense: str = option("allreduce", "rankdad: treatment of weights that have no factors", choices=DENSES)
     merge: str = option(
         "all",
@@ -132,12 +152,28 @@ class Options(OptionSet):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_merge()
+        if self.budget is not None and (self.mode, self.rank, self.merge) != ("rankdad", AUTO, "all"):
+            raise ValueError("budget= needs mode='rankdad' with rank='auto' and merge='all'")
         if self.min_sites is not None:
             self._check_min_sites()
         elif self.late != "wait":
             raise ValueError(
                 f"late={self.late!r} needs min_sites, the number of sites with which a step counts, and a hub"
             )
+
+    @property
+    def largest_rank(self) -> int:
+        """Largest rank of a layer's compressed gradient."""
+        if isinstance(self.rank, int):
+            return self.rank
+        return _ROW_BYTES // wire_format(self.wire_of(GradientPath.LOWRANK)).itemsize
+
+    def wire_of(self, path: str) -> str:
+        """Return the name of the number format of gradients that take a path."""
+        if self.wire != AUTO:
+            return self.wire
+        many_in_int8 = (self.mode, self.rank, self.merge) == ("rankdad", AUTO, "all")
+        return "int8" if many_in_int8 and path == GradientPath.LOWRANK else "fp32"
 
     @property
     def requirements(self) -> Requirements | None:

@@ -199,9 +199,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._method.max_rank is None:
             raise ValueError(f"mode {self.options.mode!r} has no rank to set")
         whole_number(1)("rank", rank)
-        if self.options.merge != "all" and rank > self.options.rank:
+        if self.options.merge != "all" and rank > self.options.largest_rank:
             raise ValueError(
-                f"with merge={self.options.merge!r} the rank may be lowered: it is {self.options.rank} at most"
+                f"with merge={self.options.merge!r} the rank may be lowered: it is {self.options.largest_rank} at most"
             )
         self._method.max_rank = rank
 

@@ -209,7 +209,7 @@ def keeps_inputs_home(mode: str) -> None:
     torch.manual_seed(0)
     reference = mlp(torch.float64)
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode, share_inputs=False)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=8, share_inputs=False)
     everything = []
     for number in range(3):
         step(reduction, model, seed=number)

@@ -36,6 +36,7 @@ class Search:
         left: rows of length out to start from, or None.
         right: rows of length in to start from, or None.
         seed: seed of random blocks.
+        precise: number of the first columns that are to be precise; None for all.
     """
 
     iterations: int
@@ -43,6 +44,7 @@ class Search:
     left: Tensor | None
     right: Tensor | None
     seed: int
+    precise: int | None = None
 
     def draw(self, shape: tuple[int, int], like: Tensor) -> Tensor:
         """Return a random block."""
@@ -207,7 +209,7 @@ def iteration(operator: Operator, k: int, search: Search) -> Tensor:
     like, out = operator.deltas, operator.shape[0]
     passes, columns, known = search.iterations, k, 0
     if passes:
-        columns = min(columns_for(k), operator.most)
+        columns = min(max(k, columns_for(k if search.precise is None else search.precise)), operator.most)
     basis = scratch.take("left", (columns, out), like)
     if search.right is not None:
         known = min(columns, search.right.shape[0])

@@ -106,6 +106,7 @@ def compress(
     seed: int = 0,
     algorithm: str = "auto",
     out: tuple[Tensor, Tensor] | None = None,
+    precise: int | None = None,
 ) -> Compressed:
     """Find low-rank factors of a weight gradient ``G = deltas.T @ activations`` without forming it.
 
@@ -133,6 +134,8 @@ def compress(
         seed: seed of the random basis; the global random state does not change.
         algorithm: name of the algorithm.
         out: tensors of shapes (out, k) and (in, k) for the factors, k = min(rank, N, out, in); new ones if None.
+        precise: number of the first columns that are to be precise, where the others only help to find them; all if
+            None.
 
     Returns:
         The factors, which unpack into ``left, right``, with their quality.
@@ -151,7 +154,7 @@ def compress(
     k = min(rank, operator.most)
     if algorithm == "auto":
         algorithm = "iteration" if deltas.is_cuda else choose(len(deltas), *operator.shape, k, iterations)
-    search = Search(iterations, tolerance, *_start(warm_start, operator.shape), seed)
+    search = Search(iterations, tolerance, *_start(warm_start, operator.shape), seed, precise)
     return _compress(operator, k, algorithm, search, out)
 
 
@@ -298,7 +301,8 @@ def _project(
     torch.mm(turn[:k], projected, out=right[:count])
     left[count:], right[count:] = 0, 0  # where G has less than k independent columns
     further = torch.mm(turn[k:], projected) if count > k else None
-    return further, torch.linalg.vector_norm(right, dim=1).double()
+    squares = torch.mul(right, right, out=scratch.take("squares", tuple(right.shape), right))
+    return further, squares.sum(1).sqrt().double()  # many times as fast as torch.linalg.vector_norm
 
 
 def _on_device(tensor: Tensor) -> bool:

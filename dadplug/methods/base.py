@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -54,11 +54,14 @@ class Quality:
 
     Attributes:
         effective_rank: number of components sent.
-        residual: relative error in Frobenius norm, as last measured.
+        residual: relative error in Frobenius norm, as last measured, of what was to be sent: the gradient and what was
+            kept of earlier ones.
+        kept: number of further components that are kept for the next step.
     """
 
     effective_rank: int
     residual: float
+    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class MethodOptions(Protocol):
     def mode(self) -> str: ...
 
     @property
-    def rank(self) -> int: ...
+    def largest_rank(self) -> int: ...
 
     @property
     def iterations(self) -> int: ...
@@ -113,7 +116,9 @@ class MethodOptions(Protocol):
     def error_feedback(self) -> bool | None: ...
 
     @property
-    def wire(self) -> str: ...
+    def budget(self) -> int | None: ...
+
+    def wire_of(self, path: str) -> str: ...
 
     @property
     def share_inputs(self) -> bool: ...
@@ -131,6 +136,8 @@ class Method(ABC):
     Attributes:
         errors: the error memory, where it has one.
         loss_scales: the loss scale that a unit's gradient contains, by name of the unit.
+        samples: number of samples whose mean gradient is encoded; set before `encode` is called. 0 for a site without
+            weight in the mean.
     """
 
     name: ClassVar[str]
@@ -144,11 +151,12 @@ class Method(ABC):
         self.options = options
         self.errors = ErrorFeedback(False)
         self.loss_scales = LossScales()
+        self.samples = 1
 
     @property
     def keeps_errors(self) -> bool:
         """Whether what a step has not sent is kept for later ones, without the loss scale, which has to be known."""
-        return self.errors.enabled or wire_format(self.options.wire).quantised
+        return self.errors.enabled or wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
 
     @abstractmethod
     def path(self, out: int, width: int) -> str:
@@ -196,6 +204,29 @@ class Method(ABC):
 
     def rollback(self, name: str) -> None:  # noqa: B027
         """Restore the state of a weight as it was before the step, to the bit; also before it is encoded again."""
+
+    def retain(self, names: Container[str]) -> None:
+        """Drop what is kept of the gradients of all other weights, such as those that have been frozen."""
+        self.errors.retain(names)
+
+    def fit_budget(self, widths: Sequence[tuple[int, int]]) -> None:
+        """Choose the largest rank for which the layers' low-rank factors take the bytes of the option ``budget``.
+
+        Args:
+            widths: height and width, as a matrix, of each weight that is compressed.
+
+        Raises:
+            ValueError: if these are too few for a rank of 1.
+        """
+        budget, wire = self.options.budget, wire_format(self.options.wire_of(GradientPath.LOWRANK))
+        if budget is None or not widths:
+            return
+        least = wire.itemsize * sum(wire.row_size(out) + wire.row_size(width) for out, width in widths)
+        if budget < least:
+            raise ValueError(
+                f"budget={budget} is too small for the layers of the model: a rank of 1 takes {least} bytes"
+            )
+        self.max_rank = budget // least
 
     def quality(self) -> dict[str, Quality]:
         """Return the quality of the last step's compression, by name of the weight."""

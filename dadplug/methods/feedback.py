@@ -281,6 +281,11 @@ class MergeMemory:
         self.rollback(name)
         self._parts.pop(name, None)
 
+    def retain(self, names: Container[str]) -> None:
+        """Drop the memory of all other layers."""
+        for name in [name for name in self._parts if name not in names]:
+            self.forget(name)
+
     def scale(self, factor: float) -> None:
         """Multiply the memory by a factor."""
         for parts in self._parts.values():

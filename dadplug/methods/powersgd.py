@@ -144,7 +144,7 @@ class PowerSGD(Method):
 
     def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)
-        self.max_rank: int = options.rank
+        self.max_rank: int = options.largest_rank
         self.errors = ErrorFeedback(options.error_feedback is not False)
         self._bases: dict[str, Tensor] = {}
 
@@ -159,7 +159,7 @@ class PowerSGD(Method):
 
     def columns(self, out: int, width: int) -> int:
         """Return the rank r for a weight of this shape."""
-        return min(self.options.rank, out, width)
+        return min(self.options.largest_rank, out, width)
 
     def basis(self, name: str, shape: tuple[int, int], like: Tensor) -> Tensor:
         """Return Q, of shape (r, in); before the first step, random values that are equal on all sites.

@@ -7,7 +7,7 @@ orthonormalisation, a projection of the gradient whose error is never larger tha
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,12 @@ from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor
 from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
-from .base import Method, MethodOptions, Quality, Traits, register_method
+from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method
 from .feedback import ErrorFeedback, LossScales, MergeMemory
 
+_FEW = 8  # components that a step may have with int8, however few its rows are
+_COLUMNS = 48  # components that are sent and kept, about; from there on a compression becomes dear
+_MOST_KEPT = 32  # components; more gain little, see "Fine-tuning" in docs/performance.md
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 
 
@@ -29,19 +32,21 @@ class _State(NamedTuple):
     Attributes:
         carry: directions to start from.
         lost: rows whose product is what was not sent, as far as it is kept, without the loss scale: further singular
-            vectors, and the rounding error of int8.
+            vectors, and the rounding errors of the wire format.
+        kept: how many of these rows are singular vectors; they come first.
+        bias: what rounding to int8 has taken from the gradient of the bias, without the loss scale.
+        samples: number of samples whose mean gradient these, and the error memory, are parts of; 0 for none.
         calls: number of compressions.
         quality: quality of the last one.
     """
 
     carry: Carry | None = None
     lost: FactorPayload | None = None
+    kept: int = 0
+    bias: Tensor | None = None
+    samples: int = 0
     calls: int = 0
     quality: Quality | None = None
-
-    def scaled(self, factor: float) -> _State:
-        """Return the state with the lost rows times a factor."""
-        return self if self.lost is None else self._replace(lost=self.lost._replace(left=self.lost.left * factor))
 
 
 @register_method("rankdad")
@@ -55,10 +60,11 @@ class RankDAD(Method):
 
     def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)
-        self.max_rank: int = options.rank
+        self.max_rank: int = options.largest_rank
         self.merger = self._make_merger(options)
         self._iterations = options.iterations
-        self._kept_rows = options.rank if keeps_rows(options) and not options.error_feedback else 0
+        self._keeps_rows = options.error_feedback is None
+        self._tolerance = 0.0 if self._keeps_rows else options.tolerance  # components that are not sent are kept
         self.errors = ErrorFeedback(bool(options.error_feedback))
         self._states: dict[str, _State] = {}
         self._staged: dict[str, _State] = {}
@@ -71,53 +77,79 @@ class RankDAD(Method):
         return None if options.merge == "all" else Merger(options, self.loss_scales)
 
     def path(self, out: int, width: int) -> str:
-        rank = min(self.options.rank, out, width)
+        rank = min(self.options.largest_rank, out, width)
         return "lowrank" if rank * (out + width) < out * width else "allreduce"
 
     def rows_sent(self, rows: int, out: int, width: int) -> int:
         return min(self.max_rank, rows, out, width)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
-        state = self._staged.get(name) or self._states.get(name, _State())
+        state, samples = self._staged.get(name) or self._states.get(name, _State()), self.samples
+        bias = factor.bias_gradient() if with_bias else None
         how: dict[str, Any] = {
             "iterations": self._iterations,
-            "tolerance": self.options.tolerance,
+            "tolerance": self._tolerance,
             "warm_start": state.carry if self.options.warm_start else None,
             "seed": zlib.crc32(name.encode()),
         }
+        if not samples:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
+            left, right = compress(factor.deltas, factor.activations, self.max_rank, **how)
+            return FactorPayload(left.T, right.T, bias)
+        wire = wire_format(self.options.wire_of(GradientPath.LOWRANK), factor.deltas.dtype)
+        # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
+        rank = min(self.max_rank, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
         measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
         loss_scale = self.loss_scales.of(name)
+        share = state.samples / samples if state.samples else 1.0
         if self.errors.enabled:
-            whole = self._with_errors(name, factor, loss_scale)
-            compressed = compress_matrix(whole, self.max_rank, **how)
+            whole = self._with_errors(name, factor, share, loss_scale)
+            compressed = compress_matrix(whole, rank, **how)
             size = float(whole.double().square().sum()) if measure else 0.0
         else:
             deltas, activations = factor.deltas, factor.activations
             if state.lost is not None:  # as further rows
                 deltas = torch.cat([deltas, state.lost.left])
-                activations = torch.cat([activations, state.lost.right * loss_scale])
-            compressed = compress(deltas, activations, self.max_rank + self._kept_rows, **how)
+                activations = torch.cat([activations, state.lost.right * (share * loss_scale)])
+            kept = max(state.kept, rows_kept(rank, factor.rows)) if self._keeps_rows else 0
+            compressed = compress(deltas, activations, rank + kept, precise=rank, **how)
             size = squared_norm(deltas, activations) if measure else 0.0
-        sent, carry, lost = min(compressed.effective_rank, self.max_rank), state.carry, None
-        if sent and self.options.warm_start:
-            carry = compressed.carry
+        sent = self._count_sent(compressed, rank)
+        carry = compressed.carry if sent and self.options.warm_start else state.carry
         residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
         left, right = compressed.left.T[:sent], compressed.right.T[:sent]
-        wire = wire_format(self.options.wire, left.dtype)
+        lost = None
         if self.errors.enabled:
             right = right * loss_scale if loss_scale != 1.0 else right
             whole.addmm_(wire.round_trip(left).T, wire.round_trip(right), alpha=-1 / loss_scale)
-        else:
+        elif self.options.error_feedback is None or wire.quantised:
             lost = _not_sent(compressed, sent, wire, loss_scale)
-        self._staged[name] = _State(carry, lost, state.calls + 1, Quality(sent, residual))
-        return FactorPayload(left, right, factor.bias_gradient() if with_bias else None)
+        if bias is not None and state.bias is not None:
+            bias = bias + state.bias * (share * loss_scale)
+        rest = None if bias is None or not wire.quantised else (bias - wire.round_trip(bias[None])[0]) / loss_scale
+        kept = compressed.effective_rank - sent
+        self._staged[name] = _State(carry, lost, kept, rest, samples, state.calls + 1, Quality(sent, residual, kept))
+        return FactorPayload(left, right, bias)
 
-    def _with_errors(self, name: str, factor: Factor, loss_scale: float) -> Tensor:
-        """Compute the gradient without its loss scale plus the error memory, in the buffer of the next memory."""
+    def _count_sent(self, compressed: Compressed, rank: int) -> int:
+        """Return the number of components that are sent, the rank at most; the others may be kept."""
+        found = min(compressed.effective_rank, rank)
+        if not found or compressed.left.is_cuda or self._tolerance == self.options.tolerance:
+            return found
+        values: list[float] = compressed.singular_values[:found].tolist()
+        return sum(value > self.options.tolerance * values[0] for value in values)
+
+    def _with_errors(self, name: str, factor: Factor, share: float, loss_scale: float) -> Tensor:
+        """Compute the gradient without its loss scale plus the error memory, in the buffer of the next memory.
+
+        Args:
+            name: name of the weight.
+            factor: the site's factors.
+            share: scale of the memory.
+            loss_scale: the loss scale of the gradient.
+        """
         like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
         error, whole = self.errors.find(name, like), self.errors.prepare(name, like)
-        beta = 0.0 if error is None else 1.0
-        before = whole if error is None else error
+        before, beta = (whole, 0.0) if error is None else (error, share)
         return torch.addmm(before, factor.deltas.T, factor.activations, beta=beta, alpha=1 / loss_scale, out=whole)
 
     def commit(self, name: str) -> None:
@@ -128,6 +160,14 @@ class RankDAD(Method):
     def rollback(self, name: str) -> None:
         self.errors.rollback(name)
         self._staged.pop(name, None)
+
+    def retain(self, names: Container[str]) -> None:
+        super().retain(names)
+        for name, state in self._states.items():
+            if name not in names:
+                self._states[name] = state._replace(lost=None, kept=0, bias=None)
+        if self.merger is not None:
+            self.merger.retain(names)
 
     def quality(self) -> dict[str, Quality]:
         states = {**self._states, **self._staged}
@@ -140,6 +180,9 @@ class RankDAD(Method):
             "lost": {
                 name: tuple(p.clone() for p in state.lost[:2]) for name, state in states if state.lost is not None
             },
+            "biases": {name: state.bias.clone() for name, state in states if state.bias is not None},
+            "kept": {name: state.kept for name, state in states},
+            "samples": {name: state.samples for name, state in states},
             "errors": self.errors.state_dict(),
             "calls": {name: state.calls for name, state in states},
             "rank": self.max_rank,
@@ -148,16 +191,26 @@ class RankDAD(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
         lost = {name: FactorPayload(*(part.clone() for part in parts)) for name, parts in state.get("lost", {}).items()}
+        biases = {name: bias.clone() for name, bias in state.get("biases", {}).items()}
+        samples = _samples_of(state)
         names = {*carried, *lost, *state["calls"]}
         qualities = self.quality()
         self._states = {
-            name: _State(carried.get(name), lost.get(name), state["calls"].get(name, 0), qualities.get(name))
+            name: _State(
+                carry=carried.get(name),
+                lost=lost.get(name),
+                kept=state.get("kept", {}).get(name, 0),
+                bias=biases.get(name),
+                samples=samples[name],
+                calls=state["calls"].get(name, 0),
+                quality=qualities.get(name),
+            )
             for name in names
         }
         self.errors.load_state_dict(state["errors"])
         self.max_rank = state.get("rank", self.max_rank)
         if self.merger is not None:
-            self.max_rank = min(self.max_rank, self.options.rank)
+            self.max_rank = min(self.max_rank, self.options.largest_rank)
             self.merger.load_state_dict(state.get("merger", self.merger.state_dict()))
 
     def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:
@@ -166,13 +219,37 @@ class RankDAD(Method):
                 self.merger.add_state(state.get("merger", {}))
 
 
-def keeps_rows(options: MethodOptions) -> bool:
-    """Return whether as many further rows as are sent are kept of what sites and merges do not send.
+def _reference_of(state: dict[str, Any]) -> int:
+    """Return the samples that the divided layers' memory in a state stands for; 0 where there is none."""
+    reference: int = state.get("reference", state["errors"]["reference"])
+    return reference
 
-    Without merges only `error_feedback` keeps anything, as a whole gradient. Merges of divided layers keep rows with it
-    as well, since no site has the whole sum.
+
+def _samples_of(state: dict[str, Any]) -> dict[str, int]:
+    """Return by layer the samples that the memory in a state stands for, which an earlier version had for all alike."""
+    known = state.get("samples", {})
+    return {name: known.get(name, _reference_of(state)) for name in {*state["carried"], *state["calls"]}}
+
+
+def rows_kept(rank: int, rows: int) -> int:
+    """Return how many components are kept of what is not sent: more where the rows make their cost small.
+
+    Args:
+        rank: number of components that are sent.
+        rows: rows of the factors of a step.
     """
-    return options.merge != "all" and options.error_feedback is not False
+    least = rank // 2
+    most = max(least, min(_MOST_KEPT, _COLUMNS - rank))
+    return least if rank >= rows else min(most, max(2 * rank, rows // 4))
+
+
+def keeps_rows(options: MethodOptions) -> bool:
+    """Return whether further rows are kept of what sites and merges do not send.
+
+    With ``error_feedback=True`` a site keeps all of it, in a tensor of the layer's size. Merges of divided layers keep
+    rows then as well, since no site has the whole sum.
+    """
+    return options.error_feedback is None or (options.merge != "all" and options.error_feedback)
 
 
 def _not_sent(compressed: Compressed, sent: int, wire: WireFormat, loss_scale: float) -> FactorPayload | None:
@@ -185,12 +262,15 @@ def _not_sent(compressed: Compressed, sent: int, wire: WireFormat, loss_scale: f
         loss_scale: the loss scale of the gradient.
     """
     kept = compressed.effective_rank
-    left, right = compressed.left.T[sent:kept], compressed.right.T[sent:kept]
-    if wire.quantised:
-        first, second = compressed.left.T[:sent], compressed.right.T[:sent]
-        left = torch.cat([left, first, -wire.round_trip(first)])
-        right = torch.cat([right, second, wire.round_trip(second)])
-    return FactorPayload(left.clone(), right / loss_scale) if len(left) else None
+    lefts, rights = [compressed.left.T[sent:kept]], [compressed.right.T[sent:kept]]
+    if wire.dtype != compressed.left.dtype:
+        left, right = compressed.left.T[:sent], compressed.right.T[:sent]
+        rounded = wire.round_trip(left)
+        lefts += [left - rounded, rounded]
+        rights += [right, right - wire.round_trip(right)]
+    if not any(map(len, lefts)):
+        return None
+    return FactorPayload(torch.cat(lefts), torch.cat(rights) / loss_scale)
 
 
 _MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them
@@ -218,13 +298,10 @@ class Merger(RankDAD):
         return None
 
     def refer(self, reference: int) -> None:
-        """Set the number of samples whose mean gradient the memory is in units of, and rescale the memory to it."""
+        """Set the number of samples whose mean gradient the parts of the memory are in units of, and rescale them."""
         if self._reference not in (0, reference):
-            scale = self._reference / reference
-            self.memory.scale(scale)
-            self._states = {name: state.scaled(scale) for name, state in self._states.items()}
+            self.memory.scale(self._reference / reference)
         self._reference = reference
-        self.errors.refer(reference)
 
     def commit(self, name: str) -> None:
         super().commit(name)
@@ -234,6 +311,10 @@ class Merger(RankDAD):
         super().rollback(name)
         self.memory.rollback(name)
 
+    def retain(self, names: Container[str]) -> None:
+        super().retain(names)
+        self.memory.retain(names)
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"reference": self._reference, "divided": self.memory.state_dict()}
 
@@ -241,7 +322,7 @@ class Merger(RankDAD):
         current = self._reference
         super().load_state_dict(state)
         self.memory.load_state_dict(state.get("divided", {}))
-        self._reference = state.get("reference", state["errors"]["reference"])
+        self._reference = _reference_of(state)
         if current:
             self.refer(current)
 
@@ -253,17 +334,14 @@ class Merger(RankDAD):
         """
         if not state:
             return
-        own = self.state_dict()
-        theirs = state.get("reference", state["errors"]["reference"])
-        own["reference"] = own["errors"]["reference"] = own["reference"] or theirs
-        scale = theirs / own["reference"] if own["reference"] else 1.0
-        lost = {name: (left * scale, right) for name, (left, right) in state["lost"].items()}
-        errors = {name: error * scale for name, error in state["errors"]["errors"].items()}
-        for part, other in (("carried", state["carried"]), ("lost", lost), ("calls", state["calls"])):
-            own[part] = {**other, **own[part]}
-        own["errors"]["errors"] = errors | own["errors"]["errors"]
+        own, theirs = self.state_dict(), _reference_of(state)
+        own["reference"] = own["reference"] or theirs
+        own["samples"] = {**_samples_of(state), **own["samples"]}
+        for part in ("carried", "lost", "kept", "biases", "calls"):
+            own[part] = {**state.get(part, {}), **own[part]}
+        own["errors"]["errors"] = {**state["errors"]["errors"], **own["errors"]["errors"]}
         self.load_state_dict(own)
-        self.memory.add(state.get("divided", {}), scale)
+        self.memory.add(state.get("divided", {}), theirs / own["reference"] if own["reference"] else 1.0)
 
     def forget_whole(self, names: Iterable[str]) -> None:
         """Drop the state of whole layers that this site does not own."""

@@ -301,14 +301,14 @@ class ContributionCodec:
     Args:
         gradients: the model's gradients.
         method: the method.
-        wire: name of the wire format.
+        options: the options.
     """
 
-    def __init__(self, gradients: ModelGradients, method: Method, wire: str) -> None:
+    def __init__(self, gradients: ModelGradients, method: Method, options: Options) -> None:
         self._gradients = gradients
         self._norms = gradients.norms
         self._method = method
-        self._wire_name = wire
+        self._options = options
         self._lost = ErrorFeedback(enabled=True)  # what rounding to int8 takes from formed gradients
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -327,7 +327,7 @@ class ContributionCodec:
         self._lost.load_state_dict({"reference": 0, "errors": lost})
 
     def _wire(self, unit: Unit) -> WireFormat:
-        return wire_format(self._wire_name, unit.lead.dtype)
+        return wire_format(self._options.wire_of(unit.path), unit.lead.dtype)
 
     # Encoding
 
@@ -345,6 +345,7 @@ class ContributionCodec:
         statistics = None if self._norms is None else self._norms.pack()
         content: Content = {}
         weight = samples / self._gradients.reference
+        self._method.samples = samples
         try:
             for unit in self._gradients.units:
                 if unit.name in gradients:

@@ -124,7 +124,7 @@ class ParameterServer(ReplicatedModel):
         self._method = make_method(self.options)
         sites, lifetime = self._transport.sites, _LIFETIME * (self._rules.staleness + 1)
         self._gradients = ModelGradients(model, self._method, self.options, sites.rank, len(sites), lifetime)
-        self._codec = ContributionCodec(self._gradients, self._method, self.options.wire)
+        self._codec = ContributionCodec(self._gradients, self._method, self.options)
         self._replica = Replica(self._gradients, self._codec, self._method, self._optimizer, sites)
         self._held = UnsentGradients()
         self._detached = False

@@ -168,7 +168,9 @@ class Merging:
         if self._options.merge == "all" or sites == 1 or not self._transport.has_all_to_all:
             return {}
         layers = self._layers(units)
-        divide = not wire_format(self._options.wire).quantised  # the memory of rounding to int8 is of whole rows
+        divide = not wire_format(
+            self._options.wire_of(GradientPath.LOWRANK)
+        ).quantised  # the memory of rounding to int8 is of whole rows
         owners = assign_owners(layers, sites, divide)
         if self._options.merge == "owner":
             return owners
@@ -186,7 +188,7 @@ class Merging:
             if isinstance(unit, FactorUnit) and unit.path == GradientPath.LOWRANK:
                 sends_bias = unit.bias is not None and self._method.traits.sends_bias
                 bias = unit.parameters[unit.bias].numel() if sends_bias and unit.bias is not None else 0
-                rank = min(self._options.rank, *unit.widths)
+                rank = min(self._options.largest_rank, *unit.widths)
                 found.append(OwnedLayer(unit.name, *unit.widths, bias, rank, rank if keeps_rows(self._options) else 0))
         return found
 

@@ -192,20 +192,20 @@ class PayloadCosts:
             return self._factor_bytes(unit, name)
         if self._reducer is not None:
             return self._reducer.sent_bytes(unit)
-        wire = wire_format(self._options.wire, unit.lead.dtype)
+        wire = wire_format(self._options.wire_of(unit.path), unit.lead.dtype)
         return handler_type(unit.path, self._transport).payload_bytes(unit, self._method, wire, self._transport)
 
     def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
         rows = None if self._reducer is None else self._reducer.room(unit)
         transport, owner = self._transport, self._owners.get(unit.name)
-        itemsize = wire_format(self._options.wire, unit.lead.dtype).itemsize
+        itemsize = wire_format(self._options.wire_of(unit.path), unit.lead.dtype).itemsize
         rate, place = transport.copies * itemsize, (transport.rank, transport.world_size)
         if name == unit.bias:
             size = unit.parameters[name].numel()
             sent = self._method.traits.sends_bias and (rows is None or rows > 0)
             return sent * (rate * size if owner is None else itemsize * owner.numbers_of_bias(size, *place))
         if rows is None:
-            rows = self._method.rows_sent(1 if owner is None else self._options.rank, *unit.shape)
+            rows = self._method.rows_sent(1 if owner is None else self._options.largest_rank, *unit.shape)
         if owner is not None:
             return itemsize * owner.numbers_of_rows(rows, unit.widths, *place)
         return rate * rows * sum(unit.widths)

@@ -376,6 +376,9 @@ class Planner:
         self._order: list[Unit] = []  # in which gradients arrive
         self._earlier = dict(self._reasons)
         self._complete = False
+        self._method.retain({unit.name for unit in self.units})
+        compressed = (unit for unit in self.units if unit.path == GradientPath.LOWRANK and isinstance(unit, FactorUnit))
+        self._method.fit_budget([unit.shape for unit in compressed])
         for unit in self.units:
             self._watch(unit)
 

@@ -37,7 +37,7 @@ class GatheredHandler(BucketHandler):
         self.units: Sequence[FactorUnit] = [_factored(unit) for unit in units]
         self.senders = list(senders)
         slots = [self._slot(unit) for unit in self.units]
-        self.bucket = FactorBucket(slots, context.transport, self.dtype, context.wire(self.dtype), self.senders)
+        self.bucket = FactorBucket(slots, context.transport, self.dtype, context.wire(units[0]), self.senders)
         self._present: set[str] = set()
         self._samples: list[int] = []  # of each sender, as its payload says
         self._rows: list[list[int]] = []  # that have arrived, by slot and sender
@@ -57,7 +57,7 @@ class GatheredHandler(BucketHandler):
 
     def _slot(self, unit: FactorUnit) -> Slot:
         assert unit.form is not None
-        sites, (out, width), wire = len(self.senders), unit.widths, self.context.wire(self.dtype)
+        sites, (out, width), wire = len(self.senders), unit.widths, self.context.wire(unit)
         if unit.form.table_rows:
             return IndexSlot(out, unit.form.table_rows, wire, sites)
         return Slot(out, width, self._bias_size(unit), sites, wire)
@@ -250,6 +250,7 @@ class SiteFactorHandler(GatheredHandler):
         if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
             return None
         method = self.context.method
+        method.samples = self.context.samples()
         try:
             if factor.form.encoded:
                 payload = method.encode(unit.name, factor, unit.bias is not None)

@@ -17,6 +17,7 @@ from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import WireFormat, wire_format
 from ..fused import Deferral
 from ..methods import Method
+from ..methods.base import GradientPath
 from ..options import Options
 from ..registry import Registry
 from ..schedules import Decoding
@@ -63,12 +64,14 @@ class HandlerContext:
     checks_finite: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        keeps_state = self.method.traits.keeps_state or wire_format(self.options.wire).quantised
+        keeps_state = (
+            self.method.traits.keeps_state or wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
+        )
         self.checks_finite = self.options.check_finite or keeps_state
 
-    def wire(self, dtype: torch.dtype) -> WireFormat:
-        """Return the format in which gradients of parameters of a type are sent."""
-        return wire_format(self.options.wire, dtype)
+    def wire(self, unit: Unit) -> WireFormat:
+        """Return the format in which a unit's gradients are sent."""
+        return wire_format(self.options.wire_of(unit.path), unit.lead.dtype)
 
 
 class Timing:

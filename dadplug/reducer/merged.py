@@ -60,7 +60,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         super().__init__(units, context, senders)
 
     def _rank(self, unit: FactorUnit) -> int:
-        return min(self.context.options.rank, *unit.widths)
+        return min(self.context.options.largest_rank, *unit.widths)
 
     def sent_bytes(self, unit: Unit) -> int:
         assert isinstance(unit, FactorUnit)
@@ -68,7 +68,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         place = transport.rank, transport.world_size
         numbers = owner.numbers_of_rows(self._rank(unit), unit.widths, *place)
         numbers += owner.numbers_of_bias(self._bias_size(unit), *place)
-        return numbers * self.context.wire(self.dtype).itemsize
+        return numbers * self.context.wire(unit).itemsize
 
     def room(self, unit: Unit) -> int:
         assert isinstance(unit, FactorUnit)
@@ -178,7 +178,7 @@ class OwnerHandler(MergedHandler):
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         ranks = [context.owners[unit.name].rank for unit in units]
         super().__init__(units, context, sorted(set(ranks)))
-        wire = context.wire(self.dtype)
+        wire = context.wire(units[0])
         slots = [Slot(*unit.widths, self._bias_size(unit), 1, wire) for unit in self.units]
         for slot, unit in zip(slots, self.units, strict=True):
             slot.capacity = [self._rank(unit)]
@@ -190,7 +190,7 @@ class OwnerHandler(MergedHandler):
     def _slot(self, unit: FactorUnit) -> Slot:
         owner = self._owners[self._slots[unit.name]].rank
         room = [self._rank(unit) * (sender == owner) for sender in self.senders]
-        return OwnedSlot(*unit.widths, self._bias_size(unit), room, self.context.wire(self.dtype))
+        return OwnedSlot(*unit.widths, self._bias_size(unit), room, self.context.wire(unit))
 
     def _contribute(self, slot: int, payload: FactorPayload | None) -> None:
         if payload is None:
@@ -225,6 +225,7 @@ class OwnerHandler(MergedHandler):
             self.bucket.clear(slot)
             return
         factor = Factor(whole.right, whole.left, bias=whole.bias)
+        self._merger.samples = self.context.reference
         try:
             merged = self._merger.encode(unit.name, factor, bool(self._bias_size(unit)))
         except FloatingPointError:  # the header of the site that has NaN or Inf says so
@@ -253,7 +254,7 @@ class DividedHandler(MergedHandler):
         self._sites = transport.world_size
         super().__init__(units, context, range(self._sites))
         self._merger.forget_whole(unit.name for unit in self.units)
-        wire = context.wire(self.dtype)
+        wire = context.wire(units[0])
         slots = []
         for unit in self.units:
             for _ in range(self._sites):
@@ -275,7 +276,7 @@ class DividedHandler(MergedHandler):
 
     def _slot(self, unit: FactorUnit) -> Slot:
         room = [self._rank(unit)] * len(self.senders)
-        return OwnedSlot(*self._part_sizes(unit), room, self.context.wire(self.dtype))
+        return OwnedSlot(*self._part_sizes(unit), room, self.context.wire(unit))
 
     def _place(self, unit: FactorUnit) -> PartPlace:
         return PartPlace(self.context.transport.rank, self._sites, *unit.widths)

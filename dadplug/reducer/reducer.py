@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..exchange import Transport
 from ..exchange.summed_buckets import AllReducedBucket
+from ..exchange.wire import WireFormat
 from ..fused import Deferral, compare_digests
 from ..methods import Method
 from ..methods.feedback import ErrorFeedback
@@ -130,18 +131,18 @@ class Reducer:
         """
         context = self._context
         handlers: list[BucketHandler] = []
-        open_groups: dict[tuple[type[BucketHandler], torch.dtype], tuple[list[Unit], int]] = {}
+        open_groups: dict[tuple[type[BucketHandler], WireFormat, torch.dtype], tuple[list[Unit], int]] = {}
         for unit in self._units:
             kind = handler_type(unit.path, context.transport, context.owners.get(unit.name))
-            dtype = unit.lead.dtype
-            group, size = open_groups.pop((kind, dtype), ([], 0))
+            key = kind, context.wire(unit), unit.lead.dtype
+            group, size = open_groups.pop(key, ([], 0))
             group.append(unit)
-            size += kind.payload_size(unit, rows.get(unit.name, 1), context.method) * context.wire(dtype).itemsize
+            size += kind.payload_size(unit, rows.get(unit.name, 1), context.method) * context.wire(unit).itemsize
             if size >= context.options.bucket_bytes(kind.full_at(context.transport)):
                 handlers.append(kind(group, context))
             else:
-                open_groups[kind, dtype] = group, size
-        handlers += [kind(group, context) for (kind, _), (group, _) in open_groups.items()]
+                open_groups[key] = group, size
+        handlers += [kind(group, context) for (kind, *_), (group, _) in open_groups.items()]
         return handlers
 
     # A step

@@ -57,7 +57,7 @@ class SummedHandler(BucketHandler):
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         super().__init__(units, context)
-        self._wire = context.wire(self.dtype)
+        self._wire = context.wire(units[0])
         self._samples = 0  # at the first unit that was filled
         self._filled: dict[str, _Filled] = {}
         self._sent_bytes: dict[str, int] = {}

@@ -81,5 +81,6 @@ def test_every_mode_trains_as_without_a_hub(tmp_path, world_size):
                 assert torch.equal(found, first), mode  # replicas
                 if world_size == 2 and mode != "auto":  # which chooses by measured times
                     assert torch.equal(found, before), mode
-                else:  # sums are formed in another order
-                    assert torch.allclose(found, before, rtol=1e-3, atol=1e-3 if mode == "auto" else 1e-5), mode
+                else:  # sums are formed in another order, which may change what int8 rounds to
+                    atol = 1e-3 if mode in ("auto", "rankdad") else 1e-5
+                    assert torch.allclose(found, before, rtol=1e-3, atol=atol), mode

@@ -62,7 +62,7 @@ def counts(name, mode):
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     whole = backward_flops(*MODELS[name]())
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=RANK)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=RANK, error_feedback=False)
     encoding, fill = [], FactorHandler.fill
     FactorHandler.fill = lambda *args: encoding.append(flops(lambda: fill(*args)))
     try:

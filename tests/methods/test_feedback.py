@@ -21,6 +21,8 @@ LOSSY = [
     {"mode": "rankdad", "rank": 2, "error_feedback": True},
     {"mode": "rankdad", "rank": 2, "error_feedback": True, "wire": "int8"},
     {"mode": "rankdad", "rank": 24, "wire": "int8"},
+    {"mode": "rankdad", "rank": 3},
+    {"mode": "rankdad"},
     {"mode": "dsgd", "wire": "int8"},
 ]
 

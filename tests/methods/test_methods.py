@@ -58,7 +58,7 @@ def test_rankdad_adapts_its_rank_to_the_gradient():
 def test_rankdad_warm_starts_get_better_and_survive_a_checkpoint(monkeypatch):
     monkeypatch.setattr("dadplug.methods.rankdad._MEASURE_EVERY", 1)
     each = Factor(torch.randn(60, 50).double(), torch.randn(60, 70).double())
-    rankdad = method("rankdad", rank=4, iterations=1)
+    rankdad = method("rankdad", rank=4, iterations=1, error_feedback=False)
 
     def residual():
         rankdad.encode("w", each, with_bias=False)
@@ -67,7 +67,7 @@ def test_rankdad_warm_starts_get_better_and_survive_a_checkpoint(monkeypatch):
 
     residuals = [residual() for _ in range(4)]
     assert residuals == sorted(residuals, reverse=True)
-    other = method("rankdad", rank=4, iterations=1)
+    other = method("rankdad", rank=4, iterations=1, error_feedback=False)
     other.load_state_dict(rankdad.state_dict())
     torch.testing.assert_close(other.encode("w", each, False).right, rankdad.encode("w", each, False).right)
     cold = method("rankdad", rank=4, iterations=1, warm_start=False)
@@ -111,7 +111,7 @@ def test_a_new_method_is_a_class_and_a_registration():
         ({"mode": "foo"}, "unknown mode 'foo'; valid ones are 'dad', .*'rankdad', 'topk'"),
         ({"mode": "DAD"}, "unknown mode 'DAD'"),
         ({"rnk": 3}, r"unknown option 'rnk' \(did you mean 'rank'\?\); valid options are mode, rank"),
-        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
+        ({"rank": 0}, "rank must be a whole number of at least 1 or 'auto', got 0"),
         ({"rank": 2.5}, "rank must be a whole number"),
         ({"rank": True}, "rank must be a whole number"),
         ({"iterations": -1}, "iterations must be"),

@@ -201,7 +201,13 @@ def trains(name: str, check: Check, steps: int = STEPS, *, spoil: float | None =
     return paths
 
 
-RANKDAD: dict[str, Any] = {"mode": "rankdad", "rank": RANK, "warm_start": False, "tolerance": 0.0}
+RANKDAD: dict[str, Any] = {
+    "mode": "rankdad",
+    "rank": RANK,
+    "warm_start": False,
+    "tolerance": 0.0,
+    "error_feedback": False,
+}
 LOSSY: list[tuple[type[Lossy], dict[str, Any]]] = [
     (BestOfRank, RANKDAD),
     (Projection, {"mode": "powersgd", "rank": RANK}),

@@ -22,7 +22,7 @@ MODES: dict[str, dict[str, Any]] = {
     "dad": {"mode": "dad"},
     "edad": {"mode": "edad"},
     "auto": {"mode": "auto"},
-    "rankdad": {"mode": "rankdad", "rank": 2},
+    "rankdad": {"mode": "rankdad", "rank": 3},
     "rankdad-feedback": {"mode": "rankdad", "rank": 2, "error_feedback": True},
     "powersgd": {"mode": "powersgd", "rank": 2},
     "topk": {"mode": "topk", "density": 0.3},

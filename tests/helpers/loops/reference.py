@@ -35,7 +35,7 @@ class Agreement:
         self.options = Options.create(**options)
         self.feedback = self.options.error_feedback
         if self.feedback is None:
-            self.feedback = self.options.mode in ("powersgd", "topk")
+            self.feedback = self.options.mode in ("powersgd", "topk", "rankdad")
         self._method = make_method(self.options)
         self._errors: list[dict[str, Tensor]] = [defaultdict(lambda: torch.zeros(())) for _ in range(world_size)]
         self._bases: dict[str, Tensor] = {}
@@ -49,6 +49,9 @@ class Agreement:
             rows: each site's rows.
             paths: by name of the parameter, the path that the reduction's plan gives it.
         """
+        for errors in self._errors:
+            for name in errors.keys() - sites[0].keys():  # of a parameter that has been frozen
+                del errors[name]
         agreed: Gradients = {}
         for name in sites[0]:
             found = [site[name] for site in sites]
@@ -74,10 +77,10 @@ class Agreement:
             if all(gradient is None for gradient in theirs) or not count:
                 continue
             gradient = mean(theirs, [rows[rank] for rank in ranks])
-            whole = gradient.flatten(1) + (errors[name] if self.feedback else 0)
-            kept = best(whole, self.options.rank, self.options.tolerance)
+            whole = gradient.flatten(1) + (errors[name] / count if self.feedback else 0)
+            kept = best(whole, self.options.largest_rank, self.options.tolerance)
             if self.feedback:
-                errors[name] = whole - kept
+                errors[name] = count * (whole - kept)
             total = total + count / sum(rows) * kept.view_as(gradient)
         return total
 

@@ -1,0 +1,177 @@
+"""What a site of rankdad keeps of what it does not send: sent, kept and dropped parts are the whole gradient."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparison import off_by
+from dadplug.hooks import Factor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import dadplug
+from dadplug.exchange.wire import wire_format
+from dadplug.methods.rankdad import RankDAD, rows_kept
+from dadplug.options import Options
+
+OUT, WIDTH, RANK = 24, 18, 3
+STEPS = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(0, 9), st.sampled_from([1.0, 64.0])), min_size=1, max_size=12
+)
+
+
+def memory(method: RankDAD) -> torch.Tensor:
+    """Return what is kept, in units of a sum over samples, without a loss scale."""
+    state = method._states.get("w")
+    if state is None or state.lost is None:
+        return torch.zeros(OUT, WIDTH, dtype=torch.float64)
+    return state.samples * (state.lost.left.T @ state.lost.right)
+
+
+def step(method: RankDAD, factor: Factor, samples: int, scale: float) -> torch.Tensor:
+    """Encode a step's factors under a loss scale; return what is sent, times the samples, without the scale."""
+    method.samples = samples
+    with method.loss_scales.stated(scale):
+        method.loss_scales.record("w")
+        payload = method.encode("w", Factor(factor.activations, scale * factor.deltas), False)
+    method.loss_scales.end_step()
+    method.commit("w")
+    wire = wire_format(method.options.wire_of("lowrank"), payload.left.dtype)
+    return samples / scale * (wire.round_trip(payload.left).T @ wire.round_trip(payload.right))
+
+
+@settings(max_examples=60)
+@given(STEPS, st.sampled_from(["fp32", "bf16", "int8"]), st.integers(0, 1000))
+def test_sent_and_kept_parts_are_all_but_the_weakest_components(steps, wire, seed):
+    generator = torch.Generator().manual_seed(seed)
+    method = RankDAD(Options(rank=RANK, wire=wire, iterations=3))
+    for rows, samples, scale in steps:
+        deltas, activations = (torch.randn(rows, n, generator=generator, dtype=torch.float64) for n in (OUT, WIDTH))
+        before, kept = memory(method), method._states["w"].kept if "w" in method._states else 0
+        whole = samples * deltas.T @ activations + before
+        if not rows:  # a site without data calls no method
+            continue
+        sent = step(method, Factor(activations, deltas), samples, scale)
+        if not samples:
+            assert torch.equal(memory(method), before)
+            continue
+        values = torch.linalg.svdvals(whole)
+        best = float(values[RANK + max(kept, rows_kept(RANK, rows)) :].norm())  # of what is dropped
+        dropped = float((whole - sent - memory(method)).norm())
+        assert best - 1e-9 * float(values[0]) <= dropped <= 1.05 * best + 1e-9 * float(values[0])
+
+
+def test_nothing_is_dropped_while_the_rank_suffices():
+    generator = torch.Generator().manual_seed(0)
+    method, without = RankDAD(Options(rank=RANK)), RankDAD(Options(rank=RANK, error_feedback=False))
+    total, sent, others = (torch.zeros(OUT, WIDTH, dtype=torch.float64) for _ in range(3))
+    for number in range(200):
+        samples = (4, 7, 2, 16)[number % 4]
+        rows = [torch.randn(RANK, n, generator=generator, dtype=torch.float64) for n in (OUT, WIDTH)]
+        factor = Factor(rows[1], rows[0])
+        if number % 10 == 5:  # more than is sent, which the idle step after it leaves alone
+            factor = Factor(torch.cat([rows[1], rows[1].flip(1)]), torch.cat([rows[0], rows[0].flip(1)]))
+        if number % 10 == 6:
+            continue
+        if number % 10 in (7, 8):  # steps that send what is left
+            factor = Factor(0 * rows[1][:1], 0 * rows[0][:1])
+        total += samples * factor.deltas.T @ factor.activations
+        sent += step(method, factor, samples, 1.0)
+        others += step(without, factor, samples, 1.0)
+    assert off_by(sent + memory(method), total) < 1e-12
+    assert off_by(sent, total) < 1e-9  # the last steps have sent all of it
+    assert off_by(others, total) > 0.1
+
+
+def test_biases_are_rounded_to_int8_without_loss():
+    method = RankDAD(Options(rank=2, wire="int8"))
+    bias, sent = torch.zeros(OUT), torch.zeros(OUT)
+    generator = torch.Generator().manual_seed(1)
+    wire = wire_format("int8")
+    for _ in range(50):
+        deltas, activations = torch.rand(4, OUT, generator=generator), torch.randn(4, WIDTH, generator=generator)
+        deltas[:, 0] *= 1000.0  # beside which all others are rounded to zero
+        payload = method.encode("w", Factor(activations, deltas), True)
+        method.commit("w")
+        bias += deltas.sum(0)
+        sent += wire.round_trip(payload.bias[None])[0]
+    assert float((sent - bias)[1:].abs().max()) < 0.2 * float(bias[1:].min())
+    assert float(sent[1:].min()) > 0.0
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 160), nn.Tanh(), nn.Linear(160, 112), nn.Tanh(), nn.Linear(112, 3)).double()
+
+
+def applied_of(steps: int, quiet: int, options: dict) -> float:
+    """Add up what is applied over steps of other sizes at each site, some of them accumulated or idle, and quiet steps.
+
+    Returns:
+        The largest distance of a weight's sum, times samples, from that of the gradients of all sites.
+    """
+    rank, model = dist.get_rank(), network()
+    reduction = dadplug.GradientReduction(model, **options)
+    names = ["0.weight", "2.weight"]
+    weights = dict(model.named_parameters())
+    true, applied = ({name: torch.zeros_like(weights[name]) for name in names} for _ in range(2))
+    for number in range(steps + quiet):
+        model.zero_grad()
+        count, own = 0, {name: torch.zeros_like(weights[name]) for name in names}
+        scale = float(number < steps)
+        for part in range(1 + (number % 3 == 1)):  # micro-batches
+            generator = torch.Generator().manual_seed(100 * number + 10 * part + rank)
+            inputs = torch.randn(1 + (number + rank) % 3, 96, generator=generator, dtype=torch.float64)
+            if number % 5 == 2 and rank == 1 and number < steps:
+                continue
+            last = part == (number % 3 == 1)
+            with nullcontext() if last else reduction.no_sync():
+                (scale * model(inputs).square().mean()).backward()
+            count += len(inputs)
+            copy = network()
+            (scale * copy(inputs).square().mean()).backward()
+            own = {name: own[name] + dict(copy.named_parameters())[name].grad for name in names}
+        if count:
+            reduction.synchronize()
+        else:
+            reduction.idle()
+        parts = reduction.gather_objects((count, own))
+        samples = sum(each for each, _ in parts)
+        for name in names:
+            true[name] += sum(each * grad[name] for each, grad in parts)
+            applied[name] += samples * weights[name].grad
+    assert {row.path for row in reduction.plan if row.parameter in names} == {"lowrank"}
+    assert reduction.first_difference() is None
+    reduction.detach()
+    return max(off_by(applied[name], true[name]) for name in names)
+
+
+def test_over_sites_all_is_applied_in_the_end(sites):
+    assert max(sites(2).run(applied_of, 12, 12, {})) < 1e-3  # what is left is rounding of int8
+    assert max(sites(2).run(applied_of, 12, 12, {"rank": 4})) < 1e-9
+    assert min(sites(2).run(applied_of, 12, 12, {"rank": 4, "error_feedback": False})) > 0.01
+
+
+def sends_what_is_budgeted() -> None:
+    model = network()
+    reduction = dadplug.GradientReduction(model, mode="rankdad", budget=20_000, error_feedback=False)
+    assert reduction.max_rank == 20_000 // (96 + 160 + 160 + 112 + 16)
+    for _ in range(2):
+        model(torch.randn(60, 96, dtype=torch.float64)).square().mean().backward()
+        reduction.synchronize()
+    sent = sum(row.bytes for row in reduction.plan if row.path == "lowrank" and len(row.shape) == 2)
+    assert 18_000 < sent <= 20_000
+    reduction.detach()
+    with pytest.raises(ValueError, match="a rank of 1 takes 544 bytes"):
+        dadplug.GradientReduction(model, mode="rankdad", budget=500)
+
+
+def test_a_budget_of_bytes_becomes_a_rank(sites):
+    sites(2).run(sends_what_is_budgeted)
+    for options in ({"mode": "dad"}, {"rank": 4}, {"merge": "owner"}):
+        with pytest.raises(ValueError, match="budget= needs mode='rankdad'"):
+            Options(budget=1000, **options)
