@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .adaptive import Accumulator, AdaptiveDataLoader, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .adaptive.adascale import AdaScale
     from .comparison import compare
+    from .ddp import DistributedDataParallel
     from .errors import DadplugError, MismatchError, NonFiniteError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
     from .hub.site.runtime import connect
@@ -59,6 +60,7 @@ _LAZY = {
     "AdaptiveDataLoader": "adaptive",
     "DADStrategy": "runners",
     "DadplugError": "errors",
+    "DistributedDataParallel": "ddp",
     "DistributedRunner": "runners",
     "ElasticDataLoader": "adaptive",
     "ElasticSampler": "adaptive",
@@ -105,6 +107,7 @@ __all__ = [
     "AdaptiveDataLoader",
     "DADStrategy",
     "DadplugError",
+    "DistributedDataParallel",
     "DistributedRunner",
     "ElasticDataLoader",
     "ElasticSampler",

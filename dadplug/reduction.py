@@ -110,6 +110,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._settings = OptimizerSettings(self.options.may_differ)
         self._has_warned = False  # of gradients that were changed before they were synchronized
         self._weights = Weights(model, self.options.compare_every)
+        self._compares = True
         self._first_batch = FirstBatch(model) if self.world_size > 1 and self._joined is None else None
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = False  # the loss scales of gradients
@@ -299,7 +300,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _digest(self) -> int:
         """Return what the header of this step carries of the first batch or the weights."""
-        if self.world_size == 1:
+        if self.world_size == 1 or not self._compares:
             return 0
         if self._first_batch is not None:
             digest = self._first_batch.take()
@@ -405,6 +406,14 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 return
             if step is not None:
                 step()
+
+    def join_without_steps(self) -> None:
+        """Take part as `join` does, where the weights of this site are replaced by those of another one at the end."""
+        self._compares = False  # its weights, which stay as they are
+        try:
+            self.join()
+        finally:
+            self._compares = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -126,8 +126,9 @@ def refuse_wrapped(model: nn.Module) -> None:
     by name, since the import of torch's FSDP takes longer than that of dadplug.
     """
     for name, module in model.named_modules():
-        found = next((each for each in type(module).__mro__ if each.__name__ in _DISTRIBUTED), None)
-        if found is None or not found.__module__.startswith("torch."):
+        classes = (each for each in type(module).__mro__ if each.__module__.startswith("torch."))
+        found = next((each for each in classes if each.__name__ in _DISTRIBUTED), None)
+        if found is None:
             continue
         part = f"layer {name!r}" if name else "the model"
         if found.__name__ == "FSDPModule":
