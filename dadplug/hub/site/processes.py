@@ -29,7 +29,8 @@ from ...exchange import codec
 from ...exchange.codec import MAX_BYTES, check_lengths, decode_objects, encode_object
 from ...exchange.deadline import within
 from ...exchange.failure_reports import PeerNames, ProcessSites, own_member, watch_exit
-from ...exchange.hierarchy import Job, NodeMessages, Work, WorkerThreads
+from ...exchange.group_transport import Work
+from ...exchange.hierarchy import Job, NodeMessages, WorkerThreads
 from ...exchange.rendezvous import meet
 from ...exchange.status import Member, Silence
 from ...exchange.topology import Nodes
