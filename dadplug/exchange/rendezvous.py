@@ -145,7 +145,7 @@ class RollCall:
 
     def _compare_count(self) -> None:
         """Raise MismatchError if site 0 has been given another number of sites."""
-        first = self._call(lambda: self.store.get(_claim_of(0)).decode() if self.store.check([_claim_of(0)]) else "")
+        first = self._look_up(_claim_of(0))
         if first and (difference := self._other_count({0: _member(first)})):
             raise MismatchError(difference)
 
@@ -153,8 +153,8 @@ class RollCall:
         """Return a message if another site has been given another number of sites than this one."""
         for site, member in claims.items():
             key = _count_of(member)
-            if key not in self._counts and self._call(lambda: self.store.check([key])):  # noqa: B023
-                self._counts[key] = int(self._call(lambda: self.store.get(key)))  # noqa: B023
+            if key not in self._counts and (found := self._look_up(key)):
+                self._counts[key] = int(found)
             if (count := self._counts.get(key, self.num_nodes)) != self.num_nodes:
                 return (
                     f"configuration differs between sites: the number of sites is {self.num_nodes} at {self.noun} "
@@ -164,10 +164,12 @@ class RollCall:
 
     def _posted(self) -> tuple[Member | None, Any]:
         """Return what site 0 has posted, and its process: a list of members, a message, or None before that."""
-        if not self._call(lambda: self.store.check([_MEMBERS])):
-            return None, None
-        leader, posted = codec.decode(bytes.fromhex(self._call(lambda: self.store.get(_MEMBERS)).decode()))
-        return leader, posted
+        content = self._look_up(_MEMBERS)
+        return codec.decode(bytes.fromhex(content)) if content else (None, None)
+
+    def _look_up(self, key: str) -> str:
+        """Return a value of the store; an empty text before it is there."""
+        return self._call(lambda: self.store.get(key).decode() if self.store.check([key]) else "")
 
     def _claims(self) -> dict[int, Member]:
         def read() -> dict[int, Member]:
