@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from importlib import metadata
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError
 from ..exchange import Transport
 from ..logs import get_logger
+from ..schedules import version_of
 from .structure import is_managed
 
 _STATES, _FURTHER_BYTES = 16, 1 << 28  # bound of a state: times the model's tensors, and besides
@@ -206,10 +206,7 @@ def first_difference(model: nn.Module, transport: Transport) -> str | None:
     """
     own = {name: fingerprint(parameter) for name, parameter in model.named_parameters()}
     every = [*transport.gather_present(own).values()]
-    for name in own:
-        if any(other[name] != every[0][name] for other in every):
-            return name
-    return None
+    return next((name for name in own if len({each[name] for each in every}) > 1), None)
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -243,10 +240,7 @@ def environment() -> dict[str, str]:
 
     found = {"version of torch": torch.__version__.partition("+")[0]}
     for package in ("dadplug", "numba"):
-        try:
-            found[f"version of {package}"] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[f"version of {package}"] = "unknown"
+        found[f"version of {package}"] = version_of(package) or "unknown"
     return found | {"kernels": "torch" if cpu_kernels() is portable else "numba"}
 
 

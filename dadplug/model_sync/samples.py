@@ -35,6 +35,7 @@ class SampleCounter:
         current: samples of the forward pass that is running; 0 outside of one, and where they are not known.
         forwards: number of outermost forward passes so far.
         backward_pass: number of the last backward pass that has been counted; -1 before.
+        stated: samples that the last `fixed` of the step has stated; None where there was none.
         owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
         first_batch: gets the inputs of the first outermost forward of a training; None where it is not wanted.
     """
@@ -53,8 +54,8 @@ class SampleCounter:
         self._part: tuple[int, nn.Module] | None = None  # the part that counts in the last backward pass through any
         self._depth = 0
         self._known = True  # whether `current` is known
-        self._stated: _Stated | None = None
-        self._inside = False
+        self.stated: int | None = None
+        self._block: _Stated | None = None  # of the innermost `fixed` that is open
         self._handles: list[Any] = []
         self._model = model
         self._watched: dict[int, nn.Module] = {}
@@ -80,19 +81,14 @@ class SampleCounter:
         Args:
             samples: the number of samples.
         """
-        before, inside = self._stated, self._inside
-        self._stated, self._inside = _Stated(samples), True
+        before, self._block = self._block, _Stated(samples)
+        self.stated = samples
         try:
             yield
         finally:
-            self._inside = inside
-            if inside:
-                self._stated = before
-
-    @property
-    def stated(self) -> int | None:
-        """Number of samples that the last `fixed` of the step has stated; None where there was none."""
-        return None if self._stated is None else self._stated.samples
+            self._block = before
+            if before is not None:
+                self.stated = before.samples
 
     def of_step(self, pending: bool, *, by_samples: bool, alone: bool) -> int:
         """Return the weight of a site's gradients in the mean over sites.
@@ -126,10 +122,10 @@ class SampleCounter:
         """Reset the counter, at the end of a step."""
         self.discard()
         self.owned.clear()
-        if self._inside and self._stated is not None:
-            self._stated = _Stated(self._stated.samples)
-        else:
-            self._stated = None
+        self.stated = None
+        if self._block is not None:
+            self._block = _Stated(self._block.samples)
+            self.stated = self._block.samples
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -151,8 +147,8 @@ class SampleCounter:
                 self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
             size = _first_dimension(inputs)
             self.current, self._known = size or 0, size is not None
-            if self._inside and self._stated is not None:
-                self.current, self._known = self._stated.samples, True
+            if self._block is not None:
+                self.current, self._known = self._block.samples, True
 
     def _leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Record that a watched module returns, and count its samples once backward runs through the outputs."""
@@ -167,7 +163,7 @@ class SampleCounter:
             samples, known = size, True
         leaves = (outputs,) if type(outputs) is Tensor else tensors_of(outputs)
         reached = [leaf for leaf in leaves if leaf.requires_grad]
-        stated = self._stated if self._inside and self._stated is not None else _Stated(samples)
+        stated = self._block or _Stated(samples)
 
         def count(_: Tensor) -> None:
             now = torch._C._current_graph_task_id()
