@@ -336,9 +336,6 @@ class SiteMembers(PeerNames):
         ranks = self._nodes.members[slot]
         return site if len(ranks) == 1 else f"process {ranks.index(rank)} of {site}"
 
-    def of(self, ranks: Sequence[int]) -> PeerNames:
-        raise ValueError("the sites of a hub form one group: there are no subgroups of them")
-
     def found_lost(self) -> SiteError | None:
         # A site that has left may have sent all that is waited for: the wait for the hub itself finds what is missing.
         return None if self._local is None else self._local.found_lost()
