@@ -39,7 +39,7 @@ class SummedBucket(ABC):
 
     @property
     def lost(self) -> Sequence[Tensor]:
-        """What rounding to the wire format has taken away and the next step adds, without the loss scale.
+        """Rounding errors of the wire format that the next step adds, without the loss scale.
 
         One flat tensor for each gradient; empty for buckets that keep nothing.
         """
