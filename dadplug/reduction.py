@@ -111,7 +111,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._has_warned = False  # of gradients that were changed before they were synchronized
         self._weights = Weights(model, self.options.compare_every)
         self._compares = True
-        self._first_batch = FirstBatch(model) if self.world_size > 1 and self._joined is None else None
+        self._first_batch = FirstBatch() if self.world_size > 1 and self._joined is None else None
+        self._counter.first_batch = self._first_batch
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = False  # the loss scales of gradients
         if self._method.keeps_errors:
@@ -594,8 +595,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             discard: whether to drop gradients that have not been synchronized instead.
         """
         REDUCTIONS.discard(self)
-        if self._first_batch is not None:
-            self._first_batch.remove()
         self._drop_cleared()
         self._planner.release(discard=discard)
         self._pending = False

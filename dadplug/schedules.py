@@ -178,7 +178,7 @@ class Machine:
             torch.get_num_threads() if threads is None else threads,
             ".".join(map(str, sys.version_info[:2])),
             str(torch.__version__),
-            _version("numba"),
+            version_of("numba"),
             _digest(),
         )
 
@@ -216,7 +216,8 @@ def _processor() -> str:
 
 
 @functools.cache
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package; an empty text where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..signature import number
+
 _AT_EXIT = 1.0  # seconds
 _CHECK_SECONDS = 2.0  # between two checks of a call that takes long
 
@@ -37,15 +39,8 @@ class Deadline:
         return time.monotonic() >= self._end
 
 
-def check_seconds(name: str, value: object) -> None:
-    """Raise ValueError if a value is no number of seconds to wait.
-
-    Args:
-        name: name of the option.
-        value: its value.
-    """
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+check_seconds = number("a positive number of seconds", lambda seconds: 0 < seconds < math.inf)
+"""Raises ValueError, for the name of an option and its value, if the value is no number of seconds to wait."""
 
 
 def within(seconds: float, call: Callable[[], Result], check: Callable[[], None] = lambda: None) -> Result:

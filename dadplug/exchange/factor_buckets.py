@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -192,6 +192,15 @@ def _integers(payload: Tensor, count: int) -> Tensor:
     return payload[: 4 * (1 + count)].view(torch.uint8)[: 4 * (1 + count)].view(torch.int32)
 
 
+def _cut(payload: Tensor, start: int, layout: Iterable[tuple[Slot, int]]) -> list[FactorPayload]:
+    """Return views of the parts of slots with their numbers of rows, which lie one behind the other in a payload."""
+    shares = []
+    for slot, rows in layout:
+        share, start = slot.cut(payload, start, rows)
+        shares.append(share)
+    return shares
+
+
 def _fill(room: FactorPayload, packed: FactorPayload, rows: int) -> None:
     """Copy encoded rows into a payload, and zeros into the rest of their room."""
     if rows == room.rows:
@@ -299,11 +308,7 @@ class FactorBucket:
             yield place, payloads[rank]
 
     def _cut(self, payload: Tensor, site: int) -> list[FactorPayload]:
-        shares, start = [], self._head
-        for slot in self.slots:
-            share, start = slot.cut(payload, start, slot.capacity[site])
-            shares.append(share)
-        return shares
+        return _cut(payload, self._head, ((slot, slot.capacity[site]) for slot in self.slots))
 
     def _views(self, payload: Tensor, site: int) -> tuple[Tensor, list[FactorPayload]]:
         """Return views of a payload's header and slots, made once for a payload at the same address in every step.
@@ -413,21 +418,17 @@ class FactorBucket:
         self._check_sizes(extra, sizes)
         gather = self._transport.gather_again(self._gather, self._by_rank(sizes), self._wire.dtype)
 
-        def cut(payload: Tensor, site: int) -> dict[tuple[int, int], FactorPayload]:
-            shares, start = {}, 0
-            for index in late[site]:
-                shares[index, site], start = self.slots[index].cut(payload, start, extra[index][site])
-            return shares
+        def cut(payload: Tensor, site: int) -> Iterator[tuple[int, FactorPayload]]:
+            layout = [(self.slots[index], extra[index][site]) for index in late[site]]
+            return zip(late[site], _cut(payload, 0, layout), strict=True)
 
-        own = {} if self.place is None else cut(gather.payload, self.place)
-        for (index, _), place in own.items():
-            for part, value in zip(place, self.slots[index].pack(self._overflow[index]), strict=True):
-                if part is not None and value is not None:
-                    part.copy_(value)
+        if self.place is not None:
+            for index, room in cut(gather.payload, self.place):
+                _fill(room, self.slots[index].pack(self._overflow[index]), room.rows)
         gather.launch()
         shares: dict[tuple[int, int], FactorPayload] = {}
         for site, payload in self._arrived(gather):
-            for (index, _), share in cut(payload, site).items():
+            for index, share in cut(payload, site):
                 shares[index, site] = self.slots[index].unpack(share).to(payload.device, self._dtype)
         return shares
 
@@ -565,11 +566,8 @@ class ContributionBucket:
 
     def _cut(self, payload: Tensor, owner: int) -> list[FactorPayload]:
         """Return views of the parts of one owner in a payload."""
-        views, start = [], self._heads[owner]
-        for index in self._parts[owner]:
-            view, start = self._slots[index].cut(payload, start, self._room(index))
-            views.append(view)
-        return views
+        layout = ((self._slots[index], self._room(index)) for index in self._parts[owner])
+        return _cut(payload, self._heads[owner], layout)
 
     def slot_bytes(self, index: int) -> int:
         """Return the bytes of a part."""

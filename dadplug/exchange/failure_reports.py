@@ -125,17 +125,9 @@ class PeerNames(ABC):
         for transport in list(self._transports):
             transport.close()
 
-    @abstractmethod
-    def of(self, ranks: Sequence[int]) -> PeerNames:
-        """Return the sites of a subgroup.
-
-        Args:
-            ranks: their ranks in this group.
-        """
-
-    @abstractmethod
     def found_lost(self) -> SiteError | None:
         """Return an error if it is known that another site is lost; send nothing."""
+        return None
 
     @abstractmethod
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
@@ -194,9 +186,6 @@ class ProcessSites(PeerNames):
             _watch_exit(self)
             answers = self._ask()
             self._reached = {other for other in self._others if isinstance(answers[other], Status)}
-
-    def of(self, ranks: Sequence[int]) -> ProcessSites:
-        return ProcessSites(ranks.index(self.rank), [self.members[rank] for rank in ranks])
 
     def begin_session(self) -> None:
         """Begin a session, as all sites do together: reports of earlier sessions no longer count in it."""
@@ -349,7 +338,8 @@ def introduce(group: dist.ProcessGroup, timeout: float) -> ProcessSites:
     if _of_default_group is not None and _of_default_group[0] is dist.group.WORLD:
         sites = _of_default_group[1]
         if group is not dist.group.WORLD:
-            sites = sites.of(dist.get_process_group_ranks(group))
+            members = [sites.members[rank] for rank in dist.get_process_group_ranks(group)]
+            sites = ProcessSites(dist.get_rank(group), members)
         sites.begin_session()
         return sites
     rank = dist.get_rank(group)

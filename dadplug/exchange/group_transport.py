@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,16 @@ from torch import Tensor
 from ..errors import MismatchError
 from .codec import MAX_BYTES, gather_objects
 from .failure_reports import PeerNames
-from .framing import Message, PeerSockets, TaggedMessage, bytes_of
+from .framing import Message, PeerSockets, bytes_of, wait_together
 from .handshake import connect_sockets
 from .traffic import Traffic
 from .transport import AllToAll, Gather, PendingSum, Transport
 
 _FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
+MAX_TAGS = 2**30  # tags have 32 bits, and are reused
+
+Work = dist.Work | Message
 
 
 class GroupTransport(Transport):
@@ -46,7 +50,8 @@ class GroupTransport(Transport):
         self._process = os.getpid()
         self._last: object = None
         GroupTransport.used = True
-        self._tags = 0
+        self._launches = 0
+        self._global = dist.get_process_group_ranks(group)
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
         self.has_all_to_all = self._peer_to_peer
         buffers = torch.device("cpu") if self._peer_to_peer else device
@@ -77,7 +82,8 @@ class GroupTransport(Transport):
         if not self._peer_to_peer:
             return CollectiveGather(self, sizes, dtype)
         payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
-        return self._exchange([payloads[self.rank]] * len(sizes), payloads)
+        self._open_sockets()
+        return PairwiseExchange(self, [payloads[self.rank]] * len(sizes), payloads)
 
     def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype) -> AllToAll:
         if not self.has_all_to_all:
@@ -85,26 +91,45 @@ class GroupTransport(Transport):
         payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
         received = [torch.zeros_like(payloads[self.rank]) for _ in sizes]
         received[self.rank] = payloads[self.rank]
-        return self._exchange(payloads, received)
+        self._open_sockets()
+        return PairwiseExchange(self, payloads, received)
 
-    def _exchange(self, sent: list[Tensor], received: list[Tensor]) -> _PairwiseExchange:
-        if (sockets := self._open_sockets()) is not None:
-            return SocketExchange(self, sent, received, sockets)
-        self._tags += 1
-        return PointToPointExchange(self, sent, received, self._tags)
+    def _open_sockets(self) -> None:
+        """Open the sites' own connections, which all sites do together when they are first needed."""
+        if self._sockets_tried:
+            return
+        self._sockets_tried = True
+        near = () if self.nodes is None else self.nodes.peers
+        with self.traffic.apart():
+            sockets = connect_sockets(self.rank, self.timeout, self.gather_objects, near)
+        if sockets is not None:
+            mismatches = {
+                rank: f"{self.sites[rank]} and {self.sites[self.rank]} are not at the same exchange: every site must "
+                "call synchronize() equally often, with the same model; a site that has run out of data calls idle()"
+                for rank in sockets
+            }
+            self._sockets = PeerSockets(sockets, self.timeout, mismatches, in_order=self.nodes is None)
 
-    def _open_sockets(self) -> PeerSockets | None:
-        """Return the sites' own connections, which all sites open together when one is first needed."""
-        if not self._sockets_tried:
-            self._sockets_tried = True
-            with self.traffic.apart():
-                sockets = connect_sockets(self.rank, self.timeout, self.gather_objects)
-            self._sockets = None if sockets is None else PeerSockets(self, sockets)
-        return self._sockets
+    def next_tag(self) -> int:
+        """Return the tag of the next exchange that is launched, the same at all sites."""
+        self._launches = (self._launches + 1) % MAX_TAGS
+        return self._launches
+
+    def start(self, body: memoryview, rank: int, tag: int, sends: bool) -> Work:
+        """Start to send a message, or to receive one, see `PeerSockets.start`.
+
+        Raises:
+            RuntimeError: if the connection is closed.
+        """
+        if self._sockets is not None:
+            return self._sockets.start(body, rank, tag, sends)
+        start: Any = dist.isend if sends else dist.irecv
+        work: Work = start(torch.frombuffer(body, dtype=torch.uint8), self._global[rank], group=self.group, tag=tag)
+        return work
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))
-        return _GroupReduction(self, dist.all_reduce(tensor, group=self.group, async_op=True))
+        return PendingSum(partial(self.wait, dist.all_reduce(tensor, group=self.group, async_op=True)))
 
     def broadcast(self, tensor: Tensor) -> None:
         if self.rank == 0:
@@ -131,11 +156,11 @@ class GroupTransport(Transport):
     def gather_objects(self, item: Any) -> list[Any]:
         return gather_objects(item, self.group, self.wait)
 
-    def wait(self, work: dist.Work | TaggedMessage, peer: int | None = None) -> None:
-        """Wait for an operation of torch.distributed or a tagged message.
+    def wait(self, work: Work, peer: int | None = None) -> None:
+        """Wait for an operation or a message.
 
         Args:
-            work: the operation.
+            work: the operation or message.
             peer: rank of the site at the other end, if there is one only.
 
         Raises:
@@ -152,22 +177,29 @@ class GroupTransport(Transport):
         # Python and take a lock of the interpreter: a loader's worker forked meanwhile would find it locked for ever.
         self._last = work
 
+    def wait_all(self, works: list[tuple[Work, int]]) -> None:
+        """Wait for operations or messages, each with the rank of the site at the other end, and remove them.
+
+        Raises:
+            SiteError: if a site is gone or silent.
+            MismatchError: if a site has sent another message than the expected one.
+        """
+        waited = list(works)
+        if self._sockets is not None:  # connections are read side by side
+            with self.traffic.waiting():
+                failed = wait_together([work for work, _ in works if isinstance(work, Message)], self.timeout)
+            waited = [(work, peer) for work, peer in works if work is failed]
+        for work, peer in waited:
+            self.wait(work, peer)
+        works.clear()
+
     def prefers_gather(self, nbytes: int) -> bool:
         # Two sites send no more that way, and a gather has one latency where an all-reduce has 2 (S - 1).
         peers = self.world_size - 1
         return self._peer_to_peer and ((peers == 1 and nbytes <= _FEW_BYTES) or 0 < peers * nbytes <= _PACKET_BYTES)
 
 
-class _GroupReduction(PendingSum):
-    def __init__(self, transport: GroupTransport, work: dist.Work) -> None:
-        self._transport = transport
-        self._work = work
-
-    def wait(self) -> None:
-        self._transport.wait(self._work)
-
-
-class _PairwiseExchange(Gather, AllToAll):
+class PairwiseExchange(Gather, AllToAll):
     """Gather, or exchange of different payloads, by one message for each pair of sites, each of its exact size.
 
     Args:
@@ -181,77 +213,25 @@ class _PairwiseExchange(Gather, AllToAll):
         self.payloads = sent
         self.payload = received[transport.rank]
         self._received = received
-        self._peers = [rank % len(sent) for rank in range(transport.rank + 1, transport.rank + len(sent))]
-        self._bytes = sum(sent[peer].numel() * sent[peer].element_size() for peer in self._peers)
-
-
-class SocketExchange(_PairwiseExchange):
-    """Exchange on the sites' own connections; see `_PairwiseExchange` for its first arguments.
-
-    Args:
-        sockets: the connections.
-    """
-
-    def __init__(
-        self, transport: GroupTransport, sent: list[Tensor], received: list[Tensor], sockets: PeerSockets
-    ) -> None:
-        super().__init__(transport, sent, received)
-        self._sockets = sockets
-        self._own = {peer: bytes_of(sent[peer]) for peer in self._peers if sent[peer].numel()}
-        self._others = {peer: bytes_of(received[peer]) for peer in self._peers if received[peer].numel()}
-        self._messages: list[Message] = []
+        peers = [rank % len(sent) for rank in range(transport.rank + 1, transport.rank + len(sent))]
+        self._rooms = [(bytes_of(received[peer]), peer) for peer in peers if received[peer].numel()]
+        self._own = [(bytes_of(sent[peer]), peer) for peer in peers if sent[peer].numel()]
+        self._bytes = sum(len(body) for body, _ in self._own)
+        self._works: list[tuple[Work, int]] = []
 
     def launch(self) -> None:
-        self._transport.traffic.add(self._bytes)
-        self._messages = self._sockets.launch(self._own, self._others)
+        transport = self._transport
+        transport.traffic.add(self._bytes)
+        tag = transport.next_tag()
+        for bodies, sends in ((self._rooms, False), (self._own, True)):
+            for body, peer in bodies:
+                try:
+                    self._works.append((transport.start(body, peer, tag, sends), peer))
+                except RuntimeError as error:
+                    raise transport.lost(error, peer) from error
 
     def wait(self) -> list[Tensor]:
-        if self._messages:
-            with self._transport.traffic.waiting():
-                self._sockets.wait(self._messages)
-            self._messages = []
-        return self._received
-
-
-class PointToPointExchange(_PairwiseExchange):
-    """Exchange by messages of torch.distributed; see `_PairwiseExchange` for its first arguments.
-
-    Args:
-        tag: tag of the messages.
-    """
-
-    def __init__(self, transport: GroupTransport, sent: list[Tensor], received: list[Tensor], tag: int) -> None:
-        super().__init__(transport, sent, received)
-        self._tag = tag
-        self._global = dist.get_process_group_ranks(transport.group)
-        self._receives: list[tuple[dist.Work, int]] = []
-        self._sends: list[tuple[dist.Work, int]] = []
-
-    def post(self) -> None:
-        if not self._receives:
-            self._receives = self._start(dist.irecv, self._received)
-
-    def launch(self) -> None:
-        self.post()
-        self._sends = self._start(dist.isend, self.payloads)
-        self._transport.traffic.add(self._bytes)
-
-    def _start(self, start: Any, payloads: Sequence[Tensor]) -> list[tuple[dist.Work, int]]:
-        works = []
-        for peer in self._peers:
-            try:
-                if payloads[peer].numel():
-                    work = start(payloads[peer], self._global[peer], group=self._transport.group, tag=self._tag)
-                    works.append((work, peer))
-            except RuntimeError as error:
-                raise self._transport.lost(error, peer) from error
-        return works
-
-    def wait(self) -> list[Tensor]:
-        for works in (self._receives, self._sends):
-            for work, peer in works:
-                self._transport.wait(work, peer)
-            works.clear()
+        self._transport.wait_all(self._works)
         return self._received
 
 

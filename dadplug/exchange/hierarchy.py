@@ -13,10 +13,10 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,65 +25,40 @@ from torch import Tensor
 from ..errors import MismatchError
 from .deadline import Deadline
 from .failure_reports import PeerNames
-from .framing import TaggedMessage, TaggedSockets, mismatch
-from .group_transport import GroupTransport
-from .handshake import connect_sockets
+from .framing import bytes_of
+from .group_transport import MAX_TAGS, GroupTransport, Work
 from .topology import Nodes
 from .traffic import Traffic
 from .transport import Gather, PendingSum, Transport
 
-Work = dist.Work | TaggedMessage
 Step = tuple[str, Callable[[], None]]
 """Name of a worker thread, and what it runs."""
 
 
-class Job:
+class Job(Future[None]):
     """Steps that run one after the other, each on the worker thread that it names.
 
     Args:
-        steps: the steps, at least one.
+        steps: the steps, at least one; those after one that raises an exception are skipped.
 
     Attributes:
         steps: those that are left.
-        error: exception of a step; the steps after it are skipped.
     """
 
     def __init__(self, steps: Sequence[Step]) -> None:
-        self.error: BaseException | None = None
+        super().__init__()
         self.steps = list(steps)
-        self._over = threading.Event()
-
-    @property
-    def over(self) -> bool:
-        """Whether all steps have ended, or one has failed."""
-        return self._over.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until the job is over.
-
-        Args:
-            seconds: time to wait at most.
-
-        Returns:
-            Whether it is over.
-
-        Raises:
-            BaseException: the exception of a step.
-        """
-        over = self._over.wait(seconds)
-        if self.error is not None:
-            raise self.error
-        return over
 
     def run_next(self) -> None:
         """Run a step."""
         try:
             self.steps.pop(0)[1]()
         except BaseException as error:
-            self.error = error
             self.steps.clear()
-        if not self.steps:
-            self._over.set()
+            self.set_exception(error)
+        else:
+            if not self.steps:
+                self.set_result(None)
 
 
 class WorkerThreads:
@@ -140,7 +115,6 @@ class WorkerThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
 
-MAX_TAGS = 2**30  # tags have 32 bits, and are reused
 # Seconds that worker threads have to end, before and after their connections are closed.
 _SHORT, _LONG = 0.2, 3.0
 _CHECK_SECONDS = 0.5  # after which a waiting site reads the reports of the others
@@ -245,10 +219,11 @@ class NodeMessages(Transport):
         """
         try:
             with self.traffic.waiting():
-                while not job.wait(_CHECK_SECONDS):
+                while not wait([job], _CHECK_SECONDS).done:
                     # The site that forwards may be alive, and have nothing to forward any more.
                     if (found := self.sites.found_lost()) is not None:
                         raise found
+                job.result()
         except _Lost as lost:
             deadline = Deadline(_CHECK_SECONDS)
             while lost.peer is None and not deadline.over:  # the reports of others name it
@@ -281,7 +256,7 @@ class NodeMessages(Transport):
 
 
 class _Lost(Exception):
-    """A worker thread has lost a peer; the main thread, which looks for the reason, gets it from `Job.wait`."""
+    """A worker thread has lost a peer; the main thread, which looks for the reason, gets it from its job."""
 
     def __init__(self, error: RuntimeError, peer: int | None) -> None:
         super().__init__(error, peer)
@@ -381,7 +356,7 @@ class NodeGather:
     @property
     def over(self) -> bool:
         """Whether all messages have arrived, at the owner; true for the other processes, which receive none."""
-        return not self.is_owner or (self._job is not None and self._job.over)
+        return not self.is_owner or (self._job is not None and self._job.done())
 
     def wait(self) -> list[NodeMessage]:
         """Wait for the messages.
@@ -416,11 +391,9 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
         self, group: dist.ProcessGroup, sites: PeerNames, traffic: Traffic, timeout: float, nodes: Nodes
     ) -> None:
         self.workers = WorkerThreads()
-        self._messages: TaggedSockets | None = None
         super().__init__(group, sites, traffic, torch.device("cpu"), timeout)
         self.nodes = nodes
         self.has_all_to_all = False  # payloads are forwarded to all processes of a node
-        self._global = dist.get_process_group_ranks(group)
         self.copies = nodes.count - 1
         works = nodes.index < nodes.owners
         self.ring = 2 * (nodes.count - 1) / nodes.count / nodes.owners if works else 0.0
@@ -429,15 +402,13 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
         if self._process != os.getpid():
             return
         self._end_workers(rank for rank in range(self.world_size) if rank != self.rank)
-        if self._messages is not None:
-            self._messages.close()
         super().close()
 
     def _close_connections(self, peers: Iterable[int]) -> None:
-        if self._messages is None:
+        if self._sockets is None:
             super()._close_connections(peers)
         else:
-            self._messages.shut_down()
+            self._sockets.shut_down()
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         return _HierarchicalGather(self, sizes, dtype, self.tags(self.world_size))
@@ -446,24 +417,11 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
         return _HierarchicalReduction(self, tensor.view(-1), self.tags(4))
 
     def tags(self, count: int) -> int:
-        if not self._sockets_tried:
-            self._connect()
+        self._open_sockets()
         return super().tags(count)
 
-    def _connect(self) -> None:
-        """Open the connections of the processes, which all of them do together."""
-        self._sockets_tried = True
-        with self.traffic.apart():
-            sockets = connect_sockets(self.rank, self.timeout, self.gather_objects, self.nodes.peers)
-        if sockets is not None:
-            self._messages = TaggedSockets(sockets, self.timeout, {rank: mismatch(self, rank) for rank in sockets})
-
     def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> Work:
-        if self._messages is not None:
-            return self._messages.start(tensor, rank, tag, sends)
-        start: Any = dist.isend if sends else dist.irecv
-        work: Work = start(tensor, self._global[rank], group=self.group, tag=tag)
-        return work
+        return self.start(bytes_of(tensor), rank, tag, sends)
 
 
 class _HierarchicalGather(Gather):

@@ -112,8 +112,7 @@ class RollCall:
                 self._post(message)
                 time.sleep(_LINGER)
                 raise SiteError(message)
-            if self._is_notice_due():
-                self._notice(claims)
+            self._notice()
             time.sleep(_POLL_SECONDS)
 
     def _follow(self) -> list[Member]:
@@ -141,13 +140,12 @@ class RollCall:
                 claims = self._claims()
                 others = {site: member for site, member in claims.items() if site != self.rank}
                 raise SiteError(self._failure(claims, ask(others, _STATUS_SECONDS)))
-            if self._is_notice_due():
-                self._notice(self._claims())
+            self._notice()
             time.sleep(_POLL_SECONDS)
 
     def _compare_count(self) -> None:
         """Raise MismatchError if site 0 has been given another number of sites."""
-        first = self._call(lambda: self.store.get(_claim_of(0)).decode() if self.store.check([_claim_of(0)]) else "")
+        first = self._look_up(_claim_of(0))
         if first and (difference := self._other_count({0: _member(first)})):
             raise MismatchError(difference)
 
@@ -155,8 +153,8 @@ class RollCall:
         """Return a message if another site has been given another number of sites than this one."""
         for site, member in claims.items():
             key = _count_of(member)
-            if key not in self._counts and self._call(lambda: self.store.check([key])):  # noqa: B023
-                self._counts[key] = int(self._call(lambda: self.store.get(key)))  # noqa: B023
+            if key not in self._counts and (found := self._look_up(key)):
+                self._counts[key] = int(found)
             if (count := self._counts.get(key, self.num_nodes)) != self.num_nodes:
                 return (
                     f"configuration differs between sites: the number of sites is {self.num_nodes} at {self.noun} "
@@ -166,10 +164,12 @@ class RollCall:
 
     def _posted(self) -> tuple[Member | None, Any]:
         """Return what site 0 has posted, and its process: a list of members, a message, or None before that."""
-        if not self._call(lambda: self.store.check([_MEMBERS])):
-            return None, None
-        leader, posted = codec.decode(bytes.fromhex(self._call(lambda: self.store.get(_MEMBERS)).decode()))
-        return leader, posted
+        content = self._look_up(_MEMBERS)
+        return codec.decode(bytes.fromhex(content)) if content else (None, None)
+
+    def _look_up(self, key: str) -> str:
+        """Return a value of the store; an empty text before it is there."""
+        return self._call(lambda: self.store.get(key).decode() if self.store.check([key]) else "")
 
     def _claims(self) -> dict[int, Member]:
         def read() -> dict[int, Member]:
@@ -196,11 +196,11 @@ class RollCall:
             "or give a larger timeout"
         )
 
-    def _is_notice_due(self) -> bool:
-        return not self._noticed and self.deadline.left < self.timeout - _NOTICE
-
-    def _notice(self, claims: dict[int, Member]) -> None:
-        """Log once for which sites this one waits."""
+    def _notice(self) -> None:
+        """Log once for which sites this one waits, after some seconds."""
+        if self._noticed or self.deadline.left >= self.timeout - _NOTICE:
+            return
+        claims = self._claims()
         missing = [site for site in range(self.num_nodes) if site not in claims]
         self._noticed = bool(missing)
         if missing:
@@ -396,7 +396,9 @@ def _open_store(host: str, port: int, rank: int, timeout: float, noun: str) -> d
         if rank != 0:
             _wait_for_host(host, port, timeout)
             return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
-        listener = _listen(host, port)  # torch's own listens on all interfaces
+        # torch's own listens on all interfaces, this one on the address that the rendezvous address names
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family, backlog=1024)
         store = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.fileno())
         listener.detach()  # it is the store's now
         return store
@@ -410,18 +412,15 @@ def _open_store(host: str, port: int, rank: int, timeout: float, noun: str) -> d
             place = "its rendezvous address" if rank == 0 else f"{noun} 0"
             raise SiteError(f"{noun} {rank} cannot find {place}: {explain_unresolved(host, error)}") from error
         if rank == 0:
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise SiteError(
                 f"{noun} 0 cannot open its rendezvous address {host}:{port}: it must be one of this machine's own, "
-                f"and reachable from the others ({_first_line(error)})"
+                f"and reachable from the others ({reason})"
             ) from error
         raise SiteError(
             f"{noun} {rank} did not reach {noun} 0 at {host}:{port} within {timeout:g} s: is it running, is the "
             "address right, and does a firewall let the port through?"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _wait_for_host(host: str, port: int, timeout: float) -> None:
@@ -444,17 +443,3 @@ def _wait_for_host(host: str, port: int, timeout: float) -> None:
             if deadline.over:
                 raise
         time.sleep(0.05)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Listen on the one address that the rendezvous address names."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener

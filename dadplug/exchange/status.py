@@ -21,13 +21,14 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import codec
+from .deadline import Deadline
 from .handshake import close_in_children, listen
 
 _SESSIONS = 8  # that a history covers
@@ -319,70 +320,65 @@ def tell(members: Mapping[int, Member], reports: Mapping[bytes, Report], seconds
 
 
 def _send(requests: Mapping[int, tuple[Member, bytes, bytes]], seconds: float) -> dict[int, Status | Silence]:
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     answers: dict[int, Status | Silence] = dict.fromkeys(requests, Silence.UNANSWERED)
-    pending: dict[int, _Request] = {}
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, ExitStack() as opened:
         for rank, (member, kind, content) in requests.items():
             with suppress(OSError):
-                pending[rank] = request = _Request(member, _REQUEST.pack(member.token, kind, len(content)) + content)
-                selector.register(request.socket, selectors.EVENT_WRITE, rank)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, events in selector.select(left):
-                answer = pending[key.data].advance(events)
-                if answer is not None:
-                    answers[key.data] = answer
+                connected = opened.enter_context(socket.socket(socket.AF_INET))
+                connected.setblocking(False)
+                error = connected.connect_ex((member.host, member.port))
+                request = _request(connected, error, _REQUEST.pack(member.token, kind, len(content)) + content)
+                selector.register(connected, next(request), (rank, request))
+        while selector.get_map() and not deadline.over:
+            for key, _ in selector.select(deadline.left):
+                rank, request = key.data
+                try:
+                    selector.modify(key.fileobj, next(request), key.data)
+                except StopIteration as end:
+                    answers[rank] = end.value
                     selector.unregister(key.fileobj)
-                elif events & selectors.EVENT_WRITE:
-                    selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
-    for request in pending.values():
-        request.socket.close()
     return answers
 
 
-class _Request:
-    """Request in progress."""
+def _request(connected: socket.socket, error: int, content: bytes) -> Generator[int, None, Status | Silence]:
+    """Send a request, and receive the reply.
 
-    def __init__(self, member: Member, request: bytes) -> None:
-        self.socket = socket.socket(socket.AF_INET)
-        self.socket.setblocking(False)
-        self._request = request
-        self._reply = bytearray()
-        self._error = self.socket.connect_ex((member.host, member.port))
+    Args:
+        connected: the socket, which does not block.
+        error: what `connect_ex` has returned.
+        content: the request.
 
-    def advance(self, events: int) -> Status | Silence | None:
-        """Send or receive; return the answer once there is one."""
-        try:
-            if events & selectors.EVENT_WRITE:
-                error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._error
-                if error not in (0, errno.EINPROGRESS):
-                    return Silence.REFUSED if error in _CLOSED else Silence.UNANSWERED
-                self.socket.send(self._request)
-                return None
-            received = self.socket.recv(_MAX_BYTES)
-            self._reply += received
-            if not received:  # another process has the port now, and does not know the token
+    Yields:
+        The event of the socket that has to come next.
+
+    Returns:
+        The answer.
+    """
+    reply, length = bytearray(), 0
+    yield selectors.EVENT_WRITE
+    try:
+        error = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or error
+        if error not in (0, errno.EINPROGRESS):
+            return Silence.REFUSED if error in _CLOSED else Silence.UNANSWERED
+        connected.send(content)
+        while len(reply) < _REPLY.size + length:
+            yield selectors.EVENT_READ
+            with suppress(BlockingIOError):
+                received = connected.recv(_MAX_BYTES)
+                if not received:  # another process has the port now, and does not know the token
+                    return Silence.REFUSED
+                reply += received
+            if len(reply) >= _REPLY.size:
+                (length,) = _REPLY.unpack_from(reply)
+            if length > _MAX_BYTES:
                 return Silence.REFUSED
-            return self._answer()
-        except BlockingIOError:
-            return None
-        except (ConnectionError, ValueError):
-            return Silence.REFUSED
-        except OSError:  # no route
-            return Silence.UNANSWERED
-
-    def _answer(self) -> Status | None:
-        if len(self._reply) < _REPLY.size:
-            return None
-        (length,) = _REPLY.unpack_from(self._reply)
-        if length > _MAX_BYTES:
-            raise ValueError(f"a reply of {length} bytes")
-        if len(self._reply) < _REPLY.size + length:
-            return None
-        status = codec.decode(self._reply[_REPLY.size : _REPLY.size + length])
-        if not isinstance(status, Status):
-            raise ValueError("no status")
-        return status
+        status = codec.decode(reply[_REPLY.size : _REPLY.size + length])
+    except (ConnectionError, ValueError):
+        return Silence.REFUSED
+    except OSError:  # no route
+        return Silence.UNANSWERED
+    return status if isinstance(status, Status) else Silence.REFUSED
 
 
 _server: StatusServer | None = None

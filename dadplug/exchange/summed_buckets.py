@@ -14,21 +14,37 @@ from .wire import BLOCK, WireFormat
 
 
 class SummedBucket(ABC):
-    """Gradients of several parameters that are summed over sites in one exchange. Made by `summed_bucket`.
+    """Gradients of several parameters, side by side in one flat tensor, that are summed over sites in one exchange.
+
+    Made by `summed_bucket`.
+
+    Args:
+        flat: the tensor; what is beyond the gradients is padding.
+        sizes: number of elements of each gradient.
 
     Attributes:
         feedback: whether it keeps what rounding to the wire format takes away, for the next step.
-        lost: what rounding to the wire format has taken away and the next step adds, without the loss scale: one flat
-            tensor for each gradient; empty for buckets that keep nothing.
     """
 
     feedback = False
 
+    def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
+        self._flat = flat
+        self._sizes = list(sizes)
+        self._parts = self._split(flat)
+
+    def _split(self, flat: Tensor) -> Sequence[Tensor]:
+        parts: Sequence[Tensor] = flat[: sum(self._sizes)].split(self._sizes)
+        return parts
+
     @property
     def lost(self) -> Sequence[Tensor]:
+        """Rounding errors of the wire format that the next step adds, without the loss scale.
+
+        One flat tensor for each gradient; empty for buckets that keep nothing.
+        """
         return ()
 
-    @abstractmethod
     def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
         """Put a gradient into its place, times the site's weight, plus what was lost of it before.
 
@@ -38,10 +54,19 @@ class SummedBucket(ABC):
             weight: the site's weight.
             loss_scale: the factor that the gradient contains.
         """
+        part = self._parts[index]
+        if gradient is None or weight == 0.0:
+            part.zero_()
+        elif gradient.is_sparse:
+            part.copy_(gradient.to_dense().reshape(-1) * weight)
+        elif gradient.dtype == part.dtype and gradient.device == part.device:
+            torch.mul(gradient.reshape(-1), weight, out=part)
+        else:
+            part.copy_(gradient.reshape(-1) * weight)
 
-    @abstractmethod
     def finite(self, index: int) -> bool:
         """Return whether a filled part holds neither NaN nor Inf."""
+        return finite(self._parts[index])
 
     @abstractmethod
     def launch(self) -> None:
@@ -59,35 +84,7 @@ class SummedBucket(ABC):
         """
 
 
-class _FlatBucket(SummedBucket):
-    """Gradients side by side in one flat tensor of the type on the wire.
-
-    Args:
-        flat: the tensor.
-        sizes: number of elements of each gradient.
-    """
-
-    def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
-        self._flat = flat
-        self._sizes = list(sizes)
-        self._parts: Sequence[Tensor] = flat.split(self._sizes)
-
-    def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
-        part = self._parts[index]
-        if gradient is None or weight == 0.0:
-            part.zero_()
-        elif gradient.is_sparse:
-            part.copy_(gradient.to_dense().reshape(-1) * weight)
-        elif gradient.dtype == part.dtype and gradient.device == part.device:
-            torch.mul(gradient.reshape(-1), weight, out=part)
-        else:
-            part.copy_(gradient.reshape(-1) * weight)
-
-    def finite(self, index: int) -> bool:
-        return finite(self._parts[index])
-
-
-class AllReducedBucket(_FlatBucket):
+class AllReducedBucket(SummedBucket):
     """Gradients that are summed in one all-reduce.
 
     Args:
@@ -110,7 +107,7 @@ class AllReducedBucket(_FlatBucket):
         return self._parts
 
 
-class GatheredBucket(_FlatBucket):
+class GatheredBucket(SummedBucket):
     """Gradients that every site gathers, and sums in the order of ranks.
 
     The sum replaces rank 0's payload; values of a narrow type are summed in single precision, beside it.
@@ -135,8 +132,7 @@ class GatheredBucket(_FlatBucket):
         total = first if self._total is None else self._total.copy_(first)
         for payload in others:
             total.add_(payload)
-        sums: Sequence[Tensor] = total.split(self._sizes)
-        return sums
+        return self._split(total)
 
 
 class QuantisedBucket(SummedBucket):
@@ -157,10 +153,7 @@ class QuantisedBucket(SummedBucket):
         self._wire = wire
         self.feedback = feedback
         padding = -sum(sizes) % BLOCK  # whole blocks are encoded without a copy
-        self._flat = torch.zeros(sum(sizes) + padding, device=transport.device)
-        self._parts: Sequence[Tensor]
-        *self._parts, self._padding = self._flat.split([*sizes, padding])
-        self._sizes = list(sizes)
+        super().__init__(torch.zeros(sum(sizes) + padding, device=transport.device), sizes)
         self._lost, self._next = (torch.zeros_like(self._flat) if feedback else self._flat[:0] for _ in range(2))
         self._loss_scales = [1.0] * len(self._sizes)
         self._gather: Gather | None = None
@@ -168,10 +161,6 @@ class QuantisedBucket(SummedBucket):
     @property
     def lost(self) -> Sequence[Tensor]:
         return self._split(self._lost) if self.feedback else ()
-
-    def _split(self, flat: Tensor) -> Sequence[Tensor]:
-        parts: Sequence[Tensor] = flat[: sum(self._sizes)].split(self._sizes)
-        return parts
 
     def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
         part = self._parts[index]
@@ -184,11 +173,8 @@ class QuantisedBucket(SummedBucket):
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             part.add_(gradient.reshape(-1).to(part), alpha=weight)
 
-    def finite(self, index: int) -> bool:
-        return finite(self._parts[index])
-
     def launch(self) -> None:
-        self._padding.zero_()  # the sums of the last step are there, and may have been NaN
+        self._flat[sum(self._sizes) :].zero_()  # the sums of the last step are there, and may have been NaN
         payload = self._wire.encode_flat(self._flat)
         if self.feedback:
             torch.sub(self._flat, self._wire.decode_flat(payload, len(self._flat)), out=self._next)

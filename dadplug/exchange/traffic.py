@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Traffic:
         self._lock = threading.Lock()
         self._bytes = self._inside = 0
         self._wait = 0.0
-        self._layers: dict[str, LayerTraffic] = {}
+        self._layers: defaultdict[str, LayerTraffic] = defaultdict(LayerTraffic)
 
     @property
     def ratio(self) -> float:
@@ -78,10 +79,7 @@ class Traffic:
 
     def of(self, name: str) -> LayerTraffic:
         """Return a unit's record of the present step, to be added to."""
-        layer = self._layers.get(name)
-        if layer is None:
-            layer = self._layers[name] = LayerTraffic()
-        return layer
+        return self._layers[name]
 
     def __str__(self) -> str:
         lines = [f"{'':40} {'bytes':>12} {'encode ms':>10} {'decode ms':>10} {'wait ms':>10}"]
@@ -123,7 +121,8 @@ class Traffic:
         self.bytes_sent, self._bytes = self._bytes, 0
         self.bytes_inside, self._inside = self._inside, 0
         self.wait_seconds, self._wait = self._wait, 0.0
-        self.layers, self._layers = self._layers, {}
+        self.layers = dict(self._layers)
+        self._layers.clear()
         self.steps += 1
         self.bytes_in_steps += self.bytes_sent
         self.wait_in_steps += self.wait_seconds

@@ -106,16 +106,23 @@ class AllToAll(Exchange):
     payloads: list[Tensor]
 
 
-class PendingSum(ABC):
-    """Sum over sites that is in progress."""
+class PendingSum:
+    """Sum over sites that is in progress.
 
-    @abstractmethod
+    Args:
+        finish: waits for it; by default it is over.
+    """
+
+    def __init__(self, finish: Callable[[], None] = lambda: None) -> None:
+        self._finish = finish
+
     def wait(self) -> None:
         """Wait for the sum, which replaces the tensor's values.
 
         Raises:
             SiteError: if a site is gone or silent.
         """
+        self._finish()
 
 
 class Transport(ABC):

@@ -116,21 +116,16 @@ class QuantisedFormat(WireFormat):
         return width + _SCALE_SIZE if width else 0
 
     def encode(self, rows: Tensor) -> Tensor:
-        quantised = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
         if not rows.shape[1]:  # nothing to scale
-            return quantised
-        scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-        quantise(rows.float(), quantised, scales)
+            return rows.to(torch.int8)
+        quantised, scales = _quantised(rows)
         return torch.cat([quantised, scales.view(torch.int8).view(-1, _SCALE_SIZE)], 1)
 
     def decode(self, payload: Tensor) -> Tensor:
         if not payload.shape[1]:
             return payload.float()
-        quantised = payload[:, :-_SCALE_SIZE].contiguous()
         scales = payload[:, -_SCALE_SIZE:].clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)
-        rows = torch.empty(quantised.shape, device=quantised.device)
-        dequantise(quantised, scales, rows)
-        return rows
+        return _dequantised(payload[:, :-_SCALE_SIZE].contiguous(), scales)
 
     def flat_size(self, count: int) -> int:
         width = min(count, BLOCK)
@@ -147,12 +142,20 @@ class QuantisedFormat(WireFormat):
         return self.decode(payload.view(-1, self.row_size(width))).view(-1)[:count]
 
     def round_trip(self, rows: Tensor) -> Tensor:
-        quantised = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
-        scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-        values = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-        quantise(rows.float(), quantised, scales)
-        dequantise(quantised, scales, values)
-        return values.to(rows)
+        return _dequantised(*_quantised(rows)).to(rows)
+
+
+def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    quantised = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+    quantise(rows.float(), quantised, scales)
+    return quantised, scales
+
+
+def _dequantised(quantised: Tensor, scales: Tensor) -> Tensor:
+    rows = torch.empty(quantised.shape, dtype=torch.float32, device=quantised.device)
+    dequantise(quantised, scales, rows)
+    return rows
 
 
 FORMATS: Registry[str, Callable[[torch.dtype], WireFormat]] = Registry("wire format")

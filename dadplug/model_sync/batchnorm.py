@@ -64,12 +64,6 @@ class SyncedBatchNorms:
         self._forwards = [SyncedForward(layer, lambda: self, samples) for layer in layers]
 
     def of_forward(self, values: Tensor) -> Tensor:
-        return self._gather(values)
-
-    def of_backward(self, values: Tensor) -> Tensor:
-        return self._gather(values)
-
-    def _gather(self, values: Tensor) -> Tensor:
         """Gather a vector of shape (n,) from each site; return a matrix of shape (sites, n)."""
         kind = (values.numel(), values.dtype)
         if self._announces and not self._kinds:
@@ -81,6 +75,8 @@ class SyncedBatchNorms:
         gather.payload.copy_(values)
         gather.launch()
         return torch.stack(gather.wait()).to(values.device)
+
+    of_backward = of_forward
 
     def _announce(self, flag: int) -> set[int]:
         """Announce what this site does next; return what all sites do."""
@@ -121,7 +117,7 @@ class SyncedBatchNorms:
         if not self._last and self._forwards:
             raise RuntimeError("with sync_batchnorm a site cannot be idle in the first step: give it a batch there")
         for size, dtype in self._last:
-            self._gather(torch.zeros(size, dtype=dtype))
+            self.of_forward(torch.zeros(size, dtype=dtype))
 
     @property
     def has_exchanged(self) -> bool:

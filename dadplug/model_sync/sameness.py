@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from importlib import metadata
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError
 from ..exchange import Transport
-from ..hooks import OwnHook
 from ..logs import get_logger
+from ..schedules import version_of
 from .structure import is_managed
 
 _STATES, _FURTHER_BYTES = 16, 1 << 28  # bound of a state: times the model's tensors, and besides
+Item = TypeVar("Item")
 _ROUNDS = 8  # of renormalisation; two are enough, but with NaN there is always a change
 
 
@@ -68,10 +68,26 @@ def check_alike(description: dict[str, str], transport: Transport) -> None:
     Raises:
         MismatchError: on every site, naming the first difference.
     """
-    every = transport.gather_present(description)
-    lowest, first = next(iter(every.items()))
-    for rank, other in every.items():
-        compare(first, other, transport.sites[lowest], transport.sites[rank])
+    for first_site, first, site, other in _pairs(description, transport):
+        compare(first, other, first_site, site)
+
+
+def _pairs(own: Item, transport: Transport, digests: Sequence[int] = ()) -> Iterator[tuple[str, Item, str, Item]]:
+    """Gather an object from each site; yield name and object of the first site, and of each other one.
+
+    Args:
+        own: this site's object.
+        transport: the transport.
+        digests: of each site; 0 for sites that are left out. All sites are compared where there are none.
+    """
+    every = transport.gather_present(own)
+    (lowest, first), *others = [(rank, each) for rank, each in every.items() if not digests or digests[rank]]
+    for rank, other in others:
+        yield transport.sites[lowest], first, transport.sites[rank], other
+
+
+def _differ(digests: Sequence[int]) -> bool:
+    return len({digest for digest in digests if digest}) > 1
 
 
 def compare(first: dict[str, str], second: dict[str, str], first_site: str, second_site: str, remedy: str = "") -> None:
@@ -128,15 +144,13 @@ def check_values(model: nn.Module, names: Collection[str], transport: Transport)
         MismatchError: on every site, if names or values differ; nothing has been changed then.
     """
     own = {name: fingerprint(each) for name, each in model.named_parameters() if name in names}
-    every = transport.gather_present(own)
-    lowest, first = next(iter(every.items()))
-    for rank, other in every.items():
+    for first_site, first, site, other in _pairs(own, transport):
         for name in [*first, *other]:
             if first.get(name) != other.get(name):
                 raise MismatchError(
-                    f"parameter {name!r} has been added to the model and is not the same at {transport.sites[lowest]} "
-                    f"and {transport.sites[rank]}: give it the same values on all sites before training goes on, by "
-                    "the same seed or by reduction.broadcast_model()"
+                    f"parameter {name!r} has been added to the model and is not the same at {first_site} and {site}: "
+                    "give it the same values on all sites before training goes on, by the same seed or by "
+                    "reduction.broadcast_model()"
                 )
 
 
@@ -192,10 +206,7 @@ def first_difference(model: nn.Module, transport: Transport) -> str | None:
     """
     own = {name: fingerprint(parameter) for name, parameter in model.named_parameters()}
     every = [*transport.gather_present(own).values()]
-    for name in own:
-        if any(other[name] != every[0][name] for other in every):
-            return name
-    return None
+    return next((name for name in own if len({each[name] for each in every}) > 1), None)
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -229,10 +240,7 @@ def environment() -> dict[str, str]:
 
     found = {"version of torch": torch.__version__.partition("+")[0]}
     for package in ("dadplug", "numba"):
-        try:
-            found[f"version of {package}"] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[f"version of {package}"] = "unknown"
+        found[f"version of {package}"] = version_of(package) or "unknown"
     return found | {"kernels": "torch" if cpu_kernels() is portable else "numba"}
 
 
@@ -287,7 +295,7 @@ class OptimizerSettings:
         found, self._found = self._found, []
         if not (len(found) == len(self._last) and all(a is b for a, b in zip(found, self._last, strict=True))):
             self._last = found
-            self._digest = _digest(repr(self.described())) if found else 0
+            self._digest = _digest_of(repr(self.described()).encode()) if found else 0
         return self._digest
 
     def described(self) -> dict[str, str]:
@@ -309,14 +317,10 @@ class OptimizerSettings:
         Raises:
             MismatchError: on all sites, naming the first setting that differs and its values.
         """
-        if len({digest for digest in digests if digest}) < 2:
-            return
-        every = transport.gather_present(self.described())
-        compared = {rank: each for rank, each in every.items() if digests[rank]}
-        lowest, first = next(iter(compared.items()))
-        remedy = f", before step {step}. If intended, name it at all sites, such as may_differ=('lr',)"
-        for rank, other in compared.items():
-            compare(first, other, transport.sites[lowest], transport.sites[rank], remedy)
+        if _differ(digests):
+            remedy = f", before step {step}. If intended, name it at all sites, such as may_differ=('lr',)"
+            for first_site, first, site, other in _pairs(self.described(), transport, digests):
+                compare(first, other, first_site, site, remedy)
 
 
 class Weights:
@@ -356,22 +360,20 @@ class Weights:
         Raises:
             MismatchError: on all sites, naming the first tensor that differs by more than rounding.
         """
-        if len({digest for digest in digests if digest}) < 2:
+        if not _differ(digests):
             return
-        every = transport.gather_present(self._sums())
-        compared = {rank: each for rank, each in every.items() if digests[rank]}
-        lowest, first = next(iter(compared.items()))
+        pairs = list(_pairs(self._sums(), transport, digests))
         for name, parameter in self._parameters():
             limit = _ROUNDING * torch.finfo(parameter.dtype).eps * (step + 1) ** 0.5
-            for rank, other in compared.items():
+            for first_site, first, site, other in pairs:
                 scale = max(first[name][-1], other[name][-1], 1e-300)
                 off = max(abs(a - b) for a, b in zip(first[name], other[name], strict=True)) / scale
                 if not off <= limit:  # NaN, too
                     raise MismatchError(
                         f"the replicas differ before step {step}: {name!r} is the first parameter that is not the same "
-                        f"at {transport.sites[lowest]} and {transport.sites[rank]}, by {off:.1e} of its size. It was "
-                        "changed at one site, or optimizers differ. reduction.broadcast_model() at all sites makes the "
-                        "replicas equal; compare_every=0 switches the comparison off"
+                        f"at {first_site} and {site}, by {off:.1e} of its size. It was changed at one site, or "
+                        "optimizers differ. reduction.broadcast_model() at all sites makes the replicas equal; "
+                        "compare_every=0 switches the comparison off"
                     )
 
     @torch.no_grad()
@@ -391,35 +393,24 @@ class Weights:
 
 
 class FirstBatch:
-    """Digest of the tensors of a site's first forward pass, to warn where two sites train on the same data.
+    """Digest of the tensors of a site's first forward pass, to warn where two sites train on the same data."""
 
-    Args:
-        model: the model; a hook watches it, and its children where it is never called, until the first pass.
-    """
+    def __init__(self) -> None:
+        self._digest: int | None = None
 
-    def __init__(self, model: nn.Module) -> None:
-        self._digest = 0
-        own = weakref.ref(self)
-
-        def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found = own()
-            if found is not None and module.training and torch.is_grad_enabled():
-                found.remove()
-                found._digest = _of_inputs((args, kwargs))
-
-        watched = (model, *model.children())
-        self._handles = [each.register_forward_pre_hook(OwnHook(look), with_kwargs=True) for each in watched]
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def look(self, inputs: Sequence[Tensor]) -> None:
+        """Take a digest of the inputs of a forward pass, unless there is one."""
+        if self._digest is not None:
+            return
+        plain = [each.detach() for each in inputs if each.layout == torch.strided and each.numel() > 1]
+        # Those of one value only do not tell batches apart, such as a mask, or ones in an example.
+        tells = any(bool((each != each.reshape(-1)[0]).any()) for each in plain)
+        described = repr([(tuple(each.shape), str(each.dtype), _bits(each)) for each in plain])
+        self._digest = _digest_of(described.encode()) if tells else 0
 
     def take(self) -> int:
         """Return the digest, once; 0 without an input that tells batches apart."""
-        self.remove()
-        digest, self._digest = self._digest, 0
+        digest, self._digest = self._digest or 0, 0
         return digest
 
     def compare(self, digests: Sequence[int], transport: Transport) -> None:
@@ -441,23 +432,6 @@ class FirstBatch:
                 return
 
 
-def _of_inputs(inputs: Any) -> int:
-    tensors: list[Tensor] = []
-    waiting = [inputs]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, Tensor):
-            tensors.append(each)
-        elif isinstance(each, Mapping):
-            waiting.extend(each.values())
-        elif isinstance(each, (list, tuple)):
-            waiting.extend(each)
-    plain = [each.detach() for each in tensors if each.layout == torch.strided and each.numel() > 1]
-    if not any(bool((each != each.reshape(-1)[0]).any()) for each in plain):  # such as a mask, or ones in an example
-        return 0
-    return _digest(repr([(tuple(each.shape), str(each.dtype), _bits(each)) for each in plain]))
-
-
 def _bits(tensor: Tensor) -> int:
     """Return a digest of a tensor's bits: of sums of whole numbers, by place in blocks of 512 bytes.
 
@@ -465,23 +439,16 @@ def _bits(tensor: Tensor) -> int:
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if not flat.is_cpu:
-        whole = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(_WHOLE[_size_of(flat)])
+        real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        whole = real.view(_WHOLE[real.element_size()])
         blocks = len(whole) // _COLUMNS * _COLUMNS
         sums = whole[:blocks].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-        return _digest(repr((sums.tolist(), whole[blocks:].tolist())))
+        return _digest_of(repr((sums.tolist(), whole[blocks:].tolist())).encode())
     data = flat.view(torch.uint8).numpy()
     blocks = len(data) // (8 * _COLUMNS) * 8 * _COLUMNS
     columns = data[:blocks].view(np.int64).reshape(-1, _COLUMNS).sum(0)
     return _digest_of(columns.tobytes() + data[blocks:].tobytes())
 
 
-def _size_of(tensor: Tensor) -> int:
-    return tensor.element_size() // 2 if tensor.is_complex() else tensor.element_size()
-
-
 def _digest_of(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "little") or 1
-
-
-def _digest(text: str) -> int:
-    return _digest_of(text.encode())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..hooks import eager
+from .sameness import FirstBatch
 
 _TENSORS = {Tensor}  # a subclass may be a container to pytree
 
@@ -34,7 +35,9 @@ class SampleCounter:
         current: samples of the forward pass that is running; 0 outside of one, and where they are not known.
         forwards: number of outermost forward passes so far.
         backward_pass: number of the last backward pass that has been counted; -1 before.
+        stated: samples that the last `fixed` of the step has stated; None where there was none.
         owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
+        first_batch: gets the inputs of the first outermost forward of a training; None where it is not wanted.
     """
 
     def __init__(self, model: nn.Module, on_forward: Callable[[], None], on_backward: Callable[[], None]) -> None:
@@ -44,14 +47,15 @@ class SampleCounter:
         self.forwards = 0
         self.backward_pass = -1
         self.owned: set[int] = set()
+        self.first_batch: FirstBatch | None = None
         self._of_model = self._of_parts = 0
         self._reached = self._unknown = False  # whether backward has run, and through passes of unknown size
         self._generation = 0  # times that counting has begun anew
         self._part: tuple[int, nn.Module] | None = None  # the part that counts in the last backward pass through any
         self._depth = 0
         self._known = True  # whether `current` is known
-        self._stated: _Stated | None = None
-        self._inside = False
+        self.stated: int | None = None
+        self._block: _Stated | None = None  # of the innermost `fixed` that is open
         self._handles: list[Any] = []
         self._model = model
         self._watched: dict[int, nn.Module] = {}
@@ -62,9 +66,8 @@ class SampleCounter:
         for module in (self._model, *self._model.children()):
             if id(module) not in self._watched:
                 self._watched[id(module)] = module
-                self._handles.append(module.register_forward_pre_hook(_Before(self), with_kwargs=True))
-                after = _After(self, module is self._model)
-                self._handles.append(module.register_forward_hook(after, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(_Watch(self._enter), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(_Watch(self._leave), always_call=True))
 
     @property
     def count(self) -> int:
@@ -78,19 +81,14 @@ class SampleCounter:
         Args:
             samples: the number of samples.
         """
-        before, inside = self._stated, self._inside
-        self._stated, self._inside = _Stated(samples), True
+        before, self._block = self._block, _Stated(samples)
+        self.stated = samples
         try:
             yield
         finally:
-            self._inside = inside
-            if inside:
-                self._stated = before
-
-    @property
-    def stated(self) -> int | None:
-        """Number of samples that the last `fixed` of the step has stated; None where there was none."""
-        return None if self._stated is None else self._stated.samples
+            self._block = before
+            if before is not None:
+                self.stated = before.samples
 
     def of_step(self, pending: bool, *, by_samples: bool, alone: bool) -> int:
         """Return the weight of a site's gradients in the mean over sites.
@@ -124,10 +122,10 @@ class SampleCounter:
         """Reset the counter, at the end of a step."""
         self.discard()
         self.owned.clear()
-        if self._inside and self._stated is not None:
-            self._stated = _Stated(self._stated.samples)
-        else:
-            self._stated = None
+        self.stated = None
+        if self._block is not None:
+            self._block = _Stated(self._block.samples)
+            self.stated = self._block.samples
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -135,34 +133,25 @@ class SampleCounter:
             handle.remove()
         self._handles.clear()
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record that a watched module is called.
-
-        Args:
-            args: positional arguments of its forward.
-            kwargs: keyword arguments of its forward.
-        """
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record that a watched module is called."""
         self._depth += 1
         if self._depth == 1:
             self.forwards += 1
             only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
             inputs = list(args if only_tensors else tensors_of((args, kwargs)))
             if torch.is_grad_enabled():
+                if self.first_batch is not None and module.training:
+                    self.first_batch.look(inputs)
                 self._on_forward()
                 self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
             size = _first_dimension(inputs)
             self.current, self._known = size or 0, size is not None
-            if self._inside and self._stated is not None:
-                self.current, self._known = self._stated.samples, True
+            if self._block is not None:
+                self.current, self._known = self._block.samples, True
 
-    def leave(self, module: nn.Module, outputs: Any, of_model: bool) -> None:
-        """Record that a watched module returns, and count its samples once backward runs through the outputs.
-
-        Args:
-            module: the module.
-            outputs: what its forward returns.
-            of_model: whether it is the model itself.
-        """
+    def _leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Record that a watched module returns, and count its samples once backward runs through the outputs."""
         self._depth -= 1
         if self._depth > 0:
             return
@@ -174,7 +163,7 @@ class SampleCounter:
             samples, known = size, True
         leaves = (outputs,) if type(outputs) is Tensor else tensors_of(outputs)
         reached = [leaf for leaf in leaves if leaf.requires_grad]
-        stated = self._stated if self._inside and self._stated is not None else _Stated(samples)
+        stated = self._block or _Stated(samples)
 
         def count(_: Tensor) -> None:
             now = torch._C._current_graph_task_id()
@@ -185,7 +174,7 @@ class SampleCounter:
                 stated.counted_in = self._generation
                 self._reached = True
                 self._unknown |= not known
-                if of_model:
+                if module is self._model:
                     self._of_model += samples
                 elif self._counts_part(module, now):
                     self._of_parts += samples
@@ -244,37 +233,18 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-class _Before:
-    """Forward pre-hook of a watched module; a copied or pickled model has a hook without effect in its place."""
+class _Watch:
+    """Hook of a watched module; a copied or pickled model has one without effect in its place."""
 
-    def __init__(self, counter: SampleCounter) -> None:
-        self._counter = counter
+    def __init__(self, function: Callable[[nn.Module, Any, Any], None] = lambda module, args, further: None) -> None:
+        self._function = function
 
     @eager
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._counter.enter(args, kwargs)
+    def __call__(self, module: nn.Module, args: Any, further: Any) -> None:
+        self._function(module, args, further)
 
     def __reduce__(self) -> Any:
-        return _Nothing, ()
-
-
-class _After(_Before):
-    """Forward hook of a watched module."""
-
-    def __init__(self, counter: SampleCounter, of_model: bool) -> None:
-        super().__init__(counter)
-        self._of_model = of_model
-
-    @eager
-    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        self._counter.leave(module, outputs, self._of_model)
-
-
-class _Nothing:
-    """Hook without effect."""
-
-    def __call__(self, *args: Any) -> None:
-        pass
+        return _Watch, ()
 
 
 def batches_before(step: int, own: int, steps: int) -> int:

@@ -212,12 +212,6 @@ def _accept_returning(transport: Transport, service: SequencerService, timeout: 
 class ReturnedSites(PeerNames):
     """PeerNames by name, for one that has returned: it has no further facts about them."""
 
-    def of(self, ranks: Sequence[int]) -> PeerNames:
-        raise RuntimeError(_ALONE)
-
-    def found_lost(self) -> SiteError | None:
-        return None
-
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
         return SiteError(f"{self[peer or 0]} is gone: {error}")
 

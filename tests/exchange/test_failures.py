@@ -7,6 +7,11 @@ import socket
 
 import pytest
 import support
+from torch import nn
+
+import dadplug
+from dadplug import exchange
+from dadplug.exchange import rendezvous
 
 pytestmark = pytest.mark.slow
 
@@ -161,38 +166,35 @@ except dadplug.MismatchError as error:
         assert "option mode is 'dsgd' at site 0" in mode
 
 
-def test_steps_out_of_step_are_told(tmp_path):
-    code = """
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        # as if it had called synchronize() again
+        ("reduction._step += 1", ["is at step 4 and", "every site must call synchronize() equally often"]),
+        ("model[0].requires_grad_(False)", ["trains other parameters than"]),
+    ],
+)
+def test_a_site_that_trains_otherwise_is_told(tmp_path, change, words):
+    code = f"""
 if rank == 0:
-    reduction._step += 1  # as if it had called synchronize() again
+    {change}
 try:
     step(torch.randn(8, 6))
 except dadplug.MismatchError as error:
     print(error)
 """
     for each in run(code, tmp_path):
-        assert "is at step 4 and" in each.output
-        assert "every site must call synchronize() equally often" in each.output
+        assert all(word in each.output for word in words)
 
 
-def test_freezing_on_one_site_only_is_told(tmp_path):
-    code = """
-if rank == 0:
-    model[0].requires_grad_(False)
-try:
-    step(torch.randn(8, 6))
-except dadplug.MismatchError as error:
-    print(error)
-"""
-    for each in run(code, tmp_path):
-        assert "trains other parameters than" in each.output
+def connect(*places: str) -> list[support.Finished]:
+    """Run programs that connect with these arguments, and end."""
+    return support.run_programs([["-c", f"import dadplug\ndadplug.connect({place})"] for place in places], timeout=200)
 
 
-def test_a_site_that_never_comes_is_named(tmp_path):
+def test_a_site_that_never_comes_is_named():
     port = support.free_port()
-    script = tmp_path / "site.py"
-    script.write_text(f"import sys, dadplug\ndadplug.connect(int(sys.argv[1]), 3, 'tcp://127.0.0.1:{port}', timeout=2)")
-    first, second = support.run_programs([[str(script), "0"], [str(script), "1"]], timeout=200)
+    first, second = connect(*(f"{rank}, 3, 'tcp://127.0.0.1:{port}', timeout=2" for rank in range(2)))
     for each in (first, second):
         assert each.status == 1
         assert "waited 2 s for 3 sites: site 2 did not come" in each.errors or (
@@ -200,30 +202,32 @@ def test_a_site_that_never_comes_is_named(tmp_path):
         )
 
 
-def test_a_rendezvous_without_site_0_is_told(tmp_path):
-    script = tmp_path / "site.py"
-    script.write_text(f"import dadplug\ndadplug.connect(1, 2, 'tcp://127.0.0.1:{support.free_port()}', timeout=1)")
-    (only,) = support.run_programs([[str(script)]], timeout=200)
+def test_a_rendezvous_without_site_0_is_told():
+    (only,) = connect(f"1, 2, 'tcp://127.0.0.1:{support.free_port()}', timeout=1")
     assert "site 1 did not reach site 0 at 127.0.0.1" in only.errors
 
 
-def test_a_port_in_use_is_told(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
+def test_a_port_in_use_is_told():
+    with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        script = tmp_path / "site.py"
-        script.write_text(f"import dadplug\ndadplug.connect(0, 2, 'tcp://127.0.0.1:{port}', timeout=5)")
-        (only,) = support.run_programs([[str(script)]], timeout=200)
+        (only,) = connect(f"0, 2, 'tcp://127.0.0.1:{port}', timeout=5")
     assert f"port {port} is in use on this machine" in only.errors
 
 
-def test_two_sites_of_one_rank_are_told(tmp_path):
+def test_two_sites_of_one_rank_are_told():
     port = support.free_port()
-    script = tmp_path / "site.py"
-    script.write_text(f"import sys, dadplug\ndadplug.connect(int(sys.argv[1]), 3, 'tcp://127.0.0.1:{port}', timeout=2)")
-    finished = support.run_programs([[str(script), rank] for rank in "011"], timeout=200)
+    finished = connect(*(f"{rank}, 3, 'tcp://127.0.0.1:{port}', timeout=2" for rank in "011"))
     assert any("another process already claims rank 1" in each.errors for each in finished)
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2)])
+def test_sites_with_different_numbers_of_sites_are_told(counts):
+    port = support.free_port()
+    places = [f"{rank}, {count}, 'tcp://127.0.0.1:{port}', timeout=60" for rank, count in enumerate(counts)]
+    for rank, finished in enumerate(connect(*places)):
+        assert "MismatchError: configuration differs between sites: the number of sites is" in finished.errors
+        assert f"{counts[rank]} at site {rank}" in finished.errors
+        assert f"{counts[1 - rank]} at site {1 - rank}" in finished.errors
 
 
 @pytest.mark.parametrize(
@@ -241,51 +245,26 @@ def test_two_sites_of_one_rank_are_told(tmp_path):
     ],
 )
 def test_wrong_places_are_told(arguments, message):
-    from dadplug import connect
-
     with pytest.raises(ValueError, match=message):
-        connect(*arguments)
+        dadplug.connect(*arguments)
 
 
 @pytest.mark.parametrize("timeout", [0, float("inf"), "300"])
 def test_a_timeout_that_is_no_number_of_seconds_is_told(timeout, tmp_path):
-    from dadplug import connect
-
     for place in ({"rank": 0, "num_nodes": 2, "dist_url": "tcp://127.0.0.1:1"}, {"kit": tmp_path}):
         with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got"):
-            connect(**place, timeout=timeout)
+            dadplug.connect(**place, timeout=timeout)
 
 
-def test_an_unknown_backend_is_told(monkeypatch):
-    from dadplug.exchange import rendezvous
-
+def test_an_unknown_backend_is_told():
     with pytest.raises(ValueError, match="unknown backend 'smoke'; valid ones are gloo, nccl and mpi"):
         rendezvous._backend("smoke")
 
 
 def test_announced_sites_without_a_group_are_an_error(monkeypatch):
-    from torch import nn
-
-    import dadplug
-
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"announces 2 sites .* call dadplug.connect\(\)"):
         dadplug.GradientReduction(nn.Linear(2, 2))
-
-
-def test_sites_with_different_numbers_of_sites_are_told(tmp_path):
-    code = (
-        "import dadplug, sys; dadplug.connect(int(sys.argv[1]), int(sys.argv[2]), 'tcp://127.0.0.1:PORT', timeout=60)"
-    )
-    port = str(support.free_port())
-    script = tmp_path / "connect.py"
-    script.write_text(code.replace("PORT", port))
-    for counts in ((2, 3), (3, 2)):
-        commands = [[str(script), str(rank), str(count)] for rank, count in enumerate(counts)]
-        for rank, finished in enumerate(support.run_programs(commands, timeout=50)):
-            assert "MismatchError: configuration differs between sites: the number of sites is" in finished.errors
-            assert f"{counts[rank]} at site {rank}" in finished.errors
-            assert f"{counts[1 - rank]} at site {1 - rank}" in finished.errors
 
 
 def test_a_site_says_with_whom_it_trains(tmp_path):
@@ -293,16 +272,13 @@ def test_a_site_says_with_whom_it_trains(tmp_path):
         assert re.search(
             r"connected as site \d of 2 \(site 0: .*, site 1: .*\); site 0 is at 127\.0\.0\.1", finished.errors
         )
-    script = tmp_path / "alone.py"
-    script.write_text("import dadplug, torch\ndadplug.connect()\ndadplug.GradientReduction(torch.nn.Linear(2, 2))")
-    (finished,) = support.run_programs([[str(script)]], timeout=60)
+    alone = "import dadplug, torch\ndadplug.connect()\ndadplug.GradientReduction(torch.nn.Linear(2, 2))"
+    (finished,) = support.run_programs([["-c", alone]], timeout=60)
     assert "this site trains alone (rank 0 of 1 site)" in finished.errors
 
 
 @pytest.mark.parametrize(("old", "new"), [("Reduction", "PendingSum"), ("Sites", "PeerNames")])
 def test_old_names_of_the_exchange_work_with_a_warning(old, new):
-    from dadplug import exchange
-
     with pytest.warns(DeprecationWarning, match=f"dadplug.exchange.{old} is now {new}"):
         assert getattr(exchange, old) is getattr(exchange, new)
     with pytest.raises(AttributeError):

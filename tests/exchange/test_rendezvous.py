@@ -64,14 +64,18 @@ class Harmful:
         return exec, ("import sys; sys.harmed = True",)
 
 
-def gathers_a_pickle() -> tuple[str, bool]:
+def gathers_with_a_stranger(size: int | None) -> tuple[str, bool]:
+    """Site 1 sends a pickle to a site that gathers objects, or announces a size."""
     meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
     message = ""
     try:
         if dist.get_rank() == 0:
             meeting.gather_objects("hello")
-        else:
+        elif size is None:
             dist.all_gather_object([None, None], Harmful(), group=meeting.group)
+        else:
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+            dist.all_gather(sizes, torch.tensor([size]), group=meeting.group)
     except Exception as error:
         message = str(error)
     dist.barrier()
@@ -80,30 +84,14 @@ def gathers_a_pickle() -> tuple[str, bool]:
 
 
 def test_pickles_of_another_site_are_not_run(sites):
-    (message, harmed), _ = sites(2).run(gathers_a_pickle)
+    (message, harmed), _ = sites(2).run(gathers_with_a_stranger, None)
     assert "a message from another site is damaged" in message
     assert not harmed
 
 
-def lies_about_its_size(size: int) -> str:
-    meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
-    message = ""
-    try:
-        if dist.get_rank() == 0:
-            meeting.gather_objects("hello")
-        else:
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-            dist.all_gather(sizes, torch.tensor([size]), group=meeting.group)
-    except ValueError as error:
-        message = str(error)
-    dist.barrier()
-    meeting.close()
-    return message
-
-
 @pytest.mark.parametrize("size", [1 << 62, (1 << 30) + 1, -1])
 def test_sizes_are_checked_before_memory_is_taken(sites, size):
-    message, _ = sites(2).run(lies_about_its_size, size)
+    (message, _), _ = sites(2).run(gathers_with_a_stranger, size)
     assert f"process 1 announces an object of {size} bytes" in message
 
 

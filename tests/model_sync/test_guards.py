@@ -8,34 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 import dadplug
 from dadplug.hogwild.layout import check_model as check_hogwild_model
+from dadplug.model_sync.structure import refuse_wrapped
 
 
 def _raised(call: Callable[[], object]) -> str:
     with pytest.raises(ValueError, match="torch's") as caught:
         call()
     return str(caught.value)
-
-
-def _fully_sharded() -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = nn.Linear(4, 3)
-    model.__class__ = type("Sharded", (FullyShardedDataParallel,), {"__init__": nn.Module.__init__})
-    return model
-
-
-def _fully_sharded_in_place() -> nn.Module:
-    try:
-        from torch.distributed.fsdp import FSDPModule
-    except ImportError:
-        from torch.distributed._composable.fsdp import FSDPModule
-
-    model = nn.Linear(4, 3)
-    model.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})  # as `fully_shard` does it
-    return model
 
 
 def refuses_wrapped() -> list[str]:
@@ -63,27 +47,37 @@ def test_a_model_in_ddp_is_refused_by_every_entry(sites):
     assert all(message == whole for message in others)
 
 
-def test_a_model_in_fsdp_is_refused():
-    assert "wrapped in torch's FullyShardedDataParallel" in _raised(lambda: dadplug.GradientReduction(_fully_sharded()))
-    assert "fully_shard" in _raised(lambda: dadplug.GradientReduction(_fully_sharded_in_place()))
+def refuses_sharded() -> tuple[str, str]:
+    wrapped = fsdp.FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
+    in_place = fsdp.fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (2,)))
+    return _raised(lambda: dadplug.GradientReduction(wrapped)), _raised(lambda: dadplug.GradientReduction(in_place))
 
 
-class _Reordered(nn.Module):
-    """Two layers of one shape, defined in one order or the other."""
-
-    def __init__(self, names: str) -> None:
-        super().__init__()
-        for name in names:
-            self.add_module(name, nn.Linear(3, 3))
+def test_a_model_in_fsdp_is_refused(sites):
+    for wrapped, in_place in sites(2).run(refuses_sharded):
+        assert "wrapped in torch's FullyShardedDataParallel" in wrapped
+        assert "is sharded by torch's fully_shard" in in_place
 
 
-def refuses_another_order() -> str:
+def test_a_class_with_the_name_of_a_wrapper_is_not_one():
+    refuse_wrapped(type("DistributedDataParallel", (nn.Module,), {})())
+
+
+def refuses_another_order(of: str) -> str:
+    """Build a model whose layers, or parameters, are defined in another order at site 1."""
+    model, names = nn.Module(), ["a", "b"]
+    for name in names[::-1] if dist.get_rank() else names:
+        if of == "layers":
+            model.add_module(name, nn.Linear(3, 3))
+        else:
+            model.register_parameter(name, nn.Parameter(torch.ones(3)))
     with pytest.raises(dadplug.MismatchError) as caught:
-        dadplug.GradientReduction(_Reordered("ba" if dist.get_rank() else "ab"))
+        dadplug.GradientReduction(model)
     return str(caught.value)
 
 
-def test_layers_in_another_order_are_told(sites):
-    for message in sites(2).run(refuses_another_order):
-        assert "has tensor a.weight, site 1" in message
-        assert "has tensor b.weight. Define layers" in message
+@pytest.mark.parametrize(("of", "first", "second"), [("layers", "a.weight", "b.weight"), ("parameters", "a", "b")])
+def test_another_order_is_told(sites, of, first, second):
+    for message in sites(2).run(refuses_another_order, of):
+        assert f"has tensor {first}, site 1" in message
+        assert f"has tensor {second}. Define layers" in message

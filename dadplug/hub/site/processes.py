@@ -29,7 +29,8 @@ from ...exchange import codec
 from ...exchange.codec import MAX_BYTES, check_lengths, decode_objects, encode_object
 from ...exchange.deadline import within
 from ...exchange.failure_reports import PeerNames, ProcessSites, own_member, watch_exit
-from ...exchange.hierarchy import Job, NodeMessages, Work, WorkerThreads
+from ...exchange.group_transport import Work
+from ...exchange.hierarchy import Job, NodeMessages, WorkerThreads
 from ...exchange.rendezvous import meet
 from ...exchange.status import Member, Silence
 from ...exchange.topology import Nodes
@@ -334,9 +335,6 @@ class SiteMembers(PeerNames):
         site = f"site {slot} ({self._sites[slot]})"
         ranks = self._nodes.members[slot]
         return site if len(ranks) == 1 else f"process {ranks.index(rank)} of {site}"
-
-    def of(self, ranks: Sequence[int]) -> PeerNames:
-        raise ValueError("the sites of a hub form one group: there are no subgroups of them")
 
     def found_lost(self) -> SiteError | None:
         # A site that has left may have sent all that is waited for: the wait for the hub itself finds what is missing.

@@ -52,9 +52,6 @@ class HubSites(PeerNames):
         self._names = link.names  # to which those of further sites are appended
         watch_exit(self)
 
-    def of(self, ranks: Sequence[int]) -> PeerNames:
-        raise ValueError("the sites of a hub form one group: there are no subgroups of them")
-
     def found_lost(self) -> SiteError | None:
         return self._link.first_lost()
 
