@@ -11,21 +11,23 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from ..errors import MismatchError
-from ..exchange import Traffic, Transport
+from ..exchange import Transport
 from ..exchange.codec import register
 from ..signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
-from .noise import GradientNoise
 from .progress import Pass, Progress, progress
+
+if TYPE_CHECKING:
+    from ..reduction import GradientReduction
 
 _Item = TypeVar("_Item")
 _Bounds = tuple[int | None, int | None]
@@ -40,26 +42,7 @@ _SHRINKS_AFTER = 17  # steps after which payloads are no longer padded to the si
 _SAME = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
 
 
-class GradientSource(Protocol):
-    """Part of `dadplug.GradientReduction` that the choice of batches and `dadplug.AdaScale` need."""
-
-    traffic: Traffic
-    options: Any
-
-    @property
-    def noise(self) -> GradientNoise:
-        """The gradient noise."""
-
-    @property
-    def gain(self) -> float:
-        """Scale-invariant steps that the last step is worth."""
-
-    @property
-    def plan(self) -> Iterable[Any]:
-        """The path and bytes of every parameter."""
-
-
-REDUCTIONS: weakref.WeakSet[GradientSource] = weakref.WeakSet()
+REDUCTIONS: weakref.WeakSet[GradientReduction] = weakref.WeakSet()
 """Reductions of this process, so that a loader finds the one whose gradients its batches lead to."""
 
 
@@ -99,22 +82,6 @@ class BatchReport:
     periods: tuple[tuple[BatchSplit, Measurement], ...]
     payload: tuple[float, float]
     noise_scale: float
-
-
-@register
-@dataclass(frozen=True)
-class Decision:
-    """Decision about the next steps.
-
-    Attributes:
-        split: samples of each site.
-        goodput: predicted samples of the base batch per second.
-        left_out: first steps with the split that are not measured.
-    """
-
-    split: BatchSplit
-    goodput: float
-    left_out: int
 
 
 def merge_requests(requests: Sequence[BatchRequest], transport: Transport) -> BatchLimits:
@@ -171,7 +138,7 @@ class BatchController:
         self.goodput = self.noise_scale = math.nan
         self._request: tuple[int, _Bounds, bool] = (base_batch, (None, None), False)
         self._scales = False
-        self._source: GradientSource | None = None  # that takes the steps; None before it is known
+        self._source: GradientReduction | None = None  # that takes the steps; None before it is known
         self._steps_before: dict[int, int] = {}  # of each reduction, while it is not known
         self._uses = False
         self._limits: BatchLimits | None = None
@@ -188,7 +155,7 @@ class BatchController:
         max_batch: int,
         bounds: _Bounds,
         accumulate: bool,
-        source: GradientSource | None,
+        source: GradientReduction | None,
     ) -> None:
         """Let the batch change from now on, at all sites.
 
@@ -269,7 +236,7 @@ class BatchController:
             times = self._times.setdefault(self.split, deque(maxlen=_KEPT))
             times.append((seconds, max(0.0, seconds - (after[2] - before[2])), after[1] - before[1]))
 
-    def _find_source(self) -> GradientSource:
+    def _find_source(self) -> GradientReduction:
         """Return the reduction that has taken a step since `begin_step`.
 
         Raises:
@@ -289,7 +256,7 @@ class BatchController:
             )
         return found[0]
 
-    def _use(self, source: GradientSource) -> None:
+    def _use(self, source: GradientReduction) -> None:
         """Begin to measure a reduction's noise."""
         if source.options.weighting != "samples":
             raise ValueError(
@@ -329,11 +296,14 @@ class BatchController:
         self._interval = min(2 * self._interval, _LAST_INTERVAL)
         if decision is None:
             return False
-        self.goodput, self.noise_scale = decision.goodput, reports[0].noise_scale
-        if decision.split == self.split:
+        split, self.goodput = decision
+        self.noise_scale = reports[0].noise_scale
+        if split == self.split:
             return False
-        self.split = decision.split
-        self._left_out, self._with_split = decision.left_out, 0
+        grows = any(report.payload[1] > 0.0 for report in reports)
+        fewer = any(after < before for after, before in zip(split.sizes, self.split.sizes, strict=True))
+        self._left_out, self._with_split = _SHRINKS_AFTER if grows and fewer else _LEFT_OUT, 0
+        self.split = split
         self._interval = self._left_out + _MEASURED
         self._times.pop(self.split, None)  # times of long ago
         while len(self._times) > _SPLITS:
@@ -346,7 +316,8 @@ class BatchController:
         periods = tuple((each, _medians(times)) for each, times in self._times.items() if len(times) >= _FEWEST)
         return BatchReport(periods, _payload_of(source.plan, max(self._recent_rows)), source.noise.scale)
 
-    def _choose(self, reports: Sequence[BatchReport]) -> Decision | None:
+    def _choose(self, reports: Sequence[BatchReport]) -> tuple[BatchSplit, float] | None:
+        """Return the split of the next steps and its goodput; None while not all have measured the present one."""
         assert self.split is not None
         assert self._limits is not None
         tables = [dict(report.periods) for report in reports]
@@ -356,10 +327,7 @@ class BatchController:
             return None
         model = fit(periods, [report.payload for report in reports])
         measured = [each.batch for each in common]
-        split, value = choose(model, self.split, measured, self._limits, reports[0].noise_scale)
-        grows = any(report.payload[1] > 0.0 for report in reports)
-        fewer = any(after < before for after, before in zip(split.sizes, self.split.sizes, strict=True))
-        return Decision(split, value, _SHRINKS_AFTER if grows and fewer else _LEFT_OUT)
+        return choose(model, self.split, measured, self._limits, reports[0].noise_scale)
 
     # Checkpoints
 
@@ -409,7 +377,7 @@ def _medians(times: Sequence[tuple[float, float, int]]) -> Measurement:
     return Measurement(seconds, compute, float(nbytes), len(times))
 
 
-def _counts(source: GradientSource) -> tuple[int, int, float]:
+def _counts(source: GradientReduction) -> tuple[int, int, float]:
     traffic = source.traffic
     return traffic.steps, traffic.bytes_in_steps, traffic.wait_in_steps
 
@@ -495,7 +463,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
         local_bsz_bounds: _Bounds | None = None,
         gradient_accumulation: bool = False,
         *,
-        reduction: GradientSource | None = None,
+        reduction: GradientReduction | None = None,
     ) -> None:
         """Let the batch change during training, to that of most goodput; all sites must call it.
 

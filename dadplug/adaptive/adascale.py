@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from .adaptive_loader import GradientSource
+if TYPE_CHECKING:
+    from ..reduction import GradientReduction
 
 _RULES: dict[type[Optimizer], str] = {SGD: "linear", Adam: "sqrt", AdamW: "sqrt", RMSprop: "sqrt"}
 
@@ -54,7 +55,7 @@ class AdaScale:
     def __init__(
         self,
         optimizer: Optimizer,
-        reduction: GradientSource,
+        reduction: GradientReduction,
         scheduler: Any = None,
         *,
         base_batch: int | None = None,
