@@ -11,23 +11,21 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from ..errors import MismatchError
-from ..exchange import Transport
+from ..exchange import Traffic, Transport
 from ..exchange.codec import register
 from ..signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
+from .noise import GradientNoise
 from .progress import Pass, Progress, progress
-
-if TYPE_CHECKING:
-    from ..reduction import GradientReduction
 
 _Item = TypeVar("_Item")
 _Bounds = tuple[int | None, int | None]
@@ -42,7 +40,26 @@ _SHRINKS_AFTER = 17  # steps after which payloads are no longer padded to the si
 _SAME = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
 
 
-REDUCTIONS: weakref.WeakSet[GradientReduction] = weakref.WeakSet()
+class GradientSource(Protocol):
+    """Part of `dadplug.GradientReduction`, which imports this room, that is needed here and by `dadplug.AdaScale`."""
+
+    traffic: Traffic
+    options: Any
+
+    @property
+    def noise(self) -> GradientNoise:
+        """The gradient noise."""
+
+    @property
+    def gain(self) -> float:
+        """Scale-invariant steps that the last step is worth."""
+
+    @property
+    def plan(self) -> Iterable[Any]:
+        """The path and bytes of every parameter."""
+
+
+REDUCTIONS: weakref.WeakSet[GradientSource] = weakref.WeakSet()
 """Reductions of this process, so that a loader finds the one whose gradients its batches lead to."""
 
 
@@ -149,7 +166,7 @@ def _medians(times: Sequence[tuple[float, float, int]]) -> Measurement:
     return Measurement(seconds, compute, float(nbytes), len(times))
 
 
-def _counts(source: GradientReduction) -> tuple[int, int, float]:
+def _counts(source: GradientSource) -> tuple[int, int, float]:
     traffic = source.traffic
     return traffic.steps, traffic.bytes_in_steps, traffic.wait_in_steps
 
@@ -229,7 +246,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
         self._given_sampler = sampler
         self._base_batch = batch_size
         self._may_accumulate = False
-        self._gradients: GradientReduction | None = None  # that takes the steps; None before it is known
+        self._gradients: GradientSource | None = None  # that takes the steps; None before it is known
         self._steps_before: dict[int, int] = {}  # of each reduction, while it is not known
         self._before: tuple[int, int, float] | None = None  # counts of the reduction at the begin of the step
         self._uses = False
@@ -257,7 +274,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
         local_bsz_bounds: _Bounds | None = None,
         gradient_accumulation: bool = False,
         *,
-        reduction: GradientReduction | None = None,
+        reduction: GradientSource | None = None,
     ) -> None:
         """Let the batch change during training, to that of most goodput; all sites must call it.
 
@@ -463,7 +480,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
             times = self._times.setdefault(self._split, deque(maxlen=_KEPT))
             times.append((seconds, max(0.0, seconds - (after[2] - before[2])), after[1] - before[1]))
 
-    def _find_source(self) -> GradientReduction:
+    def _find_source(self) -> GradientSource:
         """Return the reduction that has taken a step since `_begin_step`.
 
         Raises:
@@ -483,7 +500,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
             )
         return found[0]
 
-    def _use(self, source: GradientReduction) -> None:
+    def _use(self, source: GradientSource) -> None:
         """Begin to measure a reduction's noise."""
         if source.options.weighting != "samples":
             raise ValueError(

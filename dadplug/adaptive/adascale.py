@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-if TYPE_CHECKING:
-    from ..reduction import GradientReduction
+from .adaptive_loader import GradientSource
 
 _RULES: dict[type[Optimizer], str] = {SGD: "linear", Adam: "sqrt", AdamW: "sqrt", RMSprop: "sqrt"}
 
@@ -55,7 +54,7 @@ class AdaScale:
     def __init__(
         self,
         optimizer: Optimizer,
-        reduction: GradientReduction,
+        reduction: GradientSource,
         scheduler: Any = None,
         *,
         base_batch: int | None = None,
