@@ -59,11 +59,11 @@ def measure_all(path: Path) -> None:
     table: dict[str, list[list[float]]] = {}
     start = time.perf_counter()
     for name, task in all_tasks().items():
-        timer, configs = Timer(3), task.space.configs()
+        timer, configs = Timer(), task.space.configs()
         times: list[list[float]] = [[] for _ in configs]
         for _ in range(ROUNDS):
             for place in random.sample(range(len(configs)), len(configs)):
-                times[place].append(timer(task, configs[place]))
+                times[place].append(timer(task, configs[place], 3))
         table[name] = times
         path.write_text(json.dumps(table))
         print(f"{name}: {len(configs)} configurations, {time.perf_counter() - start:.0f} s so far", flush=True)
@@ -83,7 +83,7 @@ class Replay:
         self._rng = random.Random(seed)
         self.seen: dict[Config, float] = {}
 
-    def __call__(self, task: Task, config: Config) -> float:
+    def __call__(self, task: Task, config: Config, samples: int = 1) -> float:
         if config not in self.seen:
             self.seen[config] = self._rng.choice(self._times[config])
         return self.seen[config]
@@ -200,7 +200,7 @@ def pairs(seconds: float, defaults: Record | None = None) -> None:
         if config == task.default:
             print(f"{task.name:32} the same constants")
             continue
-        outcome = compare_in_pairs(task, config, timer.once)
+        outcome = compare_in_pairs(task, config, timer)
         print(f"{task.name:32} {outcome.ratio:.3f}  {outcome.wins} of {outcome.pairs}", flush=True)
 
 

@@ -14,7 +14,16 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from .cli.arguments import KIT, Group, Place, add_option_arguments, argument, options_of, place_of, plain_errors
+from .cli.arguments import (
+    Place,
+    add_kit_argument,
+    add_option_arguments,
+    argument,
+    group,
+    options_of,
+    place_of,
+    plain_errors,
+)
 from .data import DATASETS, SPLITS, Samples, fold_indices, load_dataset, site_indices
 from .models import MODELS, build_for
 from .options import Options
@@ -49,49 +58,41 @@ SCHEDULERS.register("plateau", "reducelronplateau")(
 
 
 FLAGS = (
-    Group(
+    group(
         "this site (under torchrun, from its environment)",
-        (
-            argument("--rank", type=int, help="number of this site, from 0 (default: 0)"),
-            argument("--num-nodes", type=int, help="number of sites (default: 1)"),
-            KIT,
-            argument("--backend", default=None, help="gloo or nccl (default: by device)"),
-            argument("--dist-url", default=None, help="rendezvous, tcp://HOST:PORT, an address of site 0"),
-            argument("--master-addr", default="127.0.0.1", help="address of site 0, if --dist-url is not given"),
-            argument("--master-port", type=int, default=8998, help="port of site 0, if --dist-url is not given"),
-        ),
+        argument("--rank", type=int, help="number of this site, from 0 (default: 0)"),
+        argument("--num-nodes", type=int, help="number of sites (default: 1)"),
+        add_kit_argument,
+        argument("--backend", default=None, help="gloo or nccl (default: by device)"),
+        argument("--dist-url", default=None, help="rendezvous, tcp://HOST:PORT, an address of site 0"),
+        argument("--master-addr", default="127.0.0.1", help="address of site 0, if --dist-url is not given"),
+        argument("--master-port", type=int, default=8998, help="port of site 0, if --dist-url is not given"),
     ),
-    Group(
+    group(
         "the experiment",
-        (
-            argument("--name", default="experiment", help="name of the experiment, and of its folder of results"),
-            argument("--log-dir", default="logs", help="folder of all results (default: logs)"),
-            argument("--epochs", type=int, default=10, help="number of epochs (default: 10)"),
-            argument("--batch-size", type=int, default=16, help="samples in a batch of one site (default: 16)"),
-            argument("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)"),
-            argument("--criterion", default="crossentropyloss", help=f"loss: {', '.join(CRITERIA)}"),
-            argument("--optimizer", default="adam", help=f"optimizer: {', '.join(OPTIMIZERS)}"),
-            argument("--scheduler", default="none", help=f"learning rate schedule: {', '.join(SCHEDULERS)}"),
-            argument("--scheduler-kwargs", default="{}", help="settings of the schedule, a JSON object"),
-            argument("--seed", type=int, default=0, help="seed of model, folds and batches (default: 0)"),
-            argument("--resume", default=None, help="checkpoint of site 0 to resume from"),
-        ),
+        argument("--name", default="experiment", help="name of the experiment, and of its folder of results"),
+        argument("--log-dir", default="logs", help="folder of all results (default: logs)"),
+        argument("--epochs", type=int, default=10, help="number of epochs (default: 10)"),
+        argument("--batch-size", type=int, default=16, help="samples in a batch of one site (default: 16)"),
+        argument("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)"),
+        argument("--criterion", default="crossentropyloss", help=f"loss: {', '.join(CRITERIA)}"),
+        argument("--optimizer", default="adam", help=f"optimizer: {', '.join(OPTIMIZERS)}"),
+        argument("--scheduler", default="none", help=f"learning rate schedule: {', '.join(SCHEDULERS)}"),
+        argument("--scheduler-kwargs", default="{}", help="settings of the schedule, a JSON object"),
+        argument("--seed", type=int, default=0, help="seed of model, folds and batches (default: 0)"),
+        argument("--resume", default=None, help="checkpoint of site 0 to resume from"),
     ),
-    Group(
+    group(
         "model and data",
-        (
-            argument("--model", default="MNISTNet", help=f"model: {', '.join(MODELS)}"),
-            argument("--model-args", default="[]", help="positional arguments of the model, a JSON list"),
-            argument("--model-kwargs", default="{}", help="keyword arguments of the model, a JSON object"),
-            argument("--dataset", default="digits", help=f"data set: {', '.join(DATASETS)}"),
-            argument("--data-dir", help="folder of the data set's files (default: data)"),
-            argument(
-                "--split", default="iid", help=f"distribution of the training data over sites: {', '.join(SPLITS)}"
-            ),
-            argument("--num-folds", type=int, default=5, help="number of folds of cross-validation (default: 5)"),
-            argument("--k", type=int, default=0, help="fold to validate on, from 0 (default: 0)"),
-            argument("--N", type=int, default=-1, help="samples to use, the first N; -1: all (default: -1)"),
-        ),
+        argument("--model", default="MNISTNet", help=f"model: {', '.join(MODELS)}"),
+        argument("--model-args", default="[]", help="positional arguments of the model, a JSON list"),
+        argument("--model-kwargs", default="{}", help="keyword arguments of the model, a JSON object"),
+        argument("--dataset", default="digits", help=f"data set: {', '.join(DATASETS)}"),
+        argument("--data-dir", help="folder of the data set's files (default: data)"),
+        argument("--split", default="iid", help=f"distribution of the training data over sites: {', '.join(SPLITS)}"),
+        argument("--num-folds", type=int, default=5, help="number of folds of cross-validation (default: 5)"),
+        argument("--k", type=int, default=0, help="fold to validate on, from 0 (default: 0)"),
+        argument("--N", type=int, default=-1, help="samples to use, the first N; -1: all (default: -1)"),
     ),
 )
 
@@ -99,8 +100,8 @@ FLAGS = (
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(prog="dadplug.experiment", description=__doc__.split(":")[0])
-    for group in FLAGS:
-        group.add_to(parser)
+    for declare in FLAGS:
+        declare(parser)
     add_option_arguments(parser)
     return parser
 

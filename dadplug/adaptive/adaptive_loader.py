@@ -1,7 +1,7 @@
 """Loader whose batch follows the goodput of training, at the same step on all sites.
 
-`BatchController` measures steps, and agrees with the other sites on the split of the next ones; `AdaptiveDataLoader`
-gives the batches; `adaptive_loader` makes one in place of the loader that a program gives a trainer.
+`AdaptiveDataLoader` gives the batches, measures steps, and agrees with the other sites on the split of the next ones;
+`adaptive_loader` makes one in place of the loader that a program gives a trainer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SAME = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
 
 
 class GradientSource(Protocol):
-    """Part of `dadplug.GradientReduction` that the choice of batches and `dadplug.AdaScale` need."""
+    """Part of `dadplug.GradientReduction`, which imports this room, that is needed here and by `dadplug.AdaScale`."""
 
     traffic: Traffic
     options: Any
@@ -101,22 +101,6 @@ class BatchReport:
     noise_scale: float
 
 
-@register
-@dataclass(frozen=True)
-class Decision:
-    """Decision about the next steps.
-
-    Attributes:
-        split: samples of each site.
-        goodput: predicted samples of the base batch per second.
-        left_out: first steps with the split that are not measured.
-    """
-
-    split: BatchSplit
-    goodput: float
-    left_out: int
-
-
 def merge_requests(requests: Sequence[BatchRequest], transport: Transport) -> BatchLimits:
     """Return the limits that follow from the arguments of all sites.
 
@@ -148,233 +132,6 @@ def merge_requests(requests: Sequence[BatchRequest], transport: Transport) -> Ba
     limits = BatchLimits(base, max(base, min(most, total)), bounds, first.accumulate, weights)
     limits.check()
     return limits
-
-
-class BatchController:
-    """Controller of the batch of one loader.
-
-    Args:
-        base_batch: samples of all sites in a step with which training begins.
-
-    Attributes:
-        base_batch: the same.
-        split: the split of the steps; None before the first pass.
-        progress: scale-invariant steps so far: the sum of the gains of all steps.
-        goodput: predicted samples of the base batch per second, of the last decision; NaN before.
-        noise_scale: gradient noise scale at the last decision; NaN before.
-    """
-
-    def __init__(self, base_batch: int) -> None:
-        self.base_batch = base_batch
-        self.split: BatchSplit | None = None
-        self.progress = 0.0
-        self.goodput = self.noise_scale = math.nan
-        self._request: tuple[int, _Bounds, bool] = (base_batch, (None, None), False)
-        self._scales = False
-        self._source: GradientSource | None = None  # that takes the steps; None before it is known
-        self._steps_before: dict[int, int] = {}  # of each reduction, while it is not known
-        self._uses = False
-        self._limits: BatchLimits | None = None
-        self._saved: BatchSplit | None = None
-        # Of each split, seconds, those of computing, and bytes of steps:
-        self._times: dict[BatchSplit, deque[tuple[float, float, int]]] = {}
-        self._recent_rows: deque[int] = deque(maxlen=_SHRINKS_AFTER)
-        self._left_out, self._since, self._with_split = _LEFT_OUT, 0, 0
-        self._interval = _LEFT_OUT + _MEASURED
-        self._before: tuple[int, int, float] | None = None
-
-    def scale(
-        self,
-        max_batch: int,
-        bounds: _Bounds,
-        accumulate: bool,
-        source: GradientSource | None,
-    ) -> None:
-        """Let the batch change from now on, at all sites.
-
-        Args:
-            max_batch: largest batch of all sites.
-            bounds: least and most samples of a micro-batch at this site.
-            accumulate: whether a step may have several micro-batches.
-            source: the reduction; that which takes steps in the loop, where None.
-        """
-        self._request, self._scales = (max_batch, bounds, accumulate), True
-        self._source, self._uses = source, False
-        self._saved, self.split, self._limits = self.split or self._saved, None, None
-
-    def start(self, transport: Transport, source: str, length: int) -> None:
-        """Agree on the first split, if there is none yet; all sites must call it.
-
-        Args:
-            transport: the transport.
-            source: name of the data set.
-            length: number of its samples.
-
-        Raises:
-            MismatchError: if arguments that all sites share differ.
-            ValueError: if no batch is within all bounds.
-        """
-        if self.split is not None and len(self.split.sizes) == transport.world_size:
-            return
-        max_batch, bounds, accumulate = self._request
-        request = BatchRequest(self.base_batch, max_batch, bounds, accumulate, source, length)
-        limits = self._limits = merge_requests(transport.gather_objects(request), transport)
-        saved = self.split or self._saved
-        self._times.clear()
-        self.split = initial_split(limits, None if saved is None else saved.batch)
-        if saved is not None and limits.allow(saved):
-            self.split = saved
-
-    # Steps
-
-    def begin_step(self) -> None:
-        """Begin a step, before its first micro-batch is loaded."""
-        if not self._scales:
-            return
-        self._before = None if self._source is None else _counts(self._source)
-        if self._source is None:
-            self._steps_before = {id(each): each.traffic.steps for each in REDUCTIONS}
-
-    def end_step(self, rows: int, seconds: float, whole: bool) -> None:
-        """End a step, after the program has used its last micro-batch.
-
-        Args:
-            rows: samples of this site.
-            seconds: seconds since `begin_step`.
-            whole: whether each site had as many samples as the split says.
-
-        Raises:
-            RuntimeError: if the program has taken no step, or more than one with several micro-batches.
-            ValueError: if several reductions have taken steps, or one that does not weight by samples.
-        """
-        if not self._scales:
-            return
-        source = self._find_source() if self._source is None else self._source
-        if not self._uses:
-            self._use(source)
-        before, after = self._before or (source.traffic.steps - 1, 0, 0.0), _counts(source)
-        assert self.split is not None
-        steps = after[0] - before[0]
-        if steps > 1 and self.split.micro_batches > 1:
-            raise RuntimeError(
-                f"the program has taken {steps} steps in {self.split.micro_batches} micro-batches: with "
-                "gradient_accumulation=True, hold gradients back and take no step while loader.accumulates is set"
-            )
-        self.progress += steps * source.gain
-        self._since += 1
-        self._with_split += 1
-        self._recent_rows.append(rows)
-        known, self._before = self._before is not None, None
-        if whole and steps == 1 and known and self._with_split > self._left_out:
-            times = self._times.setdefault(self.split, deque(maxlen=_KEPT))
-            times.append((seconds, max(0.0, seconds - (after[2] - before[2])), after[1] - before[1]))
-
-    def _find_source(self) -> GradientSource:
-        """Return the reduction that has taken a step since `begin_step`.
-
-        Raises:
-            RuntimeError: if none has.
-            ValueError: if several have.
-        """
-        found = [each for each in REDUCTIONS if each.traffic.steps > self._steps_before.get(id(each), 0)]
-        if len(found) > 1:
-            raise ValueError(
-                "several GradientReductions take steps in the loop: name the one that decides about the batch, "
-                "autoscale_batch_size(..., reduction=REDUCTION)"
-            )
-        if not found:
-            raise RuntimeError(
-                "autoscale_batch_size needs a dadplug.GradientReduction, and none has taken a step in the loop over "
-                "the loader: call reduction.synchronize() after backward()"
-            )
-        return found[0]
-
-    def _use(self, source: GradientSource) -> None:
-        """Begin to measure a reduction's noise."""
-        if source.options.weighting != "samples":
-            raise ValueError(
-                f"weighting={source.options.weighting!r} weights sites with different batches alike: "
-                "autoscale_batch_size needs weighting='samples'"
-            )
-        if source.noise.base_batch is None:
-            source.noise.base_batch = self.base_batch
-        self._source, self._uses = source, True
-
-    # Decisions
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time for a decision; the same at all sites."""
-        return self._scales and self._since >= self._interval
-
-    def decide(self, transport: Transport) -> bool:
-        """Agree on the split of the next steps; all sites must call it after the same step.
-
-        The first site decides by what all have measured, since sites with other machines may compute other roundings.
-
-        Args:
-            transport: the transport.
-
-        Returns:
-            Whether the split has changed.
-
-        Raises:
-            SiteError: if a site is gone or does not answer.
-            RuntimeError: if a site cannot report, or the first one cannot decide; on all sites.
-        """
-        assert self.split is not None
-        reports = _gather(self._report, transport)
-        decision = _gather(lambda: self._choose(reports) if transport.rank == 0 else None, transport)[0]
-        self._since = 0
-        self._interval = min(2 * self._interval, _LAST_INTERVAL)
-        if decision is None:
-            return False
-        self.goodput, self.noise_scale = decision.goodput, reports[0].noise_scale
-        if decision.split == self.split:
-            return False
-        self.split = decision.split
-        self._left_out, self._with_split = decision.left_out, 0
-        self._interval = self._left_out + _MEASURED
-        self._times.pop(self.split, None)  # times of long ago
-        while len(self._times) > _SPLITS:
-            self._times.pop(next(iter(self._times)))
-        return True
-
-    def _report(self) -> BatchReport:
-        source = self._source
-        assert source is not None
-        periods = tuple((each, _medians(times)) for each, times in self._times.items() if len(times) >= _FEWEST)
-        return BatchReport(periods, _payload_of(source.plan, max(self._recent_rows)), source.noise.scale)
-
-    def _choose(self, reports: Sequence[BatchReport]) -> Decision | None:
-        assert self.split is not None
-        assert self._limits is not None
-        tables = [dict(report.periods) for report in reports]
-        common = [each for each in tables[0] if all(each in table for table in tables)]  # the present split comes last
-        periods = [Period(each, tuple(table[each] for table in tables)) for each in common]
-        if self.split not in common:
-            return None
-        model = fit(periods, [report.payload for report in reports])
-        measured = [each.batch for each in common]
-        split, value = choose(model, self.split, measured, self._limits, reports[0].noise_scale)
-        grows = any(report.payload[1] > 0.0 for report in reports)
-        fewer = any(after < before for after, before in zip(split.sizes, self.split.sizes, strict=True))
-        return Decision(split, value, _SHRINKS_AFTER if grows and fewer else _LEFT_OUT)
-
-    # Checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what goes on after a restart: the split and the progress; the same at all sites."""
-        split, progress = self.split or self._saved, self.progress
-        if self._before is not None and self._source is not None:  # a step that is not over yet, for the loader
-            progress += (self._source.traffic.steps - self._before[0]) * self._source.gain
-        sizes, micro_batches = ([], 1) if split is None else (list(split.sizes), split.micro_batches)
-        return {"sizes": sizes, "micro_batches": micro_batches, "progress": progress}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; with another number of sites the batch is divided anew."""
-        sizes, self.progress, self.split = tuple(state["sizes"]), state["progress"], None
-        self._saved = BatchSplit(sizes, state["micro_batches"]) if sizes else None
 
 
 def _gather(produce: Callable[[], _Item], transport: Transport) -> list[_Item]:
@@ -440,6 +197,13 @@ class AdaptiveDataLoader(ElasticDataLoader):
     Attributes:
         max_batch_size: largest batch of all sites; None without `autoscale_batch_size`.
         local_bsz_bounds: least and most samples of this site in a batch, None for no bound.
+        progress: scale-invariant steps so far, those before a restart included: the sum of the gains of all steps. An
+            epoch of N samples with the batch that training begins with has N / batch_size of them. Counted with
+            `autoscale_batch_size` only.
+        goodput: predicted samples of the base batch per second; NaN before the first decision.
+        noise_scale: gradient noise scale of the last decision, in samples; NaN before.
+        accumulates: whether further batches of the same step follow the present one, so that the program must take no
+            step.
 
     Raises:
         ValueError: if the data set has no length, the batch size is not positive, a sampler cannot be repeated, or an
@@ -480,14 +244,29 @@ class AdaptiveDataLoader(ElasticDataLoader):
             check_sampler(sampler)
         super().__init__(dataset, batch_size, bool(shuffle), source=source, seed=seed, drop_last=drop_last, **options)
         self._given_sampler = sampler
-        self._controller = BatchController(batch_size)
+        self._base_batch = batch_size
+        self._may_accumulate = False
+        self._gradients: GradientSource | None = None  # that takes the steps; None before it is known
+        self._steps_before: dict[int, int] = {}  # of each reduction, while it is not known
+        self._before: tuple[int, int, float] | None = None  # counts of the reduction at the begin of the step
+        self._uses = False
+        self._split: BatchSplit | None = None  # None before the first pass
+        self._saved: BatchSplit | None = None  # of a checkpoint, or of before autoscale_batch_size
+        self._limits: BatchLimits | None = None
+        # Of each split, seconds, those of computing, and bytes of steps:
+        self._times: dict[BatchSplit, deque[tuple[float, float, int]]] = {}
+        self._recent_rows: deque[int] = deque(maxlen=_SHRINKS_AFTER)
+        self._left_out, self._since, self._with_split = _LEFT_OUT, 0, 0
+        self._interval = _LEFT_OUT + _MEASURED
         self._micro_batch: tuple[int, int] = (1, 1)  # rows of the present one, and of its step at this site
-        self._accumulates = False
+        self.accumulates = False
         self._given: int | None = None  # batches of the running pass, of which the last split has
         self._steps = 0  # so many whole steps
         self.max_batch_size: int | None = None
         self.local_bsz_bounds: _Bounds = (None, None)
-        progress().register_loader(self._controller)
+        self.progress = 0.0
+        self.goodput = self.noise_scale = math.nan
+        progress().register_loader(self)
 
     def autoscale_batch_size(
         self,
@@ -522,57 +301,32 @@ class AdaptiveDataLoader(ElasticDataLoader):
         for name, number in numbers.items():
             if number is not None:
                 whole_number(1)(name, number)
-        base = self._controller.base_batch
-        if max_batch_size < base:
-            raise ValueError(f"max_batch_size is {max_batch_size}, less than batch_size, {base}")
+        if max_batch_size < self._base_batch:
+            raise ValueError(f"max_batch_size is {max_batch_size}, less than batch_size, {self._base_batch}")
         if low is not None and low > min(max_batch_size, high or max_batch_size):
             raise ValueError(
                 f"local_bsz_bounds {local_bsz_bounds} and max_batch_size {max_batch_size} contradict each other"
             )
-        self._controller.scale(max_batch_size, (low, high), gradient_accumulation, reduction)
         self.max_batch_size, self.local_bsz_bounds = max_batch_size, (low, high)
+        self._may_accumulate = gradient_accumulation
+        self._gradients, self._uses = reduction, False
+        self._saved, self._split, self._limits = self._split or self._saved, None, None
 
     @property
     def current_batch_size(self) -> int:
         """Samples of all sites in a step."""
-        split = self._controller.split
-        return self._controller.base_batch if split is None else split.batch
+        return self._base_batch if self._split is None else self._split.batch
 
     @property
     def accumulation_steps(self) -> int:
         """Number of batches of a step at each site."""
-        split = self._controller.split
-        return 1 if split is None else split.micro_batches
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether further batches of the same step follow the present one, so that the program must take no step."""
-        return self._accumulates
+        return 1 if self._split is None else self._split.micro_batches
 
     @property
     def batch_weight(self) -> float:
         """Fraction of this site's samples of the step that the batch has: a factor for a loss that is a mean."""
         rows, whole = self._micro_batch
         return rows / max(1, whole)
-
-    @property
-    def progress(self) -> float:
-        """Scale-invariant steps so far, those before a restart included: the sum of the gains of all steps.
-
-        An epoch of N samples with the batch that training begins with has N / batch_size of them. Counted with
-        `autoscale_batch_size` only.
-        """
-        return self._controller.progress
-
-    @property
-    def goodput(self) -> float:
-        """Predicted samples of the base batch per second; NaN before the first decision."""
-        return self._controller.goodput
-
-    @property
-    def noise_scale(self) -> float:
-        """Gradient noise scale of the last decision, in samples; NaN before."""
-        return self._controller.noise_scale
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass, on which its order depends; for programs without `remaining_epochs_until`.
@@ -584,15 +338,20 @@ class AdaptiveDataLoader(ElasticDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the batch and the progress, the same at all sites; checkpoints of a program's epochs contain them."""
-        return self._controller.state_dict()
+        split, reached, source = self._split or self._saved, self.progress, self._gradients
+        if self._before is not None and source is not None:  # a step that is not over yet, for the loader
+            reached += (source.traffic.steps - self._before[0]) * source.gain
+        sizes, micro_batches = ([], 1) if split is None else (list(split.sizes), split.micro_batches)
+        return {"sizes": sizes, "micro_batches": micro_batches, "progress": reached}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, before a pass.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, before a pass; with another number of sites the batch is divided anew.
 
         Args:
             state: the state.
         """
-        self._controller.load_state_dict(state)
+        sizes, self.progress, self._split = tuple(state["sizes"]), state["progress"], None
+        self._saved = BatchSplit(sizes, state["micro_batches"]) if sizes else None
 
     # Passes
 
@@ -613,18 +372,35 @@ class AdaptiveDataLoader(ElasticDataLoader):
         return super()._length if self._given_sampler is None else len(self._given_sampler)
 
     def _sizes_before(self, count: int) -> tuple[int, ...]:
-        split = self._controller.split
-        if split is not None and len(split.sizes) == count:
-            return split.sizes
-        return (max(1, math.ceil(self._controller.base_batch / count)),) * count
+        if self._split is not None and len(self._split.sizes) == count:
+            return self._split.sizes
+        return (max(1, math.ceil(self._base_batch / count)),) * count
 
     def _divide(self, current: Progress, running: Pass, number: int) -> None:
-        self._controller.start(current.transport, self._source, self._length)
-        split = self._controller.split
-        assert split is not None
-        self._batches.batch_size = split.sizes[current.transport.rank]
-        self._batches.micro_batches = split.micro_batches
+        transport = current.transport
+        if self._split is None or len(self._split.sizes) != transport.world_size:
+            self._split = self._first_split(transport)
+        self._batches.batch_size = self._split.sizes[transport.rank]
+        self._batches.micro_batches = self._split.micro_batches
         super()._divide(current, running, number)
+
+    def _first_split(self, transport: Transport) -> BatchSplit:
+        """Agree on the split that training begins or goes on with.
+
+        Raises:
+            MismatchError: if arguments that all sites share differ.
+            ValueError: if no batch is within all bounds.
+        """
+        most = self.max_batch_size or self._base_batch
+        request = BatchRequest(
+            self._base_batch, most, self.local_bsz_bounds, self._may_accumulate, self._source, self._length
+        )
+        limits = self._limits = merge_requests(transport.gather_objects(request), transport)
+        saved = self._split or self._saved
+        self._times.clear()
+        if saved is not None and limits.allow(saved):
+            return saved
+        return initial_split(limits, None if saved is None else saved.batch)
 
     def _give(self, current: Progress, running: Pass, number: int, batches: Iterator[Any]) -> Iterator[Any]:
         self._given = self._steps = 0
@@ -634,15 +410,16 @@ class AdaptiveDataLoader(ElasticDataLoader):
                 self._steps = 0
                 batches = DataLoader.__iter__(self)  # what workers have loaded ahead is dropped, and comes again
         finally:
-            self._accumulates, self._given = False, None
+            self.accumulates, self._given = False, None
             current.leave(running)
 
     def _give_split(self, current: Progress, running: Pass, batches: Iterator[Any]) -> Generator[Any, None, bool]:
         """Give batches until the split changes; return whether it has, and not the end of the pass been reached."""
-        controller, schedule, member = self._controller, self._batches.schedule, self._batches.member
+        schedule, scales = self._batches.schedule, self.max_batch_size is not None
         assert schedule is not None
-        for step in range(schedule.steps(member)):
-            controller.begin_step()
+        for step in range(schedule.steps(self._batches.member)):
+            if scales:
+                self._begin_step()
             began = time.perf_counter()
             parts = self._batches.parts(step)
             rows = sum(map(len, parts))
@@ -650,16 +427,146 @@ class AdaptiveDataLoader(ElasticDataLoader):
                 batch = next(batches)
                 assert self._given is not None
                 self._given, self._steps = self._given + 1, step + (left == 0)
-                self._accumulates, self._micro_batch = left > 0, (len(part), rows)
+                self.accumulates, self._micro_batch = left > 0, (len(part), rows)
                 running.hand_out(None if left else (self._source, schedule.used_after(step + 1)))
                 yield batch
-            controller.end_step(rows, time.perf_counter() - began, schedule.is_full(step))
+            if scales:
+                self._end_step(rows, time.perf_counter() - began, schedule.is_full(step))
             current.end_batch(running)
-            if controller.due and running.steps < running.common_steps and controller.decide(current.transport):
+            due = scales and self._since >= self._interval and running.steps < running.common_steps  # at all sites
+            if due and self._decide(current.transport):
                 return True
         for _ in batches:  # ends the workers
             raise RuntimeError("the loader has batches beyond the end of the pass")
         return False
+
+    # Measurements of steps
+
+    def _begin_step(self) -> None:
+        """Note what the reductions have done so far, before the first micro-batch of a step is loaded."""
+        self._before = None if self._gradients is None else _counts(self._gradients)
+        if self._gradients is None:
+            self._steps_before = {id(each): each.traffic.steps for each in REDUCTIONS}
+
+    def _end_step(self, rows: int, seconds: float, whole: bool) -> None:
+        """End a step, after the program has used its last micro-batch.
+
+        Args:
+            rows: samples of this site.
+            seconds: seconds since its first micro-batch was asked for.
+            whole: whether each site had as many samples as the split says.
+
+        Raises:
+            RuntimeError: if the program has taken no step, or more than one with several micro-batches.
+            ValueError: if several reductions have taken steps, or one that does not weight by samples.
+        """
+        source = self._find_source() if self._gradients is None else self._gradients
+        if not self._uses:
+            self._use(source)
+        before, after = self._before or (source.traffic.steps - 1, 0, 0.0), _counts(source)
+        assert self._split is not None
+        steps = after[0] - before[0]
+        if steps > 1 and self._split.micro_batches > 1:
+            raise RuntimeError(
+                f"the program has taken {steps} steps in {self._split.micro_batches} micro-batches: with "
+                "gradient_accumulation=True, hold gradients back and take no step while loader.accumulates is set"
+            )
+        self.progress += steps * source.gain
+        self._since += 1
+        self._with_split += 1
+        self._recent_rows.append(rows)
+        known, self._before = self._before is not None, None
+        if whole and steps == 1 and known and self._with_split > self._left_out:
+            times = self._times.setdefault(self._split, deque(maxlen=_KEPT))
+            times.append((seconds, max(0.0, seconds - (after[2] - before[2])), after[1] - before[1]))
+
+    def _find_source(self) -> GradientSource:
+        """Return the reduction that has taken a step since `_begin_step`.
+
+        Raises:
+            RuntimeError: if none has.
+            ValueError: if several have.
+        """
+        found = [each for each in REDUCTIONS if each.traffic.steps > self._steps_before.get(id(each), 0)]
+        if len(found) > 1:
+            raise ValueError(
+                "several GradientReductions take steps in the loop: name the one that decides about the batch, "
+                "autoscale_batch_size(..., reduction=REDUCTION)"
+            )
+        if not found:
+            raise RuntimeError(
+                "autoscale_batch_size needs a dadplug.GradientReduction, and none has taken a step in the loop over "
+                "the loader: call reduction.synchronize() after backward()"
+            )
+        return found[0]
+
+    def _use(self, source: GradientSource) -> None:
+        """Begin to measure a reduction's noise."""
+        if source.options.weighting != "samples":
+            raise ValueError(
+                f"weighting={source.options.weighting!r} weights sites with different batches alike: "
+                "autoscale_batch_size needs weighting='samples'"
+            )
+        if source.noise.base_batch is None:
+            source.noise.base_batch = self._base_batch
+        self._gradients, self._uses = source, True
+
+    # Decisions
+
+    def _decide(self, transport: Transport) -> bool:
+        """Agree on the split of the next steps; all sites must call it after the same step.
+
+        The first site decides by what all have measured, since sites with other machines may compute other roundings.
+
+        Args:
+            transport: the transport.
+
+        Returns:
+            Whether the split has changed.
+
+        Raises:
+            SiteError: if a site is gone or does not answer.
+            RuntimeError: if a site cannot report, or the first one cannot decide; on all sites.
+        """
+        assert self._split is not None
+        reports = _gather(self._report, transport)
+        decision = _gather(lambda: self._choose(reports) if transport.rank == 0 else None, transport)[0]
+        self._since = 0
+        self._interval = min(2 * self._interval, _LAST_INTERVAL)
+        if decision is None:
+            return False
+        split, self.goodput = decision
+        self.noise_scale = reports[0].noise_scale
+        if split == self._split:
+            return False
+        grows = any(report.payload[1] > 0.0 for report in reports)
+        fewer = any(after < before for after, before in zip(split.sizes, self._split.sizes, strict=True))
+        self._left_out, self._with_split = _SHRINKS_AFTER if grows and fewer else _LEFT_OUT, 0
+        self._split = split
+        self._interval = self._left_out + _MEASURED
+        self._times.pop(self._split, None)  # times of long ago
+        while len(self._times) > _SPLITS:
+            self._times.pop(next(iter(self._times)))
+        return True
+
+    def _report(self) -> BatchReport:
+        source = self._gradients
+        assert source is not None
+        periods = tuple((each, _medians(times)) for each, times in self._times.items() if len(times) >= _FEWEST)
+        return BatchReport(periods, _payload_of(source.plan, max(self._recent_rows)), source.noise.scale)
+
+    def _choose(self, reports: Sequence[BatchReport]) -> tuple[BatchSplit, float] | None:
+        """Return the split of the next steps and its goodput; None while not all have measured the present one."""
+        assert self._split is not None
+        assert self._limits is not None
+        tables = [dict(report.periods) for report in reports]
+        common = [each for each in tables[0] if all(each in table for table in tables)]  # the present split comes last
+        periods = [Period(each, tuple(table[each] for table in tables)) for each in common]
+        if self._split not in common:
+            return None
+        model = fit(periods, [report.payload for report in reports])
+        measured = [each.batch for each in common]
+        return choose(model, self._split, measured, self._limits, reports[0].noise_scale)
 
 
 def adaptive_loader(loader: Any, sites: int, seed: int, sampler: Any = None) -> AdaptiveDataLoader:

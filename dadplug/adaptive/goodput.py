@@ -507,7 +507,7 @@ def initial_split(limits: BatchLimits, batch: int | None = None) -> BatchSplit:
     least, most = limits.range
     batch = least if batch is None else min(max(batch, least), most)
     batch, micro = _fitting(batch, 1, limits)
-    return _by_weights(batch, micro, limits, limits.weights or (1.0,) * len(limits.bounds))
+    return _divided(batch, micro, limits, [0.0] * len(limits.bounds), [1.0] * len(limits.bounds))
 
 
 def _fits(batch: int, micro: int, limits: BatchLimits) -> bool:
@@ -529,12 +529,11 @@ def _fitting(batch: int, micro: int, limits: BatchLimits) -> tuple[int, int]:
 def _divided(
     batch: int, micro: int, limits: BatchLimits, offsets: Sequence[float], per_row: Sequence[float]
 ) -> BatchSplit:
+    """Return the split whose slowest site ends first; where the limits have weights, that of these."""
+    if limits.weights is not None:
+        offsets, per_row = [0.0] * len(limits.weights), [1 / max(each, 1e-9) for each in limits.weights]
     bounds = [(micro * low, micro * high) for low, high in limits.bounds]
     return BatchSplit(tuple(divide(batch, offsets, per_row, bounds)), micro)
-
-
-def _by_weights(batch: int, micro: int, limits: BatchLimits, weights: Sequence[float]) -> BatchSplit:
-    return _divided(batch, micro, limits, [0.0] * len(weights), [1 / max(each, 1e-9) for each in weights])
 
 
 def best_split(batch: int, micro: int, model: StepModel, limits: BatchLimits) -> BatchSplit:
@@ -565,8 +564,6 @@ def best_split(batch: int, micro: int, model: StepModel, limits: BatchLimits) ->
 
 def _balanced_split(batch: int, micro: int, model: StepModel, limits: BatchLimits) -> BatchSplit:
     """Return the split of a batch for which the slowest site computes as briefly as possible."""
-    if limits.weights is not None:
-        return _by_weights(batch, micro, limits, limits.weights)
     offsets = [micro * site.fixed + site.per_global_row * batch for site in model.sites]
     return _divided(batch, micro, limits, offsets, [site.per_row for site in model.sites])
 

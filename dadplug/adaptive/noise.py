@@ -51,6 +51,7 @@ class GradientNoise:
             None before it is set. Set it to the same number at all sites.
         batch: samples of all sites in the last step, or with ``weighting="uniform"`` in that of the last estimate; 0
             before the first.
+        wish: `every` as this site asks for it; 0 where it does not ask.
 
     Example:
         >>> noise = reduction.noise
@@ -62,8 +63,7 @@ class GradientNoise:
     def __init__(self, by_samples: bool) -> None:
         self._by_samples = by_samples
         self.base_batch: int | None = None
-        self.batch = 0
-        self._every: int | None = None  # that this site asks for
+        self.batch = self.wish = 0
         self._agreed_every = 0
         self._next = -1  # step of the next estimate
         self._averages: dict[str, _Average] = {}
@@ -108,12 +108,12 @@ class GradientNoise:
         Raises:
             ValueError: if it is set to something else than a whole number of at least 1.
         """
-        return self._agreed_every or self._every or _EVERY
+        return self._agreed_every or self.wish or _EVERY
 
     @every.setter
     def every(self, steps: int) -> None:
         whole_number(1)("noise.every", steps)
-        self._every = steps
+        self.wish = steps
 
     def gain(self, batch: int | None = None, base_batch: int | None = None) -> float:
         """Compute AdaScale's gain: the steps with the base batch that one step with a batch is worth.
@@ -136,7 +136,7 @@ class GradientNoise:
         return {
             "base_batch": self.base_batch,
             "batch": self.batch,
-            "asked": self._every,
+            "asked": self.wish,
             "every": self._agreed_every,
             "next": self._next,
             "averages": {name: list(average) for name, average in self._averages.items()},
@@ -151,7 +151,7 @@ class GradientNoise:
             state: the state.
         """
         self.base_batch, self.batch = state["base_batch"], state["batch"]
-        self._every, self._agreed_every, self._next = state["asked"], state["every"], state["next"]
+        self.wish, self._agreed_every, self._next = state["asked"] or 0, state["every"], state["next"]
         self._averages = {name: _Average(*values) for name, values in state["averages"].items()}
         self._seen = set(state["seen"])
         names, samples = state["pair"] or ([], 0.0)
@@ -162,12 +162,7 @@ class GradientNoise:
 
     def turn_on(self) -> None:
         """Ask all sites for estimates from the next step on."""
-        self._every = self._every or _EVERY
-
-    @property
-    def wish(self) -> int:
-        """Number of steps after which this site asks for estimates; 0 where it does not ask."""
-        return self._every or 0
+        self.wish = self.wish or _EVERY
 
     def prepare(self, model: nn.Module, units: Sequence[Unit], counter: SampleCounter, step: int) -> None:
         """Install the probe if the gradients of a step that begins are to be measured.

@@ -159,14 +159,14 @@ class Progress:
             The number of the epoch.
         """
         self._after_step = after_step
-        self.epoch, self._loop, self._open, self._used = self.finished, -1, None, {}
-        self._created["epoch"] = 0
+        self.epoch = self.finished
         return self.epoch
 
     def end_epoch(self) -> None:
         """End the epoch, whether its code was executed to the end or not."""
         self.finished += 1
         self.epoch, self._loop, self._open, self._used = None, -1, None, {}
+        self._created["epoch"] = 0
         self._within.clear()
         for each in self._outside.values():
             each.forget_epoch()
@@ -246,11 +246,10 @@ class Progress:
 
     def count_open_batch(self) -> None:
         """Count the batch that the program is at work on, for a checkpoint that is written after its step."""
-        if (running := self.open_pass) is not None:
-            self._count(running)
+        self._count(self.open_pass)
 
-    def _count(self, running: Pass) -> None:
-        if running.pending is None:
+    def _count(self, running: Pass | None) -> None:
+        if running is None or running.pending is None:
             return
         source, used = running.pending
         running.pending = None
@@ -452,8 +451,7 @@ class Accumulator(MutableMapping[Any, Any]):
             args: a mapping, or pairs of keys and values, as for ``dict``.
             kwargs: likewise.
         """
-        for key, value in dict(*args, **kwargs).items():
-            self._add(key, -value)
+        self.update({key: -value for key, value in dict(*args, **kwargs).items()})
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return a sum; within a `synchronized` block only.

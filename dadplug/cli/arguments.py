@@ -6,11 +6,15 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 from ..errors import DataError, KitError, MismatchError, NonFiniteError, SiteError
+
+Declaration = Callable[[Any], object]
+"""Function that adds an argument, or a group of arguments, to a parser."""
 
 # `--rank` is the number of the site.
 _FLAGS = {"rank": "--max-rank", "mode": "--distributed-mode"}
@@ -48,57 +52,26 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
 
 
-class Argument(NamedTuple):
-    """Argument of a command line.
-
-    Attributes:
-        names: name or flags.
-        settings: keywords of `argparse.ArgumentParser.add_argument`.
-    """
-
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-
-    def add_to(self, parser: argparse._ActionsContainer) -> None:
-        """Add the argument to a parser or to a group of one."""
-        parser.add_argument(*self.names, **self.settings)
+def argument(*names: str, **settings: Any) -> Declaration:
+    """Declare an argument, as `argparse.ArgumentParser.add_argument` takes it."""
+    return methodcaller("add_argument", *names, **settings)
 
 
-def argument(*names: str, **settings: Any) -> Argument:
-    """Describe an argument; the keywords are those of `argparse.ArgumentParser.add_argument`."""
-    return Argument(names, settings)
+def group(title: str, *arguments: Declaration) -> Declaration:
+    """Declare arguments with a title of their own in the help."""
+
+    def add_to(parser: Any) -> None:
+        own = parser.add_argument_group(title)
+        for declare in arguments:
+            declare(own)
+
+    return add_to
 
 
-class Group(NamedTuple):
-    """Arguments with a title of their own in the help.
-
-    Attributes:
-        title: the title.
-        arguments: the arguments.
-    """
-
-    title: str
-    arguments: tuple[Argument, ...]
-
-    def add_to(self, parser: argparse._ActionsContainer) -> None:
-        """Add the arguments to a parser."""
-        group = parser.add_argument_group(self.title)
-        for each in self.arguments:
-            each.add_to(group)
-
-
-KIT = argument(
+add_kit_argument = argument(
     "--kit", metavar="FOLDER", help="folder of this site's kit, in place of its number and addresses: dial the hub"
 )
-
-
-def add_kit_argument(parser: argparse._ActionsContainer) -> None:
-    """Add the flag ``--kit``.
-
-    Args:
-        parser: parser, or group of one, to extend.
-    """
-    KIT.add_to(parser)
+"""Function that adds the flag ``--kit`` to a parser."""
 
 
 class Place(NamedTuple):

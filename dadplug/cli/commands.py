@@ -16,12 +16,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import KitError, SiteError
 from ..hub.pki.project import AUTHORITY, HUB, Project
 from ..registry import import_named
-from .arguments import KIT, Argument, Group, argument, place_of, plain_errors
+from .arguments import Declaration, add_kit_argument, argument, group, place_of, plain_errors
 
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback
 ENDS_SOON = 3  # exit status of `check`
@@ -31,28 +31,18 @@ Run = Callable[[argparse.Namespace], int]
 """Function of the parsed arguments that returns the exit status."""
 
 
-class Command(NamedTuple):
-    """Command.
-
-    Attributes:
-        text: what it does, for the list of commands.
-        arguments: its arguments.
-        run: function that carries it out.
-    """
-
-    text: str
-    arguments: tuple[Argument | Group, ...]
-    run: Run
+PARSER = argparse.ArgumentParser(prog="python -m dadplug", description="Distributed training between sites.")
+COMMANDS = PARSER.add_subparsers(required=True, metavar="COMMAND")
 
 
-COMMANDS: dict[str, Command] = {}
-
-
-def command(text: str, *arguments: Argument | Group) -> Callable[[Run], Run]:
-    """Register a function as the command of its name; a decorator."""
+def command(text: str, *arguments: Declaration) -> Callable[[Run], Run]:
+    """Register a function as the command of its name, with its arguments; a decorator."""
 
     def decorate(run: Run) -> Run:
-        COMMANDS[run.__name__] = Command(text, arguments, run)
+        parser = COMMANDS.add_parser(run.__name__, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        parser.set_defaults(run=run)
+        for declare in arguments:
+            declare(parser)
         return run
 
     return decorate
@@ -67,18 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 after an error of `ERRORS`, or 2 without a command.
     """
-    parser = argparse.ArgumentParser(prog="python -m dadplug", description="Distributed training between sites.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, each in COMMANDS.items():
-        own = commands.add_parser(name, help=each.text, description=f"{each.text[0].upper()}{each.text[1:]}.")
-        own.set_defaults(run=each.run)
-        for one in each.arguments:
-            one.add_to(own)
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not given:
-        parser.print_help(sys.stderr)
+        PARSER.print_help(sys.stderr)
         return 2
-    parsed = parser.parse_args(given)
+    parsed = PARSER.parse_args(given)
     try:
         status: int = parsed.run(parsed)
     except ERRORS as error:
@@ -457,14 +440,12 @@ def serve(arguments: argparse.Namespace) -> int:
 
 # Measurements
 
-BETWEEN_SITES = Group(
+BETWEEN_SITES = group(
     "between sites: the same command at each, as in dadplug.experiment",
-    (
-        argument("--rank", type=int, help="number of this site, from 0"),
-        argument("--num-nodes", type=int, help="number of sites"),
-        argument("--dist-url", help="rendezvous, tcp://HOST:PORT, an address of site 0"),
-        KIT,
-    ),
+    argument("--rank", type=int, help="number of this site, from 0"),
+    argument("--num-nodes", type=int, help="number of sites"),
+    argument("--dist-url", help="rendezvous, tcp://HOST:PORT, an address of site 0"),
+    add_kit_argument,
 )
 
 

@@ -213,9 +213,9 @@ def _run_here(strategy: Strategy, task: Task, place: Place, seconds: float, seed
         failure = f"{type(error).__name__}: {error}"
     finally:
         torch.set_num_threads(threads)
-    own = [[point.seconds, point.megabytes, float(point.steps), point.loss] for point in points]
-    outcomes: list[Any] = gather_objects([failure, own]) if place.connected else [[failure, own]]
+    outcomes: list[Any] = gather_objects((failure, points)) if place.connected else [(failure, points)]
     for other, _ in outcomes:
         if other:
             raise RunFailedError(other)
-    return [Point(seconds, megabytes, int(steps), loss) for seconds, megabytes, steps, loss in outcomes[0][1]]
+    own: list[Point] = outcomes[0][1]
+    return own

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from ..exchange.codec import register
 from ..signature import whole_number
 from .strategies import Strategy, Trainer
 
@@ -113,6 +114,7 @@ def to_device_of(model: nn.Module, batch: list[Tensor]) -> list[Tensor]:
     return [each.to(device) for each in batch]
 
 
+@register
 @dataclass(frozen=True)
 class Point:
     """State of a run after a lap.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -165,7 +166,12 @@ def checked_outputs(function: Callable[[Array], Any], batch: Array) -> Array:
 
 # Messages between the server and a model's process: a JSON head, and the bytes of one array. No pickles. The code is
 # dadplug's own since a small message has to be received by one call: each call lets other threads run, which may keep
-# the interpreter.
+# the interpreter. Therefore a reader has a buffer.
+
+
+def reader_of(connection: socket.socket) -> io.BufferedReader:
+    """Return the reader of a connection, for `receive`."""
+    return io.BufferedReader(socket.SocketIO(connection, "r"), _AT_ONCE)
 
 
 def send(connection: socket.socket, head: dict[str, Any], array: Array | None = None) -> None:
@@ -192,7 +198,7 @@ def send(connection: socket.socket, head: dict[str, Any], array: Array | None = 
         connection.sendall(body)
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], Array | None]:
+def receive(reader: io.BufferedReader) -> tuple[dict[str, Any], Array | None]:
     """Receive a message.
 
     Raises:
@@ -200,36 +206,21 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], Array | None]:
         OSError: if the connection fails, or nothing arrives in time.
         ValueError: if this is no message of `send`.
     """
-    start = bytearray()
-    _fill(connection, start, _SIZES.size)
-    size, length = _SIZES.unpack_from(start)
+    size, length = _SIZES.unpack(_read(reader, _SIZES.size))
     if size > _LARGEST_HEAD:
         raise ValueError(f"the head of a message has {size} bytes")
-    _fill(connection, start, _SIZES.size + size)
-    head = json.loads(start[_SIZES.size : _SIZES.size + size])
-    received = start[_SIZES.size + size :]
-    if len(received) > length:
-        raise ValueError("there is more than one message")
-    body = bytearray(length)  # of its own, so that the numbers in it are aligned
-    body[: len(received)] = received
-    view = memoryview(body)[len(received) :]
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise EOFError("the connection is closed")
-        view = view[count:]
+    head, body = json.loads(_read(reader, size)), _read(reader, length)
     if "dtype" not in head:
         return head, None
     return head, np.frombuffer(body, np.dtype(head["dtype"])).reshape(head["shape"])
 
 
-def _fill(connection: socket.socket, buffer: bytearray, size: int) -> None:
-    """Receive until a buffer has at least some bytes."""
-    while len(buffer) < size:
-        part = connection.recv(_AT_ONCE)
-        if not part:
-            raise EOFError("the connection is closed")
-        buffer += part
+def _read(reader: io.BufferedReader, size: int) -> bytearray:
+    """Read bytes, into a buffer of their own, so that numbers in it are aligned."""
+    found = bytearray(size)
+    if reader.readinto(found) < size:
+        raise EOFError("the connection is closed")
+    return found
 
 
 class Launcher:
@@ -335,6 +326,7 @@ class ProcessBackend(Backend):
         self._model, self._options = model, options
         self._kept = _LastGood(Path(model.path))
         self._connection: socket.socket | None = None
+        self._reader: io.BufferedReader | None = None
 
     def start(self) -> None:
         """Start the process and load the model, or the copy of it that was loaded last; see `Backend.start`."""
@@ -356,8 +348,9 @@ class ProcessBackend(Backend):
         description = model.description() | {"threads": self._options.threads}
         self._connection, self.pid = LAUNCHER.start(description)
         self._connection.settimeout(self._options.load_seconds)
+        self._reader = reader_of(self._connection)
         try:
-            head, _ = receive(self._connection)
+            head, _ = receive(self._reader)
         except (OSError, EOFError, ValueError) as error:
             self._end_process()
             raise LoadError(f"{model.path}: its process ended or did not answer: {error}") from error
@@ -370,11 +363,11 @@ class ProcessBackend(Backend):
 
     def run(self, batch: Array) -> Array:
         """Return the outputs of a batch; see `Backend.run`."""
-        if self._connection is None:
+        if self._connection is None or self._reader is None:
             raise BackendFailedError("its process has not been started")
         try:
             send(self._connection, {}, batch)
-            head, outputs = receive(self._connection)
+            head, outputs = receive(self._reader)
         except TimeoutError as error:
             seconds = self._options.hang_seconds
             raise BackendFailedError(f"process {self.pid} gave no answer for {seconds:g} s") from error

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from ..errors import InputError, ModelError
-from .backends import checked_outputs, receive, send
+from .backends import checked_outputs, reader_of, receive, send
 
 _LONGEST = 1 << 20
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
@@ -100,9 +100,10 @@ def serve(connection: socket.socket, description: dict[str, Any]) -> None:
         send(connection, {"error": text})
         return
     send(connection, {"input_shape": loaded.schema.shape, "input_dtype": loaded.schema.dtype})
+    reader = reader_of(connection)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            _, batch = receive(connection)
+            _, batch = receive(reader)
             assert batch is not None
             try:
                 outputs = checked_outputs(loaded.run, batch)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import FeedbackError, InputError, ModelError, ServingError, UnavailableError
+from ..hub.pki.files import write_file
 from ..logs import get_logger
 from .backends import backend_of, stamp_of
 from .cache import KnownInput, PredictionCache, Result, digest_of
@@ -457,10 +458,7 @@ class Predictor:
         Args:
             path: the file.
         """
-        path = Path(path)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps(self.state_dict()))
-        os.replace(partial, path)
+        write_file(Path(path), json.dumps(self.state_dict()).encode(), durable=False)
 
     def _write_state(self) -> None:
         """Write the weights to the file of the options, if there is one; an error is reported in the log."""

@@ -26,6 +26,7 @@ _MOVES = 30  # of each chain
 _HOT, _COLD = 0.3, 0.01  # temperatures at the beginning and the end, in logarithms of seconds
 _FIRST = 4  # configurations that are measured before the model is fitted
 _AT_RANDOM = 0.1  # share of proposals
+SAMPLES = 5  # of a measurement in a search
 REPEATS = 30
 _WINS = 21  # of 30 pairs: as many by chance with a probability of 0.02
 _LEAST = 0.99  # ratio of the seconds, from which a difference is worth a change
@@ -110,8 +111,8 @@ class Task(ABC):
         return 1.0
 
 
-Measure = Callable[[Task, Config], float]
-"""Function that returns the seconds of a task's work with a configuration."""
+Measure = Callable[[Task, Config, int], float]
+"""Function that returns the seconds of a task's work with a configuration, the median of some samples."""
 
 
 class Timer:
@@ -121,27 +122,17 @@ class Timer:
     memory is touched.
 
     Args:
-        samples: samples of a measurement, whose median counts.
         clock: returns the time in seconds.
     """
 
-    def __init__(self, samples: int = 5, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._samples = samples
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._calls: dict[tuple[int, Config], tuple[list[Callable[[], object]], int]] = {}
 
-    def __call__(self, task: Task, config: Config) -> float:
-        """Return the seconds of the task's work."""
-        return self.sample(task, config, self._samples)
-
-    def once(self, task: Task, config: Config) -> float:
-        """Return the seconds of one sample, for comparisons in pairs."""
-        return self.sample(task, config, 1)
-
-    def sample(self, task: Task, config: Config, count: int) -> float:
-        """Return the median of some samples."""
+    def __call__(self, task: Task, config: Config, samples: int) -> float:
+        """Return the seconds of the task's work, the median of some samples."""
         calls, repeats = self._prepared(task, config)
-        return statistics.median(self._seconds(calls, repeats) for _ in range(count))
+        return statistics.median(self._seconds(calls, repeats) for _ in range(samples))
 
     def _prepared(self, task: Task, config: Config) -> tuple[list[Callable[[], object]], int]:
         key = id(task), config
@@ -288,7 +279,7 @@ def search(
     def add(configs: Iterable[Config]) -> None:
         for config in configs:
             if len(found.measured) < budget and config not in found.measured and not (enough() and found.measured):
-                found.measured[config] = measure(task, config)
+                found.measured[config] = measure(task, config, SAMPLES)
                 report(len(found.measured))
 
     add([task.default])
@@ -367,13 +358,13 @@ def compare_in_pairs(task: Task, config: Config, measure: Measure, repeats: int 
     Args:
         task: the task.
         config: the configuration.
-        measure: measures a configuration once.
+        measure: measures a configuration.
         repeats: number of pairs.
     """
     ratios, defaults = [], []
     for pair in range(repeats):
         order = (config, task.default) if pair % 2 else (task.default, config)
-        seconds = {each: measure(task, each) for each in order}
+        seconds = {each: measure(task, each, 1) for each in order}
         ratios.append(seconds[config] / seconds[task.default])
         defaults.append(seconds[task.default])
     wins = sum(each < 1 for each in ratios)

@@ -19,7 +19,7 @@ from ..schedules import Decoding, Encoding, Machine, Record, load, path_of, repl
 from ..serving import Model
 from ..serving.loading import load_module
 from ..serving.schedule import key_of
-from .search import Config, Found, Measure, Proof, Task, Timer, compare_in_pairs, search
+from .search import SAMPLES, Config, Found, Measure, Proof, Task, Timer, compare_in_pairs, search
 from .tasks import (
     MNIST_NET,
     RATES,
@@ -147,8 +147,7 @@ class Tuner:
     """Runner of tasks.
 
     Args:
-        measure: measures a configuration in a search.
-        once: measures a configuration once, in a comparison in pairs.
+        measure: measures a configuration.
         seed: seed of the search.
         clock: returns the time in seconds.
         progress: where to show progress.
@@ -160,7 +159,6 @@ class Tuner:
     """
 
     measure: Measure
-    once: Measure
     seed: int
     clock: Callable[[], float]
     progress: Progress
@@ -192,7 +190,7 @@ class Tuner:
         self.points[task.name] = [(found.measured[each], value) for each, value in found.predicted.items()]
         chosen, outcome = self._prove(task, found)
         old, new = task.space.named(task.default), task.space.named(chosen)
-        took = self.measure(task, task.default) if outcome is None else outcome.default
+        took = self.measure(task, task.default, SAMPLES) if outcome is None else outcome.default
         self._add(task.name, old, new, (len(found.measured), size), took, outcome)
         changed = chosen != task.default and outcome is not None
         self.progress.report(f"{task.name}: {_less(outcome) if changed else 'as before'}")
@@ -201,12 +199,12 @@ class Tuner:
     def _prove(self, task: Task, found: Found) -> tuple[Config, Proof | None]:
         """Return the configuration from now on, and its comparison with the default."""
         fastest = sorted(found.measured, key=found.measured.__getitem__)[:_REMEASURED]
-        again = {each: self.measure(task, each) for each in fastest}
+        again = {each: self.measure(task, each, SAMPLES) for each in fastest}
         best = min(again, key=lambda each: again[each] + found.measured[each])
         if best == task.default:
             return task.default, None
         self.progress.show(f"{task.name}: compared with the default")
-        outcome = compare_in_pairs(task, best, self.once)
+        outcome = compare_in_pairs(task, best, self.measure)
         return (best if outcome.holds else task.default), outcome
 
     def _add(
@@ -238,19 +236,19 @@ class Tuner:
         for config in tried:
             if self.clock() > over and len(measured) >= 2 * len(RATES + STARTS):
                 break
-            measured[config] = self.measure(task, config)
+            measured[config] = self.measure(task, config, SAMPLES)
             self.progress.show(f"{task.name}: {len(measured)} of {len(tried)}")
         default, fitted = task.constants, fit_rates(task, measured)
         predicting = AlgorithmTask(task.cases, fitted)
         self.points[task.name] = [(took, predicting.prior(config)) for config, took in measured.items()]
         choices = ChoiceTask(task, default, fitted)
         same = choices.chosen(("default",)) == choices.chosen(("fitted",))
-        outcome = None if same else compare_in_pairs(choices, ("fitted",), self.once)
+        outcome = None if same else compare_in_pairs(choices, ("fitted",), self.measure)
         nearer = prediction_error(task, measured, fitted) < prediction_error(task, measured, default)
         keep = nearer and (outcome is None or outcome.ratio <= 1.0)
         names = (*RATES, *STARTS)
         old, new = ({name: each.values()[name] for name in names} for each in (default, fitted))
-        took = self.measure(choices, choices.default)
+        took = self.measure(choices, choices.default, SAMPLES)
         self._add(task.name, old, new if keep else old, (len(measured), len(configs)), took, outcome)
         self.progress.report(f"{task.name}: {'rates fitted' if keep else 'as before'}")
         return fitted if keep else default
@@ -310,10 +308,9 @@ def tune(
     if isinstance(model, (str, Path)):
         model = load_module(Model(model, builder=builder).description())
     shape = None if model is None or input_shape is None else _fixed(input_shape)
-    wall = Timer()
     if timer is None:
         warmup()  # kernels are compiled outside of the time limit
-    tuner = Tuner(timer or wall, timer or wall.once, seed, time.perf_counter, Progress(seconds, shown=progress))
+    tuner = Tuner(timer or Timer(), seed, time.perf_counter, Progress(seconds, shown=progress))
     record = _run_tasks(tuner, model, shape, rows, seconds, defaults or Record())
     if store:  # what was tuned for other models stays
         record = replace(record, served={**load(machine).served, **record.served})

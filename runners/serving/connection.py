@@ -1,7 +1,7 @@
 """Connections of the HTTP server: uvicorn's, with limits on their number and pace, and a short way for known requests.
 
-uvicorn's own `limit_concurrency` refuses requests while idle connections stay, and it bounds neither the time nor, with
-httptools, the size of a head: clients without a key could block others.
+uvicorn's own `limit_concurrency` refuses requests while idle connections stay, and it bounds neither the time nor the
+size of a head: clients without a key could block others.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...logs import get_logger
 from .http_app import JSON, REFUSED, HttpApp
@@ -18,6 +20,8 @@ _RESERVED = 128  # descriptors for files, models' processes and the event loop
 _FEWEST = 16
 _LONGEST_HEAD = 1 << 16  # bytes
 _HELD_SECONDS = 0.05  # that a head waits for its body: many clients send them one after the other
+_END = b"\r\n\r\n"  # of a head
+_Protocol: Any = HttpToolsProtocol
 _log = get_logger("dadplug.serving")
 
 
@@ -82,35 +86,15 @@ def _most_descriptors() -> float:
     return math.inf if descriptors == resource.RLIM_INFINITY else max(_FEWEST, descriptors - _RESERVED)
 
 
-def connection_class(app: HttpApp, limits: Limits) -> Any:
-    """Return the protocol for uvicorn's option ``http``.
+class Connection(_Protocol):
+    """Protocol of a connection, for uvicorn's option ``http``.
+
+    A request whose head is byte by byte that of the one before, and whose answer is in the cache, is not parsed.
 
     Args:
-        app: answers known requests.
+        http_app: answers known requests.
         limits: limits of the connections.
-    """
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-        base: Any = HttpToolsProtocol
-    except ImportError:  # without httptools; requests have no short way then
-        from uvicorn.protocols.http.h11_impl import H11Protocol
-
-        base = H11Protocol
-
-    class Connection(_Connection, base):
-        def __init__(self, *given: Any, **options: Any) -> None:
-            super().__init__(*given, **options)
-            self.http_app, self.limits = app, limits
-
-    return Connection
-
-
-_Base: Any = object  # uvicorn's protocol in the class that `connection_class` makes
-
-
-class _Connection(_Base):
-    """Part of the connection that differs from uvicorn's.
+        options: arguments of uvicorn's protocol.
 
     Attributes:
         waiting_since: time from which a head is awaited, or the end of a refused one; None between two requests, which
@@ -119,8 +103,9 @@ class _Connection(_Base):
         served: whether a request has been received.
     """
 
-    http_app: HttpApp
-    limits: Limits
+    def __init__(self, http_app: HttpApp, limits: Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self.http_app, self.limits = http_app, limits
 
     def connection_made(self, transport: Any) -> None:
         """Admit or refuse the connection; called by the event loop."""
@@ -130,6 +115,8 @@ class _Connection(_Base):
         self._refused = self._parsing = False
         self._begun: Any = None  # a request that has no task yet, and the application for it
         self._timer: asyncio.TimerHandle | None = None  # while its body is awaited
+        self._in_step = True  # whether all bytes so far have come as whole requests, one at a time
+        self._head, self._size = b"", 0  # of the last request, if it was answered from the cache
         if not self.limits.admit(self):
             transport.write(_refusal(b"503 Service Unavailable"))
             transport.close()
@@ -154,11 +141,17 @@ class _Connection(_Base):
         if self._refused:
             return
         self.touched = self.loop.time()
+        end, before = data.find(_END) + len(_END), self.cycle
+        if self._head and len(data) == self._size and data.startswith(self._head):
+            self._repeat(data[end:])
+            return
         if self.waiting_since is None and self._awaits_head:
             self.waiting_since = self.touched
         self._parsing = True
         super().data_received(data)
         self._parsing = False
+        is_new = self.cycle is not before and not self.cycle.more_body
+        self._in_step = self._in_step and is_new and len(data) == end + len(self.cycle.body)
         if not self._awaits_head:
             self.waiting_since, self._head_bytes, self.served = None, 0, True
         elif self.waiting_since is not None:
@@ -167,6 +160,16 @@ class _Connection(_Base):
                 self._refuse(_refusal(b"431 Request Header Fields Too Large"))
         if self._begun is not None:
             self._begin_or_hold()
+        self._head, self._size = data[:end] if self._in_step and self.cycle.response_complete else b"", len(data)
+
+    def _repeat(self, body: bytes) -> None:
+        """Begin a request that differs from the last one in its body only, whose cycle was not used: it had no task."""
+        self._unset_keepalive_if_required()
+        cycle = self.cycle
+        cycle.body, cycle.response_complete = bytearray(body), False
+        cycle.default_headers = self.server_state.default_headers
+        self._begun = cycle, self.app
+        self._begin()
 
     def send_400_response(self, msg: str) -> None:
         """Answer that a request is not valid; called by uvicorn."""
@@ -196,7 +199,7 @@ class _Connection(_Base):
     # Requests whose answers are in the cache need no task
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Note a request, or start its task if it was parsed earlier; called by uvicorn's protocol of httptools."""
+        """Note a request, or start its task if it was parsed earlier; called by uvicorn."""
         if self._parsing:
             self._begun = cycle, app
         else:
@@ -214,6 +217,7 @@ class _Connection(_Base):
         """Answer a request at once, or start its task."""
         cycle, app = self._take_begun()
         if cycle.more_body or not self._answer(cycle):
+            self._head = b""
             super()._start_asgi_task(cycle, app)
 
     def _take_begun(self) -> Any:

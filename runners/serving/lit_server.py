@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import litserve
@@ -21,7 +22,7 @@ from litserve.utils import WorkerSetupStatus
 
 from dadplug.serving import Predictor
 
-from .connection import Limits, connection_class
+from .connection import Connection, Limits
 from .http_app import HttpApp
 
 _SWITCH_SECONDS = 5e-4  # threads of models have their answers and wait for the interpreter: 5 ms, unless it is set
@@ -127,7 +128,7 @@ class PredictorServer(_LitServer):
         assert self._predictor is not None
         key = os.environ.get("LIT_SERVER_API_KEY") or None
         app = HttpApp(self._predictor, self._max_body, self._limits.seconds, key, otherwise=self.app)
-        protocol = connection_class(app, self._limits)
+        protocol = partial(Connection, app, self._limits)
         server = _HttpServer(uvicorn.Config(app, log_level=log_level, lifespan="off", http=protocol, **options))
         server.ready = self._ready
         sys.setswitchinterval(_SWITCH_SECONDS)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import (
+    ChainDataset,
     DistributedSampler,
-    IterableDataset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -18,7 +18,6 @@ from torch.utils.data import (
 
 import dadplug
 from dadplug.adaptive import adaptive_loader, reset_progress
-from dadplug.adaptive.adaptive_loader import BatchController
 from dadplug.exchange import Traffic
 
 
@@ -202,15 +201,10 @@ def test_the_order_of_a_sampler_is_the_same_after_a_restart():
     assert sorted(chosen) == [5, 7, 11]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dataset": Stream()}, "an IterableDataset has no samples by number"),
+        ({"dataset": ChainDataset([])}, "an IterableDataset has no samples by number"),
         ({"batch_sampler": [[0, 1]]}, "leave out the batch_sampler"),
         ({"batch_size": None}, "batch_size must be a whole number of at least 1, got None"),
         ({"in_order": False}, "in_order=False"),
@@ -354,7 +348,7 @@ def fails(part):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive_loader, "time", gradients)
         if part == "_choose" or dist.get_rank() == 1:
-            patch.setattr(BatchController, part, fail)
+            patch.setattr(dadplug.AdaptiveDataLoader, part, fail)
         data = loader(600, 24)
         data.autoscale_batch_size(64, reduction=gradients)
         try:

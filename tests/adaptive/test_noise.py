@@ -439,18 +439,23 @@ def test_the_first_batch_is_the_base_where_none_is_stated(model, reduction):
     assert 1.0 < scaler.gain < 4.0
 
 
-def test_optimizers_that_cannot_be_scaled_are_refused(model, reduction):
-    with pytest.raises(ValueError, match="Adadelta: it knows SGD, Adam, AdamW, RMSprop"):
-        dadplug.AdaScale(torch.optim.Adadelta(model.parameters()), reduction)
-    with pytest.raises(ValueError, match="got Linear"):
-        dadplug.AdaScale(model, reduction)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Adadelta: it knows SGD, Adam, AdamW, RMSprop"),
+        ({"optimizer": nn.Linear(1, 1)}, "got Linear"),
+        ({"rule": "cubic"}, "rule must be"),
+        ({"rule": "sqrt", "base_batch": 0}, "base_batch"),
+        ({"rule": "sqrt", "scheduler_every": 0}, "scheduler_every"),
+    ],
+)
+def test_what_cannot_be_scaled_is_refused(model, reduction, options, message):
+    with pytest.raises(ValueError, match=message):
+        dadplug.AdaScale(**{"optimizer": torch.optim.Adadelta(model.parameters()), "reduction": reduction} | options)
+
+
+def test_an_optimizer_that_is_not_known_is_scaled_by_a_stated_rule(model, reduction):
     optimizer = torch.optim.Adadelta(model.parameters())
-    with pytest.raises(ValueError, match="rule must be"):
-        dadplug.AdaScale(optimizer, reduction, rule="cubic")
-    with pytest.raises(ValueError, match="base_batch"):
-        dadplug.AdaScale(optimizer, reduction, rule="sqrt", base_batch=0)
-    with pytest.raises(ValueError, match="scheduler_every"):
-        dadplug.AdaScale(optimizer, reduction, rule="sqrt", scheduler_every=0)
     scaler = dadplug.AdaScale(optimizer, reduction, rule="sqrt", base_batch=2)
     train(optimizer, reduction, model, 3)
     assert scaler.factor == pytest.approx(math.sqrt(scaler.gain))

@@ -7,14 +7,16 @@ import json
 import re
 import socket
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 from dadplug.runners.serving import PredictionClient, http_app
-from dadplug.runners.serving.connection import Limits, connection_class
+from dadplug.runners.serving.connection import Connection, Limits
 from dadplug.runners.serving.http_app import HttpApp
 from http_server import served
 from patient import patient_predictor
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dadplug.serving import Exp3, ServingOptions
 from dadplug.serving.backends import backend_of
@@ -139,8 +141,6 @@ def over_sockets(app, http):
 @pytest.mark.parametrize("policy", ["fixed", "exp3", "exp4"])
 @pytest.mark.parametrize("quick", [False, True], ids=["parsed by uvicorn", "without a task"])
 def test_known_requests_are_answered_as_if_they_were_parsed(policy, quick):
-    pytest.importorskip("httptools")
-    pytest.importorskip("uvicorn")
     (plain, none), (knowing, found) = app_of(policy, known=False), app_of(policy, known=True)
     answered = []
     answer_known = knowing.answer_known
@@ -150,7 +150,7 @@ def test_known_requests_are_answered_as_if_they_were_parsed(policy, quick):
         return answered[-1]
 
     knowing.answer_known = counted
-    http = connection_class(knowing, Limits()) if quick else "auto"
+    http = partial(Connection, knowing, Limits()) if quick else "auto"
     with contextlib.closing(plain._predictor), contextlib.closing(knowing._predictor):
         assert over_sockets(plain, "auto") == over_sockets(knowing, http)
     assert sum(none) == 0
@@ -159,13 +159,11 @@ def test_known_requests_are_answered_as_if_they_were_parsed(policy, quick):
 
 
 def test_requests_in_pieces_and_in_a_row_are_answered_in_order():
-    pytest.importorskip("httptools")
-    pytest.importorskip("uvicorn")
     app, found = app_of("fixed", known=True)
     one, other = (request(json.dumps({"input": [x, 2.0, 0.5], "site": "n"}).encode()) for x in (1.0, 7.0))
     with (
         contextlib.closing(app._predictor),
-        served(app, connection_class(app, Limits())) as port,
+        served(app, partial(Connection, app, Limits())) as port,
         socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection,
     ):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -199,16 +197,34 @@ def test_requests_in_pieces_and_in_a_row_are_answered_in_order():
         assert connection.recv(10) == b""
 
 
+def test_a_request_with_the_head_of_the_last_one_is_not_parsed(monkeypatch):
+    parsed, parse = [], HttpToolsProtocol.data_received
+    monkeypatch.setattr(HttpToolsProtocol, "data_received", lambda *given: (parsed.append(given[1]), parse(*given)))
+    app, _ = app_of("fixed", known=True)
+    one, other = (request(json.dumps({"input": [x, 2.0, 0.5], "site": "n"}).encode()) for x in (1.0, 7.0))
+    with (
+        contextlib.closing(app._predictor),
+        served(app, partial(Connection, app, Limits())) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection,
+    ):
+        for _ in range(5):
+            assert exchange(connection, one)[1]["output"] == [2.0, 4.0, 1.0]
+        assert parsed == [one] * 3  # computed, then looked up, then known
+        assert exchange(connection, other)[1]["output"] == [14.0, 4.0, 1.0]  # by a task, without the parser
+        assert parsed == [one] * 3
+        for data in (other + one[:20], one[20:], one):  # a request in pieces, and one after it
+            assert exchange(connection, data)[0] == 200
+        assert b"".join(parsed) == one * 3 + other + one * 2
+
+
 def test_known_requests_need_the_key():
-    pytest.importorskip("httptools")
-    pytest.importorskip("uvicorn")
     app, found = app_of("fixed", known=True)
     app._key = b"secret"
     body = json.dumps({"input": [1.0, 2.0, 0.5], "site": "n"}).encode()
     right, wrong = (request(body, head=b"X-API-Key: " + key + b"\r\n") for key in (b"secret", b"wrong"))
     with (
         contextlib.closing(app._predictor),
-        served(app, connection_class(app, Limits())) as port,
+        served(app, partial(Connection, app, Limits())) as port,
         socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection,
     ):
         assert [exchange(connection, right)[0] for _ in range(3)] == [200, 200, 200]

@@ -223,13 +223,17 @@ def test_wrong_options_are_errors(options, message):
         patient_predictor({"m": identity}, **options)
 
 
-def test_what_is_no_model_is_an_error():
-    with pytest.raises(ValueError, match="no model to serve"):
-        patient_predictor({})
-    with pytest.raises(LoadError, match="not int"):
-        patient_predictor({"m": 3})
-    with pytest.raises(LoadError, match="no file or folder"):
-        patient_predictor({"m": "nowhere.ckpt"})
+@pytest.mark.parametrize(
+    ("models", "error", "message"),
+    [
+        ({}, ValueError, "no model to serve"),
+        ({"m": 3}, LoadError, "not int"),
+        ({"m": "nowhere.ckpt"}, LoadError, "no file or folder"),
+    ],
+)
+def test_what_is_no_model_is_an_error(models, error, message):
+    with pytest.raises(error, match=message):
+        patient_predictor(models)
 
 
 def test_counters_are_in_prometheus_text():

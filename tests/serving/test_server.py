@@ -117,18 +117,18 @@ def test_a_client_needs_an_address():
         PredictionClient(f"http://127.0.0.1:{support.free_port()}").predict([1.0])
 
 
-def test_durations():
-    assert [seconds(text) for text in ("50ms", "0.05", ".05s", "2s")] == pytest.approx([0.05, 0.05, 0.05, 2.0])
-    for wrong in ("", "ms", "-1", "1h", "nan"):
+@pytest.mark.parametrize(
+    ("parse", "values", "invalid"),
+    [
+        (seconds, {"50ms": 0.05, "0.05": 0.05, ".05s": 0.05, "2s": 2.0}, ["", "ms", "-1", "1h", "nan"]),
+        (shape, {"1,28,28": (1, 28, 28), "?, 4": (None, 4), "": ()}, ["a", "1,-2", "1.5"]),
+    ],
+)
+def test_durations_and_shapes(parse, values, invalid):
+    assert {text: parse(text) for text in values} == values
+    for wrong in invalid:
         with pytest.raises(argparse.ArgumentTypeError):
-            seconds(wrong)
-
-
-def test_shapes():
-    assert [shape(text) for text in ("1,28,28", "?, 4", "")] == [(1, 28, 28), (None, 4), ()]
-    for wrong in ("a", "1,-2", "1.5"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            shape(wrong)
+            parse(wrong)
 
 
 def test_names_of_models():

@@ -36,7 +36,7 @@ def valley(best=2**17):
     return seconds
 
 
-def measure(task, config):
+def measure(task, config, samples):
     return task.seconds(config)
 
 
@@ -108,7 +108,7 @@ class Noisy:
     def __init__(self, spread):
         self.rng, self.spread, self.orders = random.Random(1), spread, []
 
-    def __call__(self, task, config):
+    def __call__(self, task, config, samples):
         self.orders.append(config)
         return task.seconds(config) * math.exp(self.rng.gauss(0, self.spread))
 

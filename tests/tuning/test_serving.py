@@ -137,7 +137,7 @@ def test_tuning_a_model_stores_its_way(compiled, tmp_path, monkeypatch):
     schedules.forget()
     wanted = label(Serving("compiled", True, True))
 
-    def measure(task, config):
+    def measure(task, config, samples):
         return 0.5 if config == (wanted,) else 1.0
 
     model = trained()

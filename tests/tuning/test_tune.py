@@ -19,7 +19,7 @@ TRUE = Encoding(fat=20_000.0, skinny=9_000.0, eigen=200.0, start_gram=10.0, star
 BEST = {"few": 20, "strip": 512, "block": 1 << 15, "align": 16, "tile": 1 << 16, "narrow": 64, "coarse": 12}
 
 
-def synthetic(task, config):
+def synthetic(task, config, samples=1):
     """Seconds by formulas: a valley around `BEST`, and compression at the rates of `TRUE`."""
     if isinstance(task, tasks.AlgorithmTask):
         case, algorithm = task.cases[config[0]], config[1]
@@ -75,7 +75,7 @@ def test_the_best_constants_stay(folder):
 
 
 def test_a_configuration_that_is_not_faster_in_pairs_is_not_taken(folder):
-    def lucky(task, config):
+    def lucky(task, config, samples):
         """Return few seconds the first time only."""
         seen = counts.setdefault((task.name, config), [])
         seen.append(1)
