@@ -344,7 +344,7 @@ def refused(kind: str) -> Hogwild:
         ("sparse", "SGD's momentum of a sparse gradient"),
         ("lazy", "weight is not initialised"),
         ("other", "the optimizer holds no parameter of the model"),
-        ("processes", "processes must be a whole number from 1 on, got 0"),
+        ("processes", "processes must be a whole number of at least 1 or None, got 0"),
         ("mode", "unknown state 'mine'; valid ones are 'shared', 'own'"),
         ("optimizer", "optimizer must be a torch.optim.Optimizer, got str"),
     ],
