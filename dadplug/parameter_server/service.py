@@ -89,17 +89,16 @@ def check_settings(found: Any, world_size: int) -> Settings:
             and type(settings.in_trainer) is bool
             and type(settings.limit) is int
             and 0 < settings.limit <= _LARGEST
-            and all(_is_time(each) for each in (settings.site_timeout, settings.timeout))
+            and all(
+                type(each) in (int, float) and 0 < each <= _LONGEST
+                for each in (settings.site_timeout, settings.timeout)
+            )
         )
     except (TypeError, ValueError) as error:
         raise MessageError(f"the settings of a sequencer are not valid: {error}") from error
     if not fine:
         raise MessageError(f"the settings of a sequencer are out of range: {settings}")
     return settings._replace(workers=tuple(workers))
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and 0 < value <= _LONGEST
 
 
 def write_message(connected: socket.socket, message: Any) -> None:
@@ -350,37 +349,38 @@ class SequencerService(FrameLoop):
     # Messages
 
     def _handle(self, site: int, frame: Frame) -> None:
-        kind, number = frame.kind, frame.number
-        if kind is Kind.ALIVE:
-            return
-        if kind is Kind.BYE:
-            self._leave(site, frame.body.decode(errors="replace"))
-        elif kind is Kind.SNAPSHOT:
-            if self._donors.answer(site, number) and number in self._connected:
-                self.post(number, frame)
-        elif kind is Kind.EPOCHS:
-            self._resume(number)
-        elif site not in self._contributors or frame.site != site:
-            raise SequenceError(f"site {site} has sent a {kind.name} of site {frame.site}")
-        elif kind is Kind.CONTRIBUTION:
-            self._sequencer.contribute(site, number, frame.base, frame.reached, frame.samples)
-            self._open[site, number] = frame
-            self._send_all(frame, besides=site)
-            self._answer(site, self._dealer.use(site, frame.used))
-        elif kind is Kind.FINISH:
-            self._sequencer.finish(site)
-            self._ends[site] = frame
-            self._send_all(frame, besides=site)
-            self._answer(site, self._dealer.finish(site))
-        elif kind is Kind.REACHED:
-            self._sequencer.reach(site, frame.reached)
-        elif kind is Kind.READY:
-            self._donors.ready(site)
-            self.post(site, Frame(Kind.READY, site, self._join(site)))
-        elif kind is Kind.TRAINS:
-            self._admit_waiting()
-        else:
-            self._deal(site, frame)
+        number = frame.number
+        match frame.kind:
+            case Kind.ALIVE:
+                pass
+            case Kind.BYE:
+                self._leave(site, frame.body.decode(errors="replace"))
+            case Kind.SNAPSHOT:
+                if self._donors.answer(site, number) and number in self._connected:
+                    self.post(number, frame)
+            case Kind.EPOCHS:
+                self._resume(number)
+            case _ if site not in self._contributors or frame.site != site:
+                raise SequenceError(f"site {site} has sent a {frame.kind.name} of site {frame.site}")
+            case Kind.CONTRIBUTION:
+                self._sequencer.contribute(site, number, frame.base, frame.reached, frame.samples)
+                self._open[site, number] = frame
+                self._send_all(frame, besides=site)
+                self._answer(site, self._dealer.use(site, frame.used))
+            case Kind.FINISH:
+                self._sequencer.finish(site)
+                self._ends[site] = frame
+                self._send_all(frame, besides=site)
+                self._answer(site, self._dealer.finish(site))
+            case Kind.REACHED:
+                self._sequencer.reach(site, frame.reached)
+            case Kind.READY:
+                self._donors.ready(site)
+                self.post(site, Frame(Kind.READY, site, self._join(site)))
+            case Kind.TRAINS:
+                self._admit_waiting()
+            case _:
+                self._deal(site, frame)
 
     def _resume(self, epochs: int) -> None:
         """Go on with the number of epochs in the checkpoint that a site has loaded."""
@@ -391,22 +391,23 @@ class SequencerService(FrameLoop):
 
     def _deal(self, site: int, frame: Frame) -> None:
         """Pass a message to the dealer."""
-        if frame.kind is Kind.BEGIN:
-            if frame.samples:
-                self._sequencer.declare(site, frame.samples)
-            self._answer(site, self._dealer.begin(site, frame.number, frame.used))
-            if self._in_trainer:
-                self._admit_waiting()
-        elif frame.kind is Kind.DRAW:
-            self._answer(site, self._dealer.draw(site, bool(frame.used)))
-        elif frame.kind is Kind.USED:
-            self._answer(site, self._dealer.use(site, frame.used))
-        elif frame.kind is Kind.PASSED:
-            self._answer(site, self._dealer.passed(site, frame.number))
-        elif frame.kind is Kind.ORDER:
-            self._dealer.order(frame.number, bytes(frame.body))
-        else:
-            raise SequenceError(f"a site sends no {frame.kind.name}")
+        match frame.kind:
+            case Kind.BEGIN:
+                if frame.samples:
+                    self._sequencer.declare(site, frame.samples)
+                self._answer(site, self._dealer.begin(site, frame.number, frame.used))
+                if self._in_trainer:
+                    self._admit_waiting()
+            case Kind.DRAW:
+                self._answer(site, self._dealer.draw(site, bool(frame.used)))
+            case Kind.USED:
+                self._answer(site, self._dealer.use(site, frame.used))
+            case Kind.PASSED:
+                self._answer(site, self._dealer.passed(site, frame.number))
+            case Kind.ORDER:
+                self._dealer.order(frame.number, bytes(frame.body))
+            case _:
+                raise SequenceError(f"a site sends no {frame.kind.name}")
 
     def _answer(self, asking: int, answers: list[Answer]) -> None:
         """Send the dealer's answers to a message of one site, which is idle if its own depends on other sites."""
