@@ -183,7 +183,6 @@ class StepCounts:
         self.parameters: list[Tensor] = [parameter for parameter, _ in found]
         self._states: list[dict[str, Any]] = [state for _, state in found]
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        self._tensors = [isinstance(state[STEP], Tensor) for state in self._states]
         self._shared = self._initial = self._current()
 
     def _current(self) -> Tensor:
@@ -228,7 +227,7 @@ class StepCounts:
         values = self._shared.tolist()
         for place in places:
             state = self._states[place]
-            if self._tensors[place]:
+            if isinstance(state[STEP], Tensor):
                 state[STEP].fill_(values[place])
             else:
                 state[STEP] = values[place]

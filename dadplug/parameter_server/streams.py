@@ -213,13 +213,11 @@ class _Stream:
             if max(number, base, reached, samples, used) > _LARGEST:
                 raise StreamError(f"a frame of kind {kind} with a number above {_LARGEST}")
             self._frame = Frame(Kind(kind), site, number, base, reached, samples, used, bytearray(size))
-        else:
-            size = 0
-        if size:
-            self._missing = memoryview(self._frame.body)
-        else:
-            frames.append(self._frame)
-            self._frame, self._missing = None, memoryview(self._head)
+            if size:
+                self._missing = memoryview(self._frame.body)
+                return
+        frames.append(self._frame)
+        self._frame, self._missing = None, memoryview(self._head)
 
 
 def _limit_unsent(connected: socket.socket) -> None:

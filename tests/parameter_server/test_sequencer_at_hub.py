@@ -12,6 +12,7 @@ import hub_kits
 import support
 import torch
 import torch.distributed as dist
+from local_reference import ends_equal
 from running_hub import RunningHub, running_hub
 from torch import nn
 
@@ -46,7 +47,7 @@ def bits(model: nn.Module) -> bytes:
 
 def test_without_staleness_it_has_the_bits_of_the_reduction_over_a_hub(tmp_path):
     with running_hub(tmp_path / "kits", NAMES[:2]) as hub, support.Sites(2, kits=kits(hub)[:2]) as group:
-        group.run(ON_ONE_NETWORK.follows_reduction, "rankdad", 50, {})
+        group.run(ON_ONE_NETWORK.follows_reduction, "rankdad")
         found = group.run(ON_ONE_NETWORK.follows_its_log, "dad", {"staleness": 4})
     assert 0 <= found[0]["oldest"] <= 4
 
@@ -109,8 +110,7 @@ def counts_bytes() -> tuple[int, int]:
     for step in range(6):
         backward(model, step)
         server.step()
-    server.finish()
-    server.detach()
+    ends_equal(server)
     return sum(sent), bits(model)
 
 
@@ -212,8 +212,7 @@ def test_a_hub_that_is_killed_and_restarted_is_named_at_all_sites(tmp_path):
 def stays_at_site_0() -> bool:
     _, server = made()
     found = server._service is not None, server.return_address
-    server.finish()
-    server.detach()
+    ends_equal(server)
     return found
 
 
