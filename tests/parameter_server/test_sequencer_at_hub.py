@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forkserver
 import hub_kits
 import pytest
 import support
@@ -191,14 +190,11 @@ def loses_the_hub(folder: str) -> str:
         return str(error)
 
 
-def start_hub(folder: Path) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "dadplug", "hub", str(folder / "hub")], stderr=subprocess.DEVNULL)
-
-
 def test_a_hub_that_is_killed_and_restarted_is_named_at_all_sites(tmp_path):
     folder = tmp_path / "kits"
     hub_kits.make(folder, hub=f"127.0.0.1:{support.free_port()}", hub_names=[], sites=["a", "b"], hub_at="a")
-    hub = start_hub(folder)
+    command = ["-m", "dadplug", "hub", str(folder / "hub")]
+    hub = forkserver.start(command)
     try:
         with support.Sites(2, kits=[folder / "a", folder / "b"]) as group:
             group.start(loses_the_hub, str(tmp_path))
@@ -206,7 +202,7 @@ def test_a_hub_that_is_killed_and_restarted_is_named_at_all_sites(tmp_path):
                 RETURNING.wait_for(tmp_path / f"training{rank}")
             hub.send_signal(signal.SIGKILL)
             hub.wait()
-            hub = start_hub(folder)
+            hub = forkserver.start(command)
             outcomes = group.outcomes()
     finally:
         hub.kill()
