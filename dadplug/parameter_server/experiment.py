@@ -113,19 +113,11 @@ def launch_ps_and_workers(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_model("MNISTNet")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    loaders = train_dataloader, test_dataloader
+    threads = max(1, torch.get_num_threads() // (world_size - 1))
     task = _Task(
-        world_size=world_size,
-        address=f"tcp://127.0.0.1:{free_port()}",
-        threads=max(1, torch.get_num_threads() // (world_size - 1)),
-        epochs=epochs_per_worker,
-        num_gpus=num_gpus,
-        model=model,
-        learning_rate=lr,
-        train_dataloader=train_dataloader,
-        test_dataloader=test_dataloader,
-        criterion=criterion,
-        seed=seed,
-        options=vars(checked),
+        world_size, address, threads, epochs_per_worker, num_gpus, model, lr, *loaders, criterion, seed, vars(checked)
     )
     accuracies, seconds, state = _run(task)
     model.load_state_dict(state)
